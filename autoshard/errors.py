@@ -1,0 +1,49 @@
+"""The errors a user can meet: one class per kind of mistake, all derived from `AutoshardError`.
+
+A message says what was asked, what was found (`name=repr`), where (node and the user's source line) and
+what to do about it.
+"""
+
+
+class AutoshardError(Exception):
+    """Base of every error that autoshard raises on purpose."""
+
+
+class MeshError(AutoshardError):
+    """A mesh is malformed, or does not match the processes that run."""
+
+
+class InvalidSpecError(AutoshardError):
+    """A partition spec cannot be: an axis twice, an unknown axis, more dims than the tensor has."""
+
+
+class TraceError(AutoshardError):
+    """A model cannot be captured as a graph, or is called in a way that its graph does not cover."""
+
+
+class NoShardingRuleError(AutoshardError):
+    """An operator has no sharding rule, and `strict=True` forbids running it replicated."""
+
+
+class DoesNotFitError(AutoshardError):
+    """No plan fits in the memory limit; carries the smallest limit that would do."""
+
+    def __init__(self, message: str, *, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+class PlanMismatchError(AutoshardError):
+    """A plan was made for another model, mesh or input signature."""
+
+
+class VerificationError(AutoshardError):
+    """The lowered program could not be shown equal to the traced one."""
+
+
+class RankMismatchError(AutoshardError):
+    """Ranks of one run disagree about the plan, the program or the versions they run."""
+
+
+class UnknownHardwareError(AutoshardError):
+    """A device, link or cluster name that no hardware file describes."""

@@ -1,0 +1,1 @@
+"""The intermediate representation: meshes, partition specs, programs, plans and reshards."""

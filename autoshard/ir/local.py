@@ -1,0 +1,34 @@
+"""Values of a lowered program that differ from rank to rank.
+
+One program text serves all ranks, so a rank's place on the mesh is itself a value of the program:
+`axis_index("model")` is the index of the running rank along that axis. The runtime says where it runs
+with `running_at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from autoshard.errors import MeshError
+
+_coordinates: ContextVar[Mapping[str, int] | None] = ContextVar("autoshard_coordinates", default=None)
+
+
+def axis_index(axis: str) -> int:
+    """The running rank's index along mesh axis `axis`; `MeshError` outside `running_at`."""
+    coordinates = _coordinates.get()
+    if coordinates is None or axis not in coordinates:
+        raise MeshError(f"axis_index({axis!r}) was asked outside a running program; found coordinates={coordinates!r}.")
+    return coordinates[axis]
+
+
+@contextmanager
+def running_at(coordinates: Mapping[str, int]) -> Iterator[None]:
+    """Run the body as the rank with these mesh `coordinates` (axis name to index)."""
+    token = _coordinates.set(coordinates)
+    try:
+        yield
+    finally:
+        _coordinates.reset(token)

@@ -1,0 +1,118 @@
+"""Meshes: named axes over which tensors are split.
+
+A mesh is abstract: it names axes and sizes and says how ranks are numbered (row-major, the last axis
+fastest, as `torch.distributed.DeviceMesh` does); it holds no devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from autoshard.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Named axes and their sizes, major to minor.
+
+    Args:
+        axes: axis name to size (at least 1), in order, e.g. `{"data": 2, "model": 4}`.
+
+    Raises:
+        MeshError: no axis, a name that is not an identifier, or a size below one.
+
+    Example:
+        >>> mesh = Mesh({"data": 2, "model": 4})
+        >>> mesh.size, mesh.coordinates(6)
+        (8, {'data': 1, 'model': 2})
+        >>> mesh.groups("data")[1]
+        (1, 5)
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        if not axes:
+            raise MeshError("Mesh({}) has no axis; give at least one, e.g. Mesh({'data': 2}).")
+        for name, size in axes.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise MeshError(f"Mesh axis name {name!r} must be a Python identifier, e.g. 'data'.")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(f"Mesh axis {name!r} has size={size!r}; a size is an integer of at least 1.")
+        object.__setattr__(self, "axes", tuple(axes.items()))
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
+        """The abstract mesh of a torch `DeviceMesh`, which must name its dims."""
+        names = device_mesh.mesh_dim_names
+        if names is None:
+            raise MeshError(
+                f"DeviceMesh of shape {tuple(device_mesh.shape)} has no mesh_dim_names; "
+                "pass mesh_dim_names=('data', ...) to init_device_mesh."
+            )
+        return cls(dict(zip(names, device_mesh.shape, strict=True)))
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes, major to minor."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, major to minor."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape)
+
+    def axis_size(self, axis: str) -> int:
+        """The number of ranks along `axis`; `MeshError` for an unknown axis."""
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        raise MeshError(f"{self} has no axis {axis!r}; its axes are {', '.join(map(repr, self.axis_names))}.")
+
+    def shards(self, axes: Sequence[str]) -> int:
+        """The number of pieces that `axes` together cut a dim into."""
+        return math.prod(self.axis_size(axis) for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The index of `rank` along each axis."""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"{self} has ranks 0 to {self.size - 1}; rank={rank} is not among them.")
+        result = {}
+        for name, size in reversed(self.axes):
+            rank, result[name] = divmod(rank, size)
+        return {name: result[name] for name in self.axis_names}
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at the given index along every axis; the inverse of `coordinates`."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that communicate along `axes`: one tuple per group, ordered with the last axis fastest."""
+        for axis in axes:
+            self.axis_size(axis)
+        others = [name for name in self.axis_names if name not in axes]
+        result = []
+        for fixed in product(*(range(self.axis_size(name)) for name in others)):
+            base = dict(zip(others, fixed, strict=True))
+            inner = product(*(range(self.axis_size(name)) for name in axes))
+            members = ({**base, **dict(zip(axes, index, strict=True))} for index in inner)
+            result.append(tuple(self.rank_at(member) for member in members))
+        return tuple(result)
+
+    def __str__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"

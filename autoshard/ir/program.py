@@ -1,0 +1,188 @@
+"""Programs: a traced graph with names for everything that enters and leaves it.
+
+A program's graph is a `torch.fx.Graph` over ATen and semantic operators, with global shapes. It is
+functional: no node changes its operands. Its placeholders come in the order of `inputs`, and its output
+node returns a flat tuple in the order of `outputs`. Node metadata:
+
+* `val`: a fake or meta tensor of global shape (a tuple of them for operators with several results);
+* `phase`: "forward" or "backward";
+* `module`: qualified path of the user's module that issued the operator, or "";
+* `source`: the user's line, "model.py:12 in forward", or "".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec
+
+
+class InputKind(StrEnum):
+    """What a placeholder of a program stands for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    TANGENT = "tangent"
+    SEED = "seed"
+
+
+class OutputKind(StrEnum):
+    """What a result of a program stands for."""
+
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+    INPUT_GRADIENT = "input_gradient"
+    BUFFER_UPDATE = "buffer_update"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlot:
+    """One placeholder: its node, what it is, and its qualified name (other names of a tied one in `aliases`)."""
+
+    node: str
+    kind: InputKind
+    name: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSlot:
+    """One result: the node that yields it, what it is, and the name of what it belongs to.
+
+    `name` is "output:0" for outputs, the parameter's name for gradients, "input:0" for gradients of
+    inputs, the buffer's name for updates. A gradient with `None` as its node does not exist.
+    """
+
+    node: str
+    kind: OutputKind
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A value that tracing relied on: node `node` evaluated to `value` on the example inputs."""
+
+    node: str
+    value: bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A traced graph with global shapes.
+
+    Args:
+        graph_module: the graph; see the module's docstring for its form.
+        inputs: one slot per placeholder, in order.
+        outputs: one slot per element of the output tuple, in order.
+        input_tree: how flat inputs ("input:0", ...) nest into the model's `(args, kwargs)`; leaves that
+            are no tensors are kept in `constants` by leaf index.
+        output_tree: how flat outputs nest into what the model returns; leaves that are no tensors are kept
+            in `output_constants` by leaf index.
+        guards: values that the trace relied on; `guard_program` computes them from the inputs.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[InputSlot, ...]
+    outputs: tuple[OutputSlot, ...]
+    input_tree: TreeSpec | None = None
+    output_tree: TreeSpec | None = None
+    constants: dict[int, Any] = field(default_factory=dict)
+    output_constants: dict[int, Any] = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The fx graph."""
+        return self.graph_module.graph
+
+    @property
+    def nodes(self) -> dict[str, fx.Node]:
+        """Nodes by name, in program order."""
+        return {node.name: node for node in self.graph.nodes}
+
+    def inputs_of(self, kind: InputKind) -> tuple[InputSlot, ...]:
+        """The input slots of one kind, in order."""
+        return tuple(slot for slot in self.inputs if slot.kind == kind)
+
+    def outputs_of(self, kind: OutputKind) -> tuple[OutputSlot, ...]:
+        """The output slots of one kind, in order."""
+        return tuple(slot for slot in self.outputs if slot.kind == kind)
+
+    def text(self) -> str:
+        """The program as readable text, the same in every process that traced the same model."""
+        return "\n".join(_lines(self))
+
+    def digest(self) -> str:
+        """A short hash of the program's text; equal programs have equal digests."""
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+
+
+def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """The global values a node yields: one for most operators, several for operators with a tuple result."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)):
+        return tuple(item if isinstance(item, torch.Tensor) else None for item in value)
+    return ()
+
+
+def describe(value: Any) -> str:
+    """A short text of a tensor's dtype and shape: `f32[2, 8]`."""
+    if isinstance(value, torch.Tensor):
+        return f"{_SHORT_DTYPE.get(value.dtype, str(value.dtype))}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(describe(item) for item in value)})"
+    return repr(value)
+
+
+_SHORT_DTYPE = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def _lines(program: Program) -> Iterator[str]:
+    names = {slot.node: slot for slot in program.inputs}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            slot = names[node.name]
+            yield f"{node.name}: {describe(node.meta.get('val'))} = {slot.kind.value} {slot.name!r}"
+        elif node.op == "output":
+            continue
+        else:
+            spec = f"  # {node.meta['spec']}" if "spec" in node.meta else ""
+            yield f"{node.name}: {describe(node.meta.get('val'))} = {_call_text(node)}{spec}"
+    for slot in program.outputs:
+        yield f"return {slot.kind.value} {slot.name!r} = {slot.node}"
+
+
+def _call_text(node: fx.Node) -> str:
+    arguments = [_argument_text(argument) for argument in node.args]
+    arguments += [f"{key}={_argument_text(value)}" for key, value in node.kwargs.items()]
+    return f"{_target_text(node)}({', '.join(arguments)})"
+
+
+def _target_text(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, str):
+        return f"{node.op} {target}"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return str(getattr(target, "__name__", target))
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return argument.name
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(_argument_text(item) for item in argument)}]"
+    return str(argument)

@@ -1,0 +1,228 @@
+"""Partition specs: how one tensor lies on a mesh.
+
+A spec says, for each dim of a tensor, which mesh axes split it (major to minor), and over which axes the
+tensor is *partial*: each rank holds an addend, and the value is their reduction over the axis. Axes that
+a spec does not name hold copies.
+
+Uneven dims. An axis of size `a` splits a dim of size `n` into chunks of `ceil(n / a)`: full chunks, one
+smaller, then empty ones, as `torch.chunk` and DTensor do. Inside a program each rank holds the padded
+chunk, so that local shapes are the same on every rank; several axes on one dim nest this. What the
+padding holds is undefined.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from autoshard.errors import InvalidSpecError
+from autoshard.ir.mesh import Mesh
+
+
+class Reduction(StrEnum):
+    """How the addends of a partial value combine."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    PRODUCT = "product"
+
+
+DimAxes = str | Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class PartitionSpec:
+    """How a tensor is laid out over the axes of a mesh; usually written `P(...)`.
+
+    Args:
+        *dims: for each dim, the axis that splits it, a tuple of axes (major to minor), or None. Missing
+            trailing dims are not split.
+        partial: axis to reduction ("sum", "max", "min", "product") over which the value is partial.
+
+    Raises:
+        InvalidSpecError: an axis is used twice, or a reduction is unknown.
+
+    Example:
+        >>> P("data", None, ("model", "expert"))
+        P('data', None, ('model', 'expert'))
+        >>> P(partial={"model": "sum"}).is_partial
+        True
+        >>> P("data") == P("data", None)
+        True
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, Reduction], ...]
+
+    def __init__(self, *dims: DimAxes, partial: Mapping[str, str] | None = None) -> None:
+        normal = [_dim_axes(dim) for dim in dims]
+        while normal and not normal[-1]:
+            normal.pop()
+        object.__setattr__(self, "dims", tuple(normal))
+        object.__setattr__(self, "partial", _partial_items(partial or {}))
+        self._check_axes_used_once()
+
+    def _check_axes_used_once(self) -> None:
+        seen: set[str] = set()
+        for axis in (*(axis for dim in self.dims for axis in dim), *(axis for axis, _ in self.partial)):
+            if axis in seen:
+                raise InvalidSpecError(
+                    f"{self!r} uses mesh axis {axis!r} twice; an axis may split at most one dim, "
+                    "or be partial."
+                )
+            seen.add(axis)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that splits a dim or is partial."""
+        return (*self.sharded_axes, *(axis for axis, _ in self.partial))
+
+    @property
+    def sharded_axes(self) -> tuple[str, ...]:
+        """Every axis that splits a dim, in the order of the dims."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some axis still holds addends."""
+        return bool(self.partial)
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return not self.dims and not self.partial
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split `dim` (counted from the front), major to minor."""
+        return self.dims[dim] if dim < len(self.dims) else ()
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that `axis` splits, or None."""
+        for dim, axes in enumerate(self.dims):
+            if axis in axes:
+                return dim
+        return None
+
+    def reduction_over(self, axis: str) -> Reduction | None:
+        """The reduction with which the value is partial over `axis`, or None."""
+        return dict(self.partial).get(axis)
+
+    def check(self, mesh: Mesh, ndim: int) -> None:
+        """Raise `InvalidSpecError` unless this spec can describe a tensor of `ndim` dims on `mesh`."""
+        for axis in self.axes:
+            if axis not in mesh.axis_names:
+                raise InvalidSpecError(
+                    f"{self!r} names mesh axis {axis!r}, which {mesh} does not have; "
+                    f"its axes are {', '.join(map(repr, mesh.axis_names))}."
+                )
+        if len(self.dims) > ndim:
+            raise InvalidSpecError(f"{self!r} splits {len(self.dims)} dims, but the tensor has ndim={ndim}.")
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """The padded shape that each rank holds of a tensor of global `shape`."""
+        return tuple(self._local_size(dim, size, mesh) for dim, size in enumerate(shape))
+
+    def _local_size(self, dim: int, size: int, mesh: Mesh) -> int:
+        for axis in self.axes_of(dim):
+            size = -(-size // mesh.axis_size(axis))
+        return size
+
+    def is_even(self, shape: Sequence[int], mesh: Mesh) -> bool:
+        """Whether every split divides its dim, so that no rank holds padding."""
+        return all(size % mesh.shards(self.axes_of(dim)) == 0 for dim, size in enumerate(shape))
+
+    def to_placements(self, mesh: Mesh) -> tuple[Placement, ...]:
+        """The torch DTensor placements, one per mesh axis.
+
+        Raises:
+            InvalidSpecError: several axes split a dim in another order than the mesh's, which placements
+                cannot say.
+        """
+        self._check_mesh_order(mesh)
+        return tuple(self._placement(axis) for axis in mesh.axis_names)
+
+    def _placement(self, axis: str) -> Placement:
+        dim, reduction = self.dim_of(axis), self.reduction_over(axis)
+        if dim is not None:
+            return Shard(dim)
+        return Replicate() if reduction is None else Partial(reduction.value)
+
+    def _check_mesh_order(self, mesh: Mesh) -> None:
+        order = {axis: index for index, axis in enumerate(mesh.axis_names)}
+        for axes in self.dims:
+            if list(axes) != sorted(axes, key=order.__getitem__):
+                raise InvalidSpecError(
+                    f"{self!r} splits one dim in an order other than {mesh}'s; torch placements cannot say "
+                    "so. Name the axes in the order of the mesh."
+                )
+
+    @classmethod
+    def from_placements(cls, placements: Sequence[Placement], mesh: Mesh) -> PartitionSpec:
+        """The spec that DTensor `placements` (one per axis of `mesh`) describe."""
+        dims: dict[int, list[str]] = {}
+        partial: dict[str, str] = {}
+        for axis, placement in zip(mesh.axis_names, placements, strict=True):
+            if isinstance(placement, Shard):
+                dims.setdefault(placement.dim, []).append(axis)
+            elif isinstance(placement, Partial):
+                partial[axis] = placement.reduce_op
+        return cls(*(dims.get(dim) for dim in range(max(dims, default=-1) + 1)), partial=partial)
+
+    @classmethod
+    def parse(cls, text: str) -> PartitionSpec:
+        """The spec that `text`, as printed by `repr`, describes.
+
+        Raises:
+            InvalidSpecError: the text is not of the form `P('data', None, partial={'model': 'sum'})`.
+        """
+        try:
+            call = ast.parse(text, mode="eval").body
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "P":
+                raise ValueError("not a call of P")
+            dims = [ast.literal_eval(argument) for argument in call.args]
+            keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+            return cls(*dims, **keywords)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise InvalidSpecError(
+                f"spec={text!r} cannot be read; write it as P('data', None) or "
+                "P('data', partial={'model': 'sum'})."
+            ) from error
+
+    def __repr__(self) -> str:
+        parts = [repr(_plain(dim)) for dim in self.dims]
+        if self.partial:
+            parts.append(f"partial={ {axis: reduction.value for axis, reduction in self.partial} }")
+        return f"P({', '.join(parts)})"
+
+
+P = PartitionSpec
+
+
+def _dim_axes(dim: DimAxes) -> tuple[str, ...]:
+    if dim is None:
+        return ()
+    axes = (dim,) if isinstance(dim, str) else tuple(dim)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise InvalidSpecError(f"P(...) was given dim={dim!r}; a dim is an axis name, a tuple of them, or None.")
+    return axes
+
+
+def _partial_items(partial: Mapping[str, str]) -> tuple[tuple[str, Reduction], ...]:
+    known: Iterable[str] = [reduction.value for reduction in Reduction]
+    for axis, reduction in partial.items():
+        if reduction not in known:
+            raise InvalidSpecError(
+                f"P(partial={{{axis!r}: {reduction!r}}}) has an unknown reduction; use one of {', '.join(known)}."
+            )
+    return tuple(sorted((axis, Reduction(reduction)) for axis, reduction in partial.items()))
+
+
+def _plain(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    if not axes:
+        return None
+    return axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,50 @@
+"""What a local rewrite may ask of lowering.
+
+Most operators run unchanged on their local operands. One whose arguments name shapes, or whose value
+depends on the global index, has a *rewrite*: a function that emits the local form of the call in terms of a
+`LocalContext`. Operands come as fx proxies, so a rewrite is written as plain calls of `torch.ops`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class LocalContext(Protocol):
+    """The place of the running rank in a split call."""
+
+    def is_split(self, factor: str) -> bool:
+        """Whether some axis splits `factor`."""
+        ...
+
+    def shards(self, factor: str) -> int:
+        """The number of pieces that `factor` is cut into (1 where it is not split)."""
+        ...
+
+    def index(self, factor: str) -> Any:
+        """Which piece of `factor` the running rank holds: an integer value of the program (0 where not split)."""
+        ...
+
+    def offset(self, factor: str) -> Any:
+        """The global index of the first element of the rank's piece of `factor`: `index * local size`."""
+        ...
+
+    def local_size(self, factor: str) -> int:
+        """The number of elements of `factor` that each rank holds."""
+        ...
+
+    def output_shape(self, output: int = 0) -> list[int]:
+        """The local shape of a result."""
+        ...
+
+    def output_offset(self, output: int = 0) -> list[Any]:
+        """The global index of the first element of the rank's piece of a result, for each dim."""
+        ...
+
+    def all_reduce(self, value: Any, reduction: str, factor: str) -> Any:
+        """The reduction of `value` ("sum", "max", "min") over the axes that split `factor`, on every rank."""
+        ...
+
+    def default(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator itself, called on local operands."""
+        ...

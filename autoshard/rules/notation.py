@@ -1,0 +1,203 @@
+"""The factor notation: what an operator does to indices.
+
+Each dim of each operand and result is a product of *factors*, written major to minor. `"m k, k n -> m n"`
+is a matrix product; `"(a b) c -> a b c"` a view that splits a dim; `1` is a dim of size one without a
+factor; `_` a dim that may not be split (each `_` is a factor of its own, blocked). Factors that appear in
+every result are parallel; one that is missing from a result while an operand has it is *reduced* there, and
+the rule must say how (`reduce={"k": "sum"}`) or block it.
+
+From a rule follow all strategies of a call: see `strategies`. The idea of factors follows Shardy's sharding
+rules (OpenXLA, 2024) and JAX's `custom_partitioning` rule strings; linearity, rewrites and blocked dims are ours.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.errors import InvalidSpecError
+from autoshard.ir.spec import Reduction
+
+Dims = tuple[tuple[str, ...], ...]
+"""One operand: for each dim, its factors, major to minor. `()` is a dim of size one without a factor."""
+
+Rewrite = Callable[..., Any]
+"""`rewrite(context, *args, **kwargs)`: emits the local form of a call; see `autoshard.rules.local`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a rule function returns for one call: the notation, before sizes are known.
+
+    Args:
+        notation: `"m k, k n -> m n"`, or a pair of sequences of `Dims` for operands and results. Operands are
+            the tensors among the call's arguments, in order, lists flattened, absent optional ones left out.
+        reduce: factor to reduction, where a result lacks a factor that an operand has.
+        linear: sets of operand indices in which all results are jointly linear: if exactly those
+            operands are partial sums, so are the results. `[(0,), (1,)]` for a product, `[(0, 1)]` for a sum.
+        transparent: the operator only moves elements of operand 0, so any partial reduction passes through.
+        blocked: factors that may not be split.
+        sizes: sizes of factors that shapes leave open (all but one factor of a product).
+        local: rewrite that emits the local form of the call when some factor is split; None runs the operator as it
+            is on the local operands.
+    """
+
+    notation: str | tuple[Sequence[Dims], Sequence[Dims]]
+    reduce: Mapping[str, str] | None = None
+    linear: Sequence[Sequence[int]] = ()
+    transparent: bool = False
+    blocked: Iterable[str] = ()
+    sizes: Mapping[str, int] | None = None
+    local: Rewrite | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRule:
+    """A rule with the sizes of one call: the form that strategies, lowering and verification read.
+
+    Factors of size one are dropped from `inputs` and `outputs`, as they cannot be split.
+    """
+
+    sizes: Mapping[str, int]
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    reduce: Mapping[str, Reduction]
+    linear: tuple[frozenset[int], ...]
+    transparent: bool
+    blocked: frozenset[str]
+    local: Rewrite | None
+
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        """The factors that an axis may split, in order of appearance."""
+        return tuple(factor for factor in self.sizes if factor not in self.blocked)
+
+    def is_reduced(self, factor: str, output: int) -> bool:
+        """Whether result `output` lacks `factor` while some operand has it."""
+        return not _has(self.outputs[output], factor) and any(_has(dims, factor) for dims in self.inputs)
+
+
+def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> BoundRule:
+    """The rule with factor sizes found from the shapes of a call.
+
+    Args:
+        rule: the rule of the call's operator.
+        inputs: shapes of the tensor operands, in order.
+        outputs: shapes of the results, in order.
+
+    Raises:
+        InvalidSpecError: the notation does not fit the shapes, or a reduced factor has no reduction.
+    """
+    operands, results = parse(rule.notation) if isinstance(rule.notation, str) else rule.notation
+    operands, results, anonymous = _name_anonymous(operands, results)
+    sizes = _factor_sizes(rule, (*operands, *results), (*inputs, *outputs))
+    live = {factor: size for factor, size in sizes.items() if size != 1}
+    bound = BoundRule(
+        sizes=live,
+        inputs=tuple(_drop_absent(dims, live) for dims in operands),
+        outputs=tuple(_drop_absent(dims, live) for dims in results),
+        reduce={factor: Reduction(name) for factor, name in (rule.reduce or {}).items()},
+        linear=tuple(frozenset(group) for group in rule.linear),
+        transparent=rule.transparent,
+        blocked=frozenset(rule.blocked) | anonymous,
+        local=rule.local,
+    )
+    _check_reductions(rule, bound)
+    return bound
+
+
+def parse(notation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+    """Operands and results of a notation string.
+
+    Example:
+        >>> parse("(a b) c -> a b 1")
+        (((('a', 'b'), ('c',)),), ((('a',), ('b',), ()),))
+    """
+    sides = notation.split("->")
+    if len(sides) != 2:
+        raise InvalidSpecError(f"rule notation={notation!r} must have the form 'operands -> results'.")
+    left, right = (tuple(_parse_operand(text) for text in side.split(",")) if side.strip() else () for side in sides)
+    return left, right
+
+
+def _parse_operand(text: str) -> Dims:
+    if text.strip() == "scalar":
+        return ()
+    tokens = re.findall(r"\([^)]*\)|\S+", text)
+    return tuple(_parse_dim(token) for token in tokens)
+
+
+def _parse_dim(token: str) -> tuple[str, ...]:
+    if token == "1":
+        return ()
+    return tuple(token.strip("()").split())
+
+
+def _name_anonymous(
+    operands: Sequence[Dims], results: Sequence[Dims]
+) -> tuple[tuple[Dims, ...], tuple[Dims, ...], frozenset[str]]:
+    names: list[str] = []
+
+    def rename(factor: str) -> str:
+        if factor != "_":
+            return factor
+        names.append(f"_{len(names)}")
+        return names[-1]
+
+    def walk(side: Sequence[Dims]) -> tuple[Dims, ...]:
+        return tuple(tuple(tuple(rename(factor) for factor in dim) for dim in dims) for dims in side)
+
+    return walk(operands), walk(results), frozenset(names)
+
+
+def _factor_sizes(rule: Rule, all_dims: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    if len(all_dims) != len(shapes):
+        raise InvalidSpecError(f"rule {rule.notation!r} names {len(all_dims)} tensors, the call has {len(shapes)}.")
+    known = dict(rule.sizes or {})
+    pairs = [
+        (dim, size)
+        for dims, shape in zip(all_dims, shapes, strict=True)
+        for dim, size in _zip_dims(rule, dims, shape)
+    ]
+    for dim, size in sorted(pairs, key=lambda pair: len(pair[0])):
+        _solve_dim(rule, dim, size, known)
+    order = list(dict.fromkeys(factor for dims in all_dims for dim in dims for factor in dim))
+    return {factor: known[factor] for factor in order}
+
+
+def _zip_dims(rule: Rule, dims: Dims, shape: Sequence[int]) -> Iterable[tuple[tuple[str, ...], int]]:
+    if len(dims) != len(shape):
+        raise InvalidSpecError(f"rule {rule.notation!r} names {len(dims)} dims where the call has shape={tuple(shape)}.")
+    return zip(dims, shape, strict=True)
+
+
+def _solve_dim(rule: Rule, dim: tuple[str, ...], size: int, known: dict[str, int]) -> None:
+    unknown = [factor for factor in dim if factor not in known]
+    product = math.prod(known[factor] for factor in dim if factor in known)
+    if len(unknown) == 1 and product and size % product == 0:
+        known[unknown[0]] = size // product
+    elif unknown or product != size:
+        raise InvalidSpecError(
+            f"rule {rule.notation!r}: dim ({' '.join(dim)}) of size {size} does not fit the factors {known}."
+        )
+
+
+def _drop_absent(dims: Dims, live: Mapping[str, int]) -> Dims:
+    return tuple(tuple(factor for factor in dim if factor in live) for dim in dims)
+
+
+def _check_reductions(rule: Rule, bound: BoundRule) -> None:
+    for factor in bound.splittable:
+        for output in range(len(bound.outputs)):
+            if bound.is_reduced(factor, output) and factor not in bound.reduce:
+                raise InvalidSpecError(
+                    f"rule {rule.notation!r}: factor {factor!r} vanishes from result {output}; give its reduction "
+                    f"(reduce={{{factor!r}: 'sum'}}) or block it (blocked=[{factor!r}])."
+                )
+
+
+def _has(dims: Dims, factor: str) -> bool:
+    return any(factor in dim for dim in dims)

@@ -1,0 +1,65 @@
+"""The table of sharding rules, keyed by operator.
+
+A rule function takes the call's arguments (tensors as fake or meta tensors of global shape) and returns a
+`Rule`, or None where the call cannot be split at all. Rules are registered when the family modules are
+imported; registering an operator twice raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.rules.notation import BoundRule, Rule, bind
+
+RuleFunction = Callable[..., Rule | None]
+
+_rules: dict[Any, RuleFunction] = {}
+
+
+def sharding_rule(*operators: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Register the decorated function as the sharding rule of `operators` (`torch.ops` overloads).
+
+    Raises:
+        ValueError: an operator already has a rule.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for operator in operators:
+            if operator in _rules:
+                raise ValueError(f"{operator} already has a sharding rule: {_rules[operator].__qualname__}")
+            _rules[operator] = function
+        return function
+
+    return register
+
+
+def has_rule(operator: Any) -> bool:
+    """Whether `operator` has a sharding rule."""
+    return operator in _rules
+
+
+def bound_rule(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor | None]
+) -> BoundRule | None:
+    """The rule of one call with its factor sizes, or None where the operator has none or refuses the call.
+
+    Args:
+        operator: a `torch.ops` overload.
+        args, kwargs: the call's arguments, tensors as fake or meta tensors of global shape.
+        outputs: the call's results, likewise; None entries of a tuple result are skipped.
+    """
+    function = _rules.get(operator)
+    rule = function(*args, **kwargs) if function is not None else None
+    if rule is None:
+        return None
+    shapes = [tuple(tensor.shape) for tensor in tensor_operands(args, kwargs)]
+    return bind(rule, shapes, [tuple(output.shape) for output in outputs if output is not None])
+
+
+def tensor_operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among a call's arguments, in order, with lists flattened."""
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

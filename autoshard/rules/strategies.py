@@ -1,0 +1,153 @@
+"""From a rule to strategies: every assignment of mesh axes to factors.
+
+Each axis of a mesh, independently, does one of these for a call: nothing (every rank computes the whole),
+split a factor, or carry a partial value through a set of operands in which the operator is linear. What the
+operands and results look like then is derived here, never listed by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.rules.notation import BoundRule, Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """An axis splits a factor."""
+
+    factor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """An axis carries a partial value through the operands with these indices."""
+
+    operands: frozenset[int]
+    reduction: Reduction
+
+
+Choice = Split | Carry | None
+"""What one axis does for one call; None: nothing, the call is repeated on every rank of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a call on a mesh: specs of its tensor operands and results, in order.
+
+    `choices` holds what each axis of the mesh does, in the mesh's order.
+    """
+
+    inputs: tuple[PartitionSpec, ...]
+    outputs: tuple[PartitionSpec, ...]
+    choices: tuple[Choice, ...]
+
+    def splits(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """The axes that split each factor, major to minor."""
+        result: dict[str, tuple[str, ...]] = {}
+        for axis, choice in zip(mesh.axis_names, self.choices, strict=True):
+            if isinstance(choice, Split):
+                result[choice.factor] = (*result.get(choice.factor, ()), axis)
+        return result
+
+
+def replicated(rule_inputs: int, rule_outputs: int, mesh: Mesh) -> Strategy:
+    """The strategy that repeats a call on every rank; the only one of a call without a rule."""
+    whole = PartitionSpec()
+    return Strategy((whole,) * rule_inputs, (whole,) * rule_outputs, (None,) * len(mesh.axes))
+
+
+def enumerate_strategies(rule: BoundRule, mesh: Mesh) -> list[Strategy]:
+    """Every strategy that `rule` admits on `mesh`; the fully replicated one first.
+
+    A factor is split only where its size divides by the number of pieces, and where it leads its dim in every
+    operand and result (or all factors before it are split to single elements).
+    """
+    found = {}
+    for choices in product(axis_choices(rule), repeat=len(mesh.axes)):
+        strategy = _strategy(rule, mesh, choices)
+        if strategy is not None:
+            found.setdefault((strategy.inputs, strategy.outputs), strategy)
+    return list(found.values())
+
+
+def axis_choices(rule: BoundRule) -> list[Choice]:
+    """What a single axis may do for a call."""
+    return [None, *(Split(factor) for factor in rule.splittable), *_carries(rule)]
+
+
+def _carries(rule: BoundRule) -> Iterator[Carry]:
+    for operands in rule.linear:
+        yield Carry(operands, Reduction.SUM)
+    if rule.transparent:
+        for reduction in Reduction:
+            yield Carry(frozenset({0}), reduction)
+
+
+def _strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
+    splits: dict[str, tuple[str, ...]] = {}
+    for axis, choice in zip(mesh.axis_names, choices, strict=True):
+        if isinstance(choice, Split):
+            splits[choice.factor] = (*splits.get(choice.factor, ()), axis)
+    if any(rule.sizes[factor] % mesh.shards(axes) for factor, axes in splits.items()):
+        return None
+    carried = {axis: c for axis, c in zip(mesh.axis_names, choices, strict=True) if isinstance(c, Carry)}
+    if not _carries_agree(rule, splits, carried):
+        return None
+    inputs = [_operand_spec(rule, mesh, dims, splits, _carried_by(index, carried)) for index, dims in enumerate(rule.inputs)]
+    outputs = [_result_spec(rule, mesh, index, splits, carried) for index in range(len(rule.outputs))]
+    if any(spec is None for spec in (*inputs, *outputs)):
+        return None
+    return Strategy(tuple(s for s in inputs if s), tuple(s for s in outputs if s), tuple(choices))
+
+
+def _carries_agree(
+    rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
+) -> bool:
+    """Addends may be reduced in any order only if all pending reductions of a result are the same."""
+    reductions = {carry.reduction for carry in carried.values()}
+    for output in range(len(rule.outputs)):
+        reductions |= {rule.reduce[factor] for factor in splits if rule.is_reduced(factor, output)}
+    return len(reductions) <= 1
+
+
+def _carried_by(index: int, carried: Mapping[str, Carry]) -> dict[str, str]:
+    return {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
+
+
+def _result_spec(
+    rule: BoundRule, mesh: Mesh, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
+) -> PartitionSpec | None:
+    partial = {axis: carry.reduction.value for axis, carry in carried.items()}
+    for factor, axes in splits.items():
+        if rule.is_reduced(factor, index):
+            partial.update(dict.fromkeys(axes, rule.reduce[factor].value))
+    return _operand_spec(rule, mesh, rule.outputs[index], splits, partial)
+
+
+def _operand_spec(
+    rule: BoundRule, mesh: Mesh, dims: Dims, splits: Mapping[str, tuple[str, ...]], partial: Mapping[str, str]
+) -> PartitionSpec | None:
+    axes = [_dim_axes(rule, mesh, dim, splits) for dim in dims]
+    if any(dim is None for dim in axes):
+        return None
+    return PartitionSpec(*axes, partial=partial)
+
+
+def _dim_axes(
+    rule: BoundRule, mesh: Mesh, dim: tuple[str, ...], splits: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...] | None:
+    """The axes that split a dim, or None where the split would leave a stride that no spec can say."""
+    axes: tuple[str, ...] = ()
+    whole_before = True
+    for factor in dim:
+        factor_axes = splits.get(factor, ())
+        if factor_axes and not whole_before:
+            return None
+        axes = (*axes, *factor_axes)
+        whole_before = whole_before and mesh.shards(factor_axes) == rule.sizes[factor]
+    return axes
