@@ -1,0 +1,181 @@
+"""Plans: the choice for a whole program, with its predicted cost.
+
+A plan names, for every node of a traced program, the specs of its operands and results. It is saved as
+JSON that a person can read: specs are written as `P('data', None)`, sizes in bytes and times in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import PlanMismatchError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.printer import render_plan
+from autoshard.ir.spec import PartitionSpec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """The specs of one node's tensor operands and results, in order (a placeholder has one result)."""
+
+    inputs: tuple[PartitionSpec, ...]
+    outputs: tuple[PartitionSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """Where one parameter lies."""
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+    local_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the cost models say of a plan.
+
+    Args:
+        step_time_s: time of one step (forward and backward, and the update where the plan covers it).
+        peak_memory_bytes: largest amount of device memory in use, per rank.
+        breakdown: parts of `step_time_s` by name ("compute", "communication over data", ...), in seconds.
+        memory_breakdown: parts of the peak by name ("parameters", "gradients", ...), in bytes.
+        tokens_per_s: elements of the first integer input per second, or None without such an input.
+        mfu: model FLOPs per second over the mesh's peak, or None where the device's peak is unknown.
+    """
+
+    step_time_s: float
+    peak_memory_bytes: int
+    breakdown: Mapping[str, float]
+    memory_breakdown: Mapping[str, int]
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a program runs on a mesh.
+
+    Args:
+        mesh: the mesh.
+        program_digest: digest of the traced program that the plan is for.
+        inputs: name of each input to `dtype[shape]`, to say what a mismatching call differs in.
+        nodes: specs of every node of the program, by node name.
+        outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").
+        parameters: where each parameter lies, by qualified name.
+        predicted: cost of the plan.
+        objective: what the search minimised, seconds; `lower_bound`: proven bound of it, or None.
+        search_time_s: wall time of the search.
+        baselines: predicted step time of named recipes, seconds, None where it does not fit.
+        hardware: name of the cluster that priced the plan.
+        memory_budget: bytes per device that the plan had to fit in, or None.
+        replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
+    """
+
+    mesh: Mesh
+    program_digest: str
+    inputs: Mapping[str, str]
+    nodes: Mapping[str, NodePlan]
+    outputs: Mapping[str, PartitionSpec]
+    parameters: Mapping[str, ParameterPlan]
+    predicted: Prediction
+    objective: float
+    lower_bound: float | None
+    search_time_s: float
+    hardware: str
+    memory_budget: int | None = None
+    baselines: Mapping[str, float | None] = field(default_factory=dict)
+    replicated_operators: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance of the objective to its proven lower bound, or None where there is no bound."""
+        if self.lower_bound is None:
+            return None
+        return 0.0 if self.objective <= 0 else max(0.0, 1.0 - self.lower_bound / self.objective)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanMismatchError: the file is no plan, or of a schema version that this release does not read.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanMismatchError(f"{path} is not a plan that autoshard wrote: {error!r}.") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON data; the schema is the fields of this class, specs as text."""
+        return {
+            "autoshard_plan": SCHEMA_VERSION,
+            "mesh": dict(self.mesh.axes),
+            "hardware": self.hardware,
+            "memory_budget": self.memory_budget,
+            "program_digest": self.program_digest,
+            "inputs": dict(self.inputs),
+            "predicted": asdict(self.predicted),
+            "objective": self.objective,
+            "lower_bound": self.lower_bound,
+            "search_time_s": self.search_time_s,
+            "baselines": dict(self.baselines),
+            "replicated_operators": [list(item) for item in self.replicated_operators],
+            "parameters": {name: _parameter_json(item) for name, item in self.parameters.items()},
+            "outputs": {name: repr(spec) for name, spec in self.outputs.items()},
+            "nodes": {name: _node_json(node) for name, node in self.nodes.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`."""
+        if data.get("autoshard_plan") != SCHEMA_VERSION:
+            raise PlanMismatchError(
+                f"the plan has schema version {data.get('autoshard_plan')!r}; this release reads {SCHEMA_VERSION}."
+            )
+        return cls(
+            mesh=Mesh(data["mesh"]),
+            program_digest=data["program_digest"],
+            inputs=data["inputs"],
+            nodes={name: _node_from_json(node) for name, node in data["nodes"].items()},
+            outputs={name: PartitionSpec.parse(text) for name, text in data["outputs"].items()},
+            parameters={name: _parameter_from_json(item) for name, item in data["parameters"].items()},
+            predicted=Prediction(**data["predicted"]),
+            objective=data["objective"],
+            lower_bound=data["lower_bound"],
+            search_time_s=data["search_time_s"],
+            hardware=data["hardware"],
+            memory_budget=data["memory_budget"],
+            baselines=data["baselines"],
+            replicated_operators=tuple((name, line) for name, line in data["replicated_operators"]),
+        )
+
+    def __str__(self) -> str:
+        return render_plan(self)
+
+
+def _parameter_json(item: ParameterPlan) -> dict[str, Any]:
+    return {"spec": repr(item.spec), "shape": list(item.shape), "local_bytes": item.local_bytes}
+
+
+def _parameter_from_json(data: Mapping[str, Any]) -> ParameterPlan:
+    return ParameterPlan(PartitionSpec.parse(data["spec"]), tuple(data["shape"]), data["local_bytes"])
+
+
+def _node_json(node: NodePlan) -> list[list[str]]:
+    return [[repr(spec) for spec in node.inputs], [repr(spec) for spec in node.outputs]]
+
+
+def _node_from_json(data: list[list[str]]) -> NodePlan:
+    inputs, outputs = data
+    return NodePlan(tuple(map(PartitionSpec.parse, inputs)), tuple(map(PartitionSpec.parse, outputs)))

@@ -1,0 +1,88 @@
+"""Plans as text: the tables that `print(plan)` shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from autoshard.ir.plan import ParameterPlan, Plan
+
+_WIDTH = 110
+
+
+def render_plan(plan: Plan) -> str:
+    """A plan as tables of at most 110 columns, without colours."""
+    console = Console(width=_WIDTH, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(_summary(plan), soft_wrap=True)
+        console.print(_parameter_table(plan.parameters))
+        console.print(_cost_table(plan))
+        if plan.replicated_operators:
+            console.print(_replicated_table(plan.replicated_operators))
+    return capture.get().rstrip()
+
+
+def _summary(plan: Plan) -> str:
+    predicted = plan.predicted
+    gap = "no bound" if plan.gap is None else f"gap {plan.gap:.2%}"
+    budget = "no limit" if plan.memory_budget is None else f"limit {format_bytes(plan.memory_budget)}"
+    return (
+        f"Plan on {plan.mesh}, priced for {plan.hardware}: step {format_time(predicted.step_time_s)}, "
+        f"peak memory {format_bytes(predicted.peak_memory_bytes)} per device ({budget}); "
+        f"searched {format_time(plan.search_time_s)}, {gap}."
+    )
+
+
+def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
+    table = Table("parameter", "count", "shape", "spec", "bytes per device", title="Parameters", title_justify="left")
+    groups: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+    for name, item in parameters.items():
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), item.shape, repr(item.spec))
+        groups.setdefault(key, []).append(item.local_bytes)
+    for (name, shape, spec), sizes in groups.items():
+        table.add_row(name, str(len(sizes)), "x".join(map(str, shape)), spec, format_bytes(sum(sizes)))
+    return table
+
+
+def _cost_table(plan: Plan) -> Table:
+    table = Table("predicted", "value", title="Cost of one step", title_justify="left")
+    for name, seconds in plan.predicted.breakdown.items():
+        table.add_row(name, format_time(seconds))
+    for name, size in plan.predicted.memory_breakdown.items():
+        table.add_row(f"memory: {name}", format_bytes(size))
+    if plan.predicted.tokens_per_s is not None:
+        table.add_row("tokens/s", f"{plan.predicted.tokens_per_s:,.0f}")
+    if plan.predicted.mfu is not None:
+        table.add_row("model FLOPs utilisation", f"{plan.predicted.mfu:.1%}")
+    for name, seconds in plan.baselines.items():
+        table.add_row(f"baseline: {name}", "does not fit" if seconds is None else format_time(seconds))
+    return table
+
+
+def _replicated_table(operators: Iterable[tuple[str, str]]) -> Table:
+    table = Table("operator without a rule", "line", title="Runs whole on every device", title_justify="left")
+    for operator, line in operators:
+        table.add_row(operator, line or "-")
+    return table
+
+
+def format_bytes(size: float) -> str:
+    """A size in binary units: `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def format_time(seconds: float) -> str:
+    """A time with a unit that suits it: `12.3 ms`."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
