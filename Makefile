@@ -1,0 +1,69 @@
+# Everything a developer types. The first call makes .venv from python3 and constraints.txt; later ones reuse it.
+#
+#   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
+#   make test                  lint, types, and every test that is not slow (what CI runs)
+#   make test-all              the slow tests too
+#   make lint | make format    check the style | put it right
+#   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
+#
+# Where the machine's pip would fetch the CUDA build of torch and you want the CPU one:
+#   make test PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format types pytest clean
+
+VENV := .venv
+PIP_FLAGS ?=
+WORKERS ?= 2
+HYPOTHESIS_PROFILE ?= ci
+export HYPOTHESIS_PROFILE
+export OMP_NUM_THREADS ?= 1
+
+ifeq ($(origin PYTHON),command line)
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+help:
+	@sed -n '/^# Everything/,/^$$/s/^# \{0,1\}//p' Makefile
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@if [ ! -x $(VENV)/bin/python ]; then \
+	  for python in python3.11 python3 python3.12 python3.13; do \
+	    if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	      echo "make: creating $(VENV) with $$($$python --version)"; \
+	      $$python -m venv $(VENV); break; \
+	    fi; \
+	  done; \
+	fi
+	@[ -x $(VENV)/bin/python ] || { echo "make: no Python >= 3.11 with the venv module was found; install one, e.g. python3.11" >&2; exit 1; }
+	@echo "make: installing autoshard and the versions of constraints.txt into $(VENV) (a few minutes the first time)"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
+
+test: lint types
+	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not slow"
+
+test-all: lint types
+	$(PYTHON) -m pytest -q -n $(WORKERS)
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: $(READY)
+	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+
+format: $(READY)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
