@@ -2,7 +2,8 @@
 
 Most operators run unchanged on their local operands. One whose arguments name shapes, or whose value
 depends on the global index, has a *rewrite*: a function that emits the local form of the call in terms of a
-`LocalContext`. Operands come as fx proxies, so a rewrite is written as plain calls of `torch.ops`.
+`LocalContext`. Operands come as fx proxies; every call goes through `context.call`, so that one without
+tensor operands (`arange`) is emitted too, and not run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,18 @@ class LocalContext(Protocol):
         """The number of elements of `factor` that each rank holds."""
         ...
 
+    def global_size(self, factor: str) -> int:
+        """The number of elements of `factor` over all ranks."""
+        ...
+
+    def input_shape(self, operand: int) -> list[int]:
+        """The local shape of a tensor operand."""
+        ...
+
+    def input_offset(self, operand: int) -> list[Any]:
+        """The global index of the first element of the rank's piece of an operand, for each dim."""
+        ...
+
     def output_shape(self, output: int = 0) -> list[int]:
         """The local shape of a result."""
         ...
@@ -43,6 +56,10 @@ class LocalContext(Protocol):
 
     def all_reduce(self, value: Any, reduction: str, factor: str) -> Any:
         """The reduction of `value` ("sum", "max", "min") over the axes that split `factor`, on every rank."""
+        ...
+
+    def call(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of any operator or function on local values."""
         ...
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
