@@ -1,0 +1,167 @@
+"""The shape of the house: imports run downward, files stay small, private torch stays in one folder."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("autoshard", "cost_models", "passes")
+MAX_LINES = 500
+
+_IR = ("autoshard.errors", "autoshard.ir")
+_LEAVES = (
+    *_IR,
+    "autoshard.tracing",
+    "autoshard.rules",
+    "autoshard.kernels",
+    "autoshard.runtime",
+    "autoshard.report",
+    "cost_models",
+)
+
+# What each part may import of us, besides itself.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "autoshard.errors": (),
+    "autoshard.ir": ("autoshard.errors",),
+    "autoshard.kernels": ("autoshard.errors",),
+    "autoshard.rules": (*_IR, "autoshard.kernels"),
+    "autoshard.tracing": (*_IR, "autoshard.kernels"),
+    "autoshard.runtime": _IR,
+    "autoshard.report": _IR,
+    "cost_models": (),
+    "passes": _LEAVES,
+    "autoshard.api": (*_LEAVES, "passes"),
+    "autoshard.cli": (*_LEAVES, "passes", "autoshard.api", "autoshard"),
+    "autoshard.testing": (*_LEAVES, "passes", "autoshard.api"),
+    "autoshard": (*_LEAVES, "autoshard.api"),
+}
+
+# Private torch modules without a public twin that hold still across releases: the type of an operator, trees.
+PRIVATE_ANYWHERE = ("torch._ops", "torch.utils._pytree", "torch.ops.")
+PRIVATE_ONLY_IN = "autoshard.tracing"
+
+# Folders whose tests are not about one module.
+FREE_FOLDERS = ("tests/end_to_end", "tests/examples", "tests/benchmarks")
+
+
+def _sources() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def _tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _part(module: str) -> str:
+    """The entry of MAY_IMPORT that a module belongs to."""
+    fitting = [part for part in MAY_IMPORT if module == part or module.startswith(part + ".")]
+    return max(fitting, key=len)
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that a file imports (the names of `from` imports included)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _dotted(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = _dotted(node.value)
+        return f"{base}.{node.attr}" if base else None
+    return None
+
+
+def _torch_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every use of torch: imported names and attribute chains."""
+    yield from ((line, name) for line, name in _imports(path) if name.split(".")[0] == "torch")
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = _dotted(node) if isinstance(node, ast.Attribute) else None
+        if name and name.startswith("torch."):
+            yield node.lineno, name
+
+
+def _is_private(name: str) -> bool:
+    """Whether a dotted torch name goes through a `_private` part (dunders are public)."""
+    if any(name == allowed.rstrip(".") or name.startswith(allowed) for allowed in PRIVATE_ANYWHERE):
+        return False
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def _identify(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", _sources(), ids=_identify)
+def test_imports_run_downward(path: Path) -> None:
+    """A module imports only from the parts that lie below its own."""
+    part = _part(_name(path))
+    allowed = {part, *MAY_IMPORT[part]}
+    upward = [
+        f"{_identify(path)}:{line} imports {name}"
+        for line, name in _imports(path)
+        if name.split(".")[0] in PACKAGES and _part(name) not in allowed
+    ]
+    assert not upward, f"{part} may import only {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("path", _sources(), ids=_identify)
+def test_private_torch_stays_in_tracing(path: Path) -> None:
+    """Private torch interfaces are used in one folder."""
+    if _part(_name(path)) == PRIVATE_ONLY_IN:
+        return
+    private = [f"{_identify(path)}:{line} {name}" for line, name in _torch_names(path) if _is_private(name)]
+    assert not private
+
+
+@pytest.mark.parametrize("path", _sources(), ids=_identify)
+def test_files_are_short(path: Path) -> None:
+    """A file of the packages has fewer than 500 lines."""
+    assert len(path.read_text().splitlines()) < MAX_LINES
+
+
+@pytest.mark.parametrize("path", _sources(), ids=_identify)
+def test_the_library_never_prints(path: Path) -> None:
+    """No call of `print` in the packages; people read what the command line writes through rich."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+
+
+@pytest.mark.parametrize("path", _tests(), ids=_identify)
+def test_test_files_mirror_modules(path: Path) -> None:
+    """`tests/a/test_b.py` (or `test_b_aspect.py`) tests `autoshard/a/b.py`, or `b.py` of folder `a`."""
+    relative = path.relative_to(ROOT)
+    if str(relative.parent).startswith(FREE_FOLDERS) or path == Path(__file__):
+        return
+    folder = relative.parent.relative_to("tests")
+    homes = [ROOT / folder, ROOT / "autoshard" / folder]
+    words = path.stem.removeprefix("test_").split("_")
+    names = ["_".join(words[:count]) for count in range(len(words), 0, -1)]
+    mirrored = [home / name for home in homes for name in names]
+    assert any(module.with_suffix(".py").exists() or module.is_dir() for module in mirrored), (
+        f"{relative} tests no module: rename it after one, or put it in {FREE_FOLDERS}"
+    )
+
+
+def test_every_part_is_named() -> None:
+    """Each folder and top module of the packages has its place in the order of imports."""
+    tops = [
+        path
+        for path in (ROOT / "autoshard").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    ]
+    unplaced = [_name(path) for path in tops if path.stem != "__init__" and _name(path) not in MAY_IMPORT]
+    assert not unplaced
