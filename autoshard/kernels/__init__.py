@@ -1,0 +1,24 @@
+"""Semantic operators and their kernels; nothing here knows of graphs, meshes or plans.
+
+Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout,
+cross-entropy and their backwards), each with a plain PyTorch reference. The Triton kernels and the table that
+says which operator they may stand in for are in `autoshard.kernels.registry`, which imports triton.
+"""
+
+from autoshard.kernels.attention import attention, attention_backward, attention_composite
+from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
+from autoshard.kernels.dropout import dropout
+from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_composite",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "dropout",
+    "keep_mask",
+    "philox_4x32",
+    "random_words",
+    "uniform",
+]

@@ -1,0 +1,263 @@
+"""`autoshard::attention` and its backward: softmax(scale q k^T + mask) v, one operator on every device.
+
+Vaswani et al., "Attention is all you need" (2017), section 3.2.1; the backward from the log-sum-exp follows
+Dao et al., "FlashAttention" (2022), appendix B.4; grouped heads follow Ainslie et al., "GQA" (2023).
+Shapes: B batch, H query heads, G key heads (H = G g), S queries, T keys, D head size, E value size.
+
+    s   = scale q k^T + mask                  [B, H, S, T]   (-inf where masked)
+    lse = log sum_t exp(s)                    [B, H, S]      (-inf where a row is masked throughout)
+    p   = exp(s - lse),  w = keep p / (1 - dropout_p)        (keep: Philox at the global index)
+    out = w v                                 [B, H, S, E]   (0 where a row is masked throughout)
+
+    dv = w^T dout,  dw = dout v^T,  delta = sum_e dout out = sum_t w dw
+    ds = w dw - p delta,  dq = scale ds k,  dk = scale ds^T q
+
+Causal means: the query of global row i sees the keys of global columns j <= i. `offset` and `global_shape`
+place the shard's probability matrix in the global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.library import accumulation_dtype, define, differentiate
+from autoshard.kernels.philox import keep_mask, keep_scale
+
+_INFINITY = float("inf")
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    site: int,
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Attention of grouped heads, with sums in float32 (float64 for float64 inputs).
+
+    Args:
+        q: [B, H, S, D].
+        k: [B, G, T, D], with G a divisor of H.
+        v: [B, G, T, E].
+        mask: broadcastable to [B, H, S, T]; bool (True = may attend) or float (added to the scores).
+        seed: int64 scalar tensor; needed when dropout_p > 0.
+        dropout_p: the probability of dropping a probability, in [0, 1].
+        is_causal: mask the columns beyond the row's global index; may be combined with `mask`.
+        scale: factor on the scores, usually 1 / sqrt(D).
+        site: the number of this random operator in the program.
+        offset: global index of the first element of [B, H, S, T].
+        global_shape: the whole [B, H, S, T].
+
+    Returns:
+        out [B, H, S, E] in q's dtype, and lse [B, H, S] in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes that do not fit, or dropout without a seed.
+    """
+    _check(q, k, v, seed, dropout_p)
+    scores = _scores(q, k, mask, is_causal, scale, offset)
+    lse = torch.logsumexp(scores, dim=-1)  # [B, H, S]
+    weights = _probabilities(scores, lse)
+    if dropout_p > 0.0:
+        weights = weights * _keep(scores, seed, dropout_p, site, offset, global_shape)
+    out = _merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q)
+    return out.to(q.dtype), lse
+
+
+def attention_backward_reference(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    site: int,
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in their shapes and dtypes; grad_out is [B, H, S, E]."""
+    scores = _scores(q, k, mask, is_causal, scale, offset)
+    dtype = scores.dtype
+    probabilities = _probabilities(scores, lse)  # p
+    grad = _group(grad_out.to(dtype), k)  # [B, G, g S, E]
+    grad_weights = _merge(torch.matmul(grad, v.to(dtype).mT), q)  # dw [B, H, S, T]
+    weights = probabilities
+    if dropout_p > 0.0:
+        keep = _keep(scores, seed, dropout_p, site, offset, global_shape)
+        weights, grad_weights = probabilities * keep, grad_weights * keep
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)  # [B, H, S, 1]
+    grad_scores = _group(probabilities * (grad_weights - delta) * scale, k)  # [B, G, g S, T]
+    dq = _merge(torch.matmul(grad_scores, k.to(dtype)), q)
+    dk = torch.matmul(grad_scores.mT, _group(q.to(dtype), k))
+    dv = torch.matmul(_group(weights, k).mT, grad)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def attention_composite(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    site: int,
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+) -> Tensor:
+    """Attention made of small differentiable operators: for a mask that requires grad (arguments as above).
+
+    Its dropout goes through `autoshard::dropout`, which is differentiable, at the same global index and so
+    with the same mask as `autoshard::attention`.
+    """
+    _check(q, k, v, seed, dropout_p)
+    scores = _scores(q, k, mask, is_causal, scale, offset)
+    is_dead = (scores == -_INFINITY).all(-1, keepdim=True)
+    weights = torch.softmax(torch.where(is_dead, 0.0, scores), dim=-1)
+    weights = torch.where(is_dead, 0.0, weights)
+    if dropout_p > 0.0:
+        weights = torch.ops.autoshard.dropout(weights, seed, dropout_p, site, offset, global_shape)
+    return _merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q).to(q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float) -> None:
+    shapes = f"q={tuple(q.shape)}, k={tuple(k.shape)}, v={tuple(v.shape)}"
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        raise ValueError(f"attention takes q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; found {shapes}.")
+    if q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise ValueError(f"attention's q, k and v do not fit each other: {shapes}.")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"attention's query heads must be a multiple of its key heads: {shapes}.")
+    if dropout_p > 0.0 and seed is None:
+        raise ValueError(f"attention with dropout_p={dropout_p!r} needs a seed; found seed=None.")
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]
+) -> Tensor:
+    """[B, H, S, T] scores in the accumulation dtype, -inf where masked."""
+    dtype = accumulation_dtype(q.dtype)
+    scores = _merge(torch.matmul(_group(q.to(dtype) * scale, k), k.to(dtype).mT), q)
+    if is_causal:
+        rows = torch.arange(q.shape[2], device=q.device) + offset[2]
+        columns = torch.arange(k.shape[2], device=q.device) + offset[3]
+        scores = scores.masked_fill(columns > rows.unsqueeze(-1), -_INFINITY)
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(mask.logical_not(), -_INFINITY)
+    return scores + mask.to(dtype)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), 0 throughout a row that is masked throughout (lse = -inf)."""
+    lse = lse.to(scores.dtype)
+    return torch.exp(scores - torch.where(lse == -_INFINITY, _INFINITY, lse).unsqueeze(-1))
+
+
+def _keep(
+    scores: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    site: int,
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+) -> Tensor:
+    """[B, H, S, T]: 1 / (1 - dropout_p) where a probability is kept, else 0."""
+    assert seed is not None
+    keep = keep_mask(scores.shape, offset, global_shape, seed, site, dropout_p)
+    return keep.to(scores.dtype) * keep_scale(dropout_p)
+
+
+def _group(x: Tensor, k: Tensor) -> Tensor:
+    """[B, H, S, X] to [B, G, g S, X]: the heads that share a key head become rows of one matrix."""
+    b, h, s, width = x.shape
+    groups = k.shape[1]
+    return x.reshape(b, groups, h // groups * s, width)
+
+
+def _merge(x: Tensor, q: Tensor) -> Tensor:
+    """[B, G, g S, X] back to [B, H, S, X]."""
+    return x.reshape(*q.shape[:3], x.shape[-1])
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    site: int,
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, seed, dropout_p)
+    rows = q.shape[:3]
+    return q.new_empty((*rows, v.shape[3])), q.new_empty(rows, dtype=accumulation_dtype(q.dtype))
+
+
+def _fake_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, seed, *ctx.constants = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, out, lse, seed)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
+    if ctx.needs_input_grad[3]:
+        raise NotImplementedError(
+            "autoshard::attention has no gradient for its mask; "
+            "use attention_composite for a mask that requires grad."
+        )
+    nothing = (None,) * 8
+    if grad_out is None:
+        return None, None, None, *nothing
+    q, k, v, mask, out, lse, seed = ctx.saved_tensors
+    grads = attention_backward(grad_out, q, k, v, mask, out, lse, seed, *ctx.constants)
+    return *grads, *nothing
+
+
+_CONSTANTS = (
+    "float dropout_p, bool is_causal, float scale, SymInt site, SymInt[] offset, SymInt[] global_shape"
+)
+
+attention = define(
+    "attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, {_CONSTANTS}) -> (Tensor out, Tensor lse)",
+    attention_reference,
+    _fake,
+)
+attention_backward = define(
+    "attention_backward",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? seed, "
+    f"{_CONSTANTS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    attention_backward_reference,
+    _fake_backward,
+)
+differentiate(attention, _setup_context, _backward)

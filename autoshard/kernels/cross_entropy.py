@@ -1,0 +1,109 @@
+"""`autoshard::cross_entropy` and its backward: the loss of each row, without storing probabilities.
+
+With x = logits[n], t = target[n], e = label_smoothing, C classes (Szegedy et al., "Rethinking the Inception
+architecture", CVPR 2016, section 7, for the smoothing):
+
+    lse  = log sum_c exp(x_c)
+    loss = lse - (1 - e) x_t - (e / C) sum_c x_c                      (0 where t = ignore_index)
+    dx_c = grad_loss (exp(x_c - lse) - (1 - e) [c = t] - e / C)       (0 where t = ignore_index)
+
+The reduction over rows and class weights are composed around it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.library import accumulation_dtype, define, differentiate
+
+
+def cross_entropy_reference(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp of each row.
+
+    Args:
+        logits: [N, C], any float dtype.
+        target: [N] int64, each in [0, C) or equal to ignore_index.
+        ignore_index: the target whose rows have loss 0.
+        label_smoothing: weight of the uniform distribution in the target's, in [0, 1].
+
+    Returns:
+        loss [N] and lse [N]: float32, or float64 when the logits are.
+    """
+    x = logits.to(accumulation_dtype(logits.dtype))  # [N, C]
+    lse = torch.logsumexp(x, dim=1)  # [N]
+    is_counted = target != ignore_index
+    at_target = x.gather(1, _safe(target, is_counted)).squeeze(1)
+    loss = lse - at_target
+    if label_smoothing > 0.0:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (lse - x.mean(dim=1))
+    return torch.where(is_counted, loss, 0.0), lse
+
+
+def cross_entropy_backward_reference(
+    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The gradient of the logits, [N, C] in their dtype; arguments as the forward's, grad_loss [N]."""
+    x = logits.to(lse.dtype)
+    is_counted = target != ignore_index
+    grad = torch.where(is_counted, grad_loss.to(lse.dtype), 0.0).unsqueeze(1)  # [N, 1]
+    dx = torch.exp(x - lse.unsqueeze(1))
+    if label_smoothing > 0.0:
+        dx = dx - label_smoothing / x.shape[1]
+    dx = dx * grad
+    dx = dx.scatter_add(1, _safe(target, is_counted), grad * (label_smoothing - 1.0))
+    # A row that does not count may hold anything, even infinities.
+    return torch.where(is_counted.unsqueeze(1), dx, 0.0).to(logits.dtype).contiguous()
+
+
+def _safe(target: Tensor, is_counted: Tensor) -> Tensor:
+    """[N, 1] indices that may be gathered: 0 stands for rows that do not count."""
+    return torch.where(is_counted, target, 0).unsqueeze(1)
+
+
+def _fake(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    rows = (logits.shape[0],)
+    dtype = accumulation_dtype(logits.dtype)
+    return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
+
+
+def _fake_backward(
+    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, *ctx.constants = inputs
+    _, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, target, lse)
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return None, None, None, None
+    logits, target, lse = ctx.saved_tensors
+    grad_logits = cross_entropy_backward(grad_loss, logits, target, lse, *ctx.constants)
+    return grad_logits, None, None, None
+
+
+cross_entropy = define(
+    "cross_entropy",
+    "(Tensor logits, Tensor target, SymInt ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)",
+    cross_entropy_reference,
+    _fake,
+)
+cross_entropy_backward = define(
+    "cross_entropy_backward",
+    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, SymInt ignore_index, float label_smoothing)"
+    " -> Tensor",
+    cross_entropy_backward_reference,
+    _fake_backward,
+)
+differentiate(cross_entropy, _setup_context, _backward)

@@ -1,0 +1,62 @@
+"""`autoshard::dropout`: dropout whose mask depends on the global index, so no mesh changes it.
+
+Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (JMLR 2014), with the
+mask from Philox (`philox.py`). Nothing is saved for the backward: it draws the mask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.library import accumulation_dtype, define, differentiate
+from autoshard.kernels.philox import keep_mask, keep_scale
+
+
+def dropout_reference(
+    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
+) -> Tensor:
+    """Zero each element with probability p, scale the others by 1 / (1 - p).
+
+    Args:
+        x: any shape, any float dtype; a shard of a global array.
+        seed: int64 scalar tensor.
+        p: the probability of dropping an element, in [0, 1].
+        site: the number of this random operator in the program.
+        offset: global index of `x`'s first element, one entry per dim.
+        global_shape: the shape of the whole array.
+
+    Returns:
+        Tensor of `x`'s shape and dtype, contiguous.
+    """
+    keep = keep_mask(x.shape, offset, global_shape, seed, site, p)
+    scaled = x.to(accumulation_dtype(x.dtype)) * keep_scale(p)
+    return torch.where(keep, scaled, 0.0).to(x.dtype).contiguous()
+
+
+def _fake(
+    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, *ctx.constants = inputs
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    (seed,) = ctx.saved_tensors
+    return dropout(grad_out, seed, *ctx.constants), None, None, None, None, None
+
+
+dropout = define(
+    "dropout",
+    "(Tensor x, Tensor seed, float p, SymInt site, SymInt[] offset, SymInt[] global_shape) -> Tensor",
+    dropout_reference,
+    _fake,
+)
+differentiate(dropout, _setup_context, _backward)

@@ -1,0 +1,136 @@
+"""Philox 4x32-10: random numbers that depend on the element's global index, not on who computes it.
+
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3.
+The generator is a keyed bijection of a 128 bit counter. Element `i` (linear, row-major) of the array drawn at
+`site` of a program takes the first word of
+
+    philox(counter = (i mod 2^32, i div 2^32, site, 0), key = (seed mod 2^32, seed div 2^32)),
+
+so every shard of an array, on any mesh, draws the numbers that the whole array would. Arithmetic is int64
+with 32 bit masks, hence the same on every device; `kernels/triton_dropout.py` draws the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+_MASK = 0xFFFFFFFF
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Four random words per counter.
+
+    Args:
+        counter: four int64 tensors of 32 bit words, low word first; broadcast against each other.
+        key: two int64 tensors of 32 bit words, low word first.
+
+    Returns:
+        Four int64 tensors of words in [0, 2^32), of the broadcast shape.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high_0, low_0 = _multiply(c0, _MULTIPLIER_0)
+        high_1, low_1 = _multiply(c2, _MULTIPLIER_1)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+def random_words(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int
+) -> Tensor:
+    """The 32 bit words of one shard of a global array.
+
+    Args:
+        shape: the shard's shape.
+        offset: the global index of the shard's first element, one entry per dim.
+        global_shape: the shape of the whole array. Elements beyond it (padding) get words of no meaning.
+        seed: int64 scalar tensor; its device is the result's.
+        site: the number of the random operator in the program, in [0, 2^32).
+
+    Returns:
+        int64 tensor of `shape`, values in [0, 2^32).
+
+    Raises:
+        ValueError: shape, offset and global_shape differ in length.
+
+    Example:
+        >>> seed = torch.tensor(7)
+        >>> whole = random_words((4, 6), (0, 0), (4, 6), seed, site=3)
+        >>> torch.equal(whole[2:, 3:], random_words((2, 3), (2, 3), (4, 6), seed, site=3))
+        True
+    """
+    index = _global_index(shape, offset, global_shape, seed.device)
+    seed = seed.reshape(())
+    zero = torch.zeros_like(seed)
+    counter = (index & _MASK, (index >> 32) & _MASK, zero + (site & _MASK), zero)
+    key = (seed & _MASK, (seed >> 32) & _MASK)
+    return philox_4x32(counter, key)[0]
+
+
+def uniform(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int
+) -> Tensor:
+    """float32 numbers in [0, 1), the upper 24 bits of `random_words` (same arguments)."""
+    words = random_words(shape, offset, global_shape, seed, site)
+    return (words >> 8).to(torch.float32) * 2.0**-24
+
+
+def keep_mask(
+    shape: Sequence[int],
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+    seed: Tensor,
+    site: int,
+    p: float,
+) -> Tensor:
+    """Which elements dropout keeps: bool, True with probability 1 - p (arguments as `random_words`)."""
+    return random_words(shape, offset, global_shape, seed, site) >= drop_threshold(p)
+
+
+def drop_threshold(p: float) -> int:
+    """The integer below which a 32 bit word drops its element: `floor(p * 2^32)`.
+
+    Raises:
+        ValueError: p is not a probability.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability p={p!r} must lie between 0 and 1.")
+    return math.floor(p * 2**32)
+
+
+def keep_scale(p: float) -> float:
+    """`1 / (1 - p)`, the factor on what dropout keeps; 0 when everything is dropped."""
+    return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low words of a 32 x 32 bit product; wrapping int64 keeps all 64 bits."""
+    product = word * multiplier
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def _global_index(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Row-major linear index in the global array of each element of the shard."""
+    if not len(shape) == len(offset) == len(global_shape):
+        raise ValueError(
+            f"shape={tuple(shape)}, offset={tuple(offset)} and global_shape={tuple(global_shape)} "
+            "must have one entry per dim each."
+        )
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, start, whole in zip(shape, offset, global_shape, strict=True):
+        along = torch.arange(size, dtype=torch.int64, device=device) + start
+        index = (index * whole).unsqueeze(-1) + along
+    return index
