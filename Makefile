@@ -42,7 +42,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	fi
 	@[ -x $(VENV)/bin/python ] || { echo "make: no Python >= 3.11 with the venv module was found; install one, e.g. python3.11" >&2; exit 1; }
 	@echo "make: installing autoshard and the versions of constraints.txt into $(VENV) (a few minutes the first time)"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)

@@ -1,0 +1,1 @@
+"""Public test tools: Hypothesis strategies for meshes, specs, programs and plans, and `check_plan`."""

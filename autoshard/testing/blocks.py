@@ -1,0 +1,249 @@
+"""The blocks of drawn programs: each writes a few lines that map `h` [batch, length, width] to a new `h`.
+
+To draw a new feature, write a function and add it to `BLOCKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+Draw = Callable[..., Any]
+"""What `st.composite` passes: `draw(strategy)` gives a value."""
+
+_ACTIVATIONS = ("F.gelu", "F.relu", "F.silu", "torch.tanh", "torch.sigmoid")
+
+
+@dataclass(slots=True)
+class SourceWriter:
+    """The source of a model as it grows: lines of `__init__` and `forward`, inputs, and the shape of `h`.
+
+    Args:
+        batch, length, width: the shape of `h`.
+        embedding_width: width of `self.embed`, or None where there is no embedding.
+    """
+
+    batch: int
+    length: int
+    width: int
+    embedding_width: int | None = None
+    _setup: list[str] = field(default_factory=list)
+    _forward: list[str] = field(default_factory=list)
+    _inputs: dict[str, str] = field(default_factory=dict)
+    _count: int = 0
+
+    def input(self, name: str, value: str) -> str:
+        """Add a parameter of `forward` with the expression of its example; returns its name."""
+        self._inputs[name] = value
+        return name
+
+    def attribute(self, name: str, value: str) -> str:
+        """Add `self.name = value` to `__init__`; returns `self.name`."""
+        self.statement(f"self.{name} = {value}")
+        return f"self.{name}"
+
+    def fresh(self, kind: str, value: str) -> str:
+        """Add an attribute with a name of its own; returns the expression that reads it."""
+        self._count += 1
+        return self.attribute(f"{kind}_{self._count}", value)
+
+    def weight(self, *shape: int) -> str:
+        """Add a parameter of `shape` whose products keep the scale; returns the expression that reads it."""
+        sizes = ", ".join(map(str, shape))
+        return self.fresh("weight", f"nn.Parameter(torch.randn({sizes}) / {shape[0]} ** 0.5)")
+
+    def statement(self, line: str) -> None:
+        """Add a line to `__init__`."""
+        self._setup.append(line)
+
+    def line(self, line: str) -> None:
+        """Add a line to `forward`."""
+        self._forward.append(line)
+
+    def source(self, seed: int) -> str:
+        """The whole program: imports, class, `model` and `inputs`."""
+        return "\n".join(
+            [
+                "import torch",
+                "import torch.nn.functional as F",
+                "from torch import nn",
+                "",
+                "",
+                "class Drawn(nn.Module):",
+                "    def __init__(self):",
+                "        super().__init__()",
+                *(f"        {line}" for line in self._setup),
+                "",
+                f"    def forward(self, {', '.join(self._inputs)}):",
+                *(f"        {line}" for line in self._forward),
+                "",
+                "",
+                f"torch.manual_seed({seed})",
+                "model = Drawn()",
+                f"inputs = ({''.join(f'{value}, ' for value in self._inputs.values())})",
+                "",
+            ]
+        )
+
+
+def linear(draw: Draw, writer: SourceWriter) -> None:
+    """A linear layer, perhaps to another width."""
+    width = draw(st.sampled_from((writer.width, 8, 16)))
+    layer = writer.fresh("linear", f"nn.Linear({writer.width}, {width}, bias={draw(st.booleans())})")
+    writer.line(f"h = {layer}(h)")
+    writer.width = width
+
+
+def matmul_chain(draw: Draw, writer: SourceWriter) -> None:
+    """Products with bare parameters."""
+    for _ in range(draw(st.integers(1, 3))):
+        width = draw(st.sampled_from((writer.width, 8, 16)))
+        writer.line(f"h = h @ {writer.weight(writer.width, width)}")
+        writer.width = width
+
+
+def batched_matmul(draw: Draw, writer: SourceWriter) -> None:
+    """Attention without a head, out of batched products and a softmax."""
+    writer.line(f"scores = torch.bmm(h, h.transpose(1, 2)) * {writer.width**-0.5:.4f}")
+    writer.line("h = torch.bmm(F.softmax(scores, dim=-1), h)")
+
+
+def attention(draw: Draw, writer: SourceWriter) -> None:
+    """Scaled dot-product attention with a residual; heads may share keys, and may look ahead or not."""
+    batch, length, width = writer.batch, writer.length, writer.width
+    heads = draw(st.sampled_from([count for count in (2, 4, 3) if width % count == 0]))
+    groups = draw(st.sampled_from([count for count in (heads, 1, 2) if heads % count == 0]))
+    size = width // heads
+    causal = draw(st.booleans())
+    for name, count in (("q", heads), ("k", groups), ("v", groups)):
+        layer = writer.fresh(name, f"nn.Linear({width}, {count * size}, bias={draw(st.booleans())})")
+        writer.line(f"{name} = {layer}(h).view({batch}, {length}, {count}, {size}).transpose(1, 2)")
+    shared = ", enable_gqa=True" if groups != heads else ""
+    writer.line(f"o = F.scaled_dot_product_attention(q, k, v, is_causal={causal}{shared})")
+    projection = writer.fresh("o", f"nn.Linear({width}, {width}, bias=False)")
+    writer.line(f"h = h + {projection}(o.transpose(1, 2).reshape({batch}, {length}, {width}))")
+
+
+def mlp(draw: Draw, writer: SourceWriter) -> None:
+    """Norm, up, activation, down, residual."""
+    hidden = draw(st.sampled_from((2 * writer.width, 16)))
+    activation = draw(st.sampled_from(_ACTIVATIONS))
+    up = writer.fresh("up", f"nn.Linear({writer.width}, {hidden})")
+    down = writer.fresh("down", f"nn.Linear({hidden}, {writer.width}, bias={draw(st.booleans())})")
+    writer.line(f"h = h + {down}({activation}({up}({_norm(draw, writer)}(h))))")
+
+
+def gated_mlp(draw: Draw, writer: SourceWriter) -> None:
+    """One product that is chunked into gate and value."""
+    hidden = draw(st.sampled_from((8, 16)))
+    both = writer.fresh("gate_up", f"nn.Linear({writer.width}, {2 * hidden}, bias=False)")
+    down = writer.fresh("down", f"nn.Linear({hidden}, {writer.width}, bias=False)")
+    writer.line(f"gate, up = {both}(h).chunk(2, dim=-1)")
+    writer.line(f"h = h + {down}(F.silu(gate) * up)")
+
+
+def norm(draw: Draw, writer: SourceWriter) -> None:
+    """Layer or RMS norm, with or without weights."""
+    writer.line(f"h = {_norm(draw, writer)}(h)")
+
+
+def _norm(draw: Draw, writer: SourceWriter) -> str:
+    affine = draw(st.booleans())
+    if draw(st.booleans()):
+        return writer.fresh("norm", f"nn.LayerNorm({writer.width}, elementwise_affine={affine})")
+    return writer.fresh("norm", f"nn.RMSNorm({writer.width}, eps=1e-5, elementwise_affine={affine})")
+
+
+def mix_positions(draw: Draw, writer: SourceWriter) -> None:
+    """A linear layer over the length, between two transposes."""
+    layer = writer.fresh("mix", f"nn.Linear({writer.length}, {writer.length})")
+    writer.line(f"h = {layer}(h.transpose(1, 2)).transpose(1, 2)")
+
+
+def flattened(draw: Draw, writer: SourceWriter) -> None:
+    """A product on the value with batch and length merged into one dim."""
+    batch, length, width = writer.batch, writer.length, writer.width
+    view = draw(st.sampled_from((f"h.reshape({batch * length}, {width})", "h.flatten(0, 1)")))
+    writer.line(f"flat = {view} @ {writer.weight(width, width)}")
+    writer.line(f"h = flat.view({batch}, {length}, {width})")
+
+
+def split_width(draw: Draw, writer: SourceWriter) -> None:
+    """The width viewed as two dims, which are swapped, then merged again."""
+    batch, length, width = writer.batch, writer.length, writer.width
+    writer.line(f"h = h.view({batch}, {length}, 2, {width // 2}).transpose(2, 3)")
+    writer.line(f"h = h.reshape({batch}, {length}, {width})")
+
+
+def permuted(draw: Draw, writer: SourceWriter) -> None:
+    """Pointwise work on a permuted value."""
+    writer.line(f"h = {draw(st.sampled_from(_ACTIVATIONS))}(h.permute(2, 0, 1)).permute(1, 2, 0)")
+
+
+def reduction(draw: Draw, writer: SourceWriter) -> None:
+    """A reduction over one dim, broadcast back."""
+    dim = draw(st.sampled_from((0, 1, 2)))
+    forms = (
+        "h = h - h.mean(dim={dim}, keepdim=True)",
+        "h = h * torch.rsqrt(h.pow(2).mean(dim={dim}, keepdim=True) + 1e-3)",
+        "h = h - h.amax(dim={dim}, keepdim=True)",
+        "h = h / (1 + h.abs().sum(dim={dim}, keepdim=True))",
+        "h = h + h.sum(dim={dim}).unsqueeze({dim}) * 0.1",
+    )
+    writer.line(draw(st.sampled_from(forms)).format(dim=dim))
+
+
+def pointwise(draw: Draw, writer: SourceWriter) -> None:
+    """An activation, or a choice by sign."""
+    forms = (
+        *(f"h = {name}(h)" for name in _ACTIVATIONS),
+        "h = torch.where(h > 0, h, 0.1 * h)",
+        "h = h * h - 0.5",
+    )
+    writer.line(draw(st.sampled_from(forms)))
+
+
+def scale_and_shift(draw: Draw, writer: SourceWriter) -> None:
+    """Vectors of parameters, broadcast over batch and length."""
+    scale = writer.fresh("scale", f"nn.Parameter(torch.randn({writer.width}))")
+    shift = writer.fresh("shift", f"nn.Parameter(torch.randn({writer.width}))")
+    writer.line(f"h = h * {scale} + {shift}")
+
+
+def softmax(draw: Draw, writer: SourceWriter) -> None:
+    """A softmax, or its logarithm, over one dim."""
+    name, dim = draw(st.sampled_from(("softmax", "log_softmax"))), draw(st.sampled_from((1, 2)))
+    writer.line(f"h = h + F.{name}(h, dim={dim})")
+
+
+def residual(draw: Draw, writer: SourceWriter) -> None:
+    """A branch around one inner block."""
+    width = writer.width
+    writer.line("skip = h")
+    draw(st.sampled_from((pointwise, norm, scale_and_shift, flattened, mix_positions)))(draw, writer)
+    if writer.width == width:
+        writer.line("h = skip + h")
+
+
+BLOCKS: tuple[Callable[[Draw, SourceWriter], None], ...] = (
+    linear,
+    matmul_chain,
+    batched_matmul,
+    attention,
+    mlp,
+    gated_mlp,
+    norm,
+    mix_positions,
+    flattened,
+    split_width,
+    permuted,
+    reduction,
+    pointwise,
+    scale_and_shift,
+    softmax,
+    residual,
+)
+"""Every block that `programs()` may draw."""

@@ -1,0 +1,141 @@
+"""Hypothesis strategy for models: small `nn.Module`s with example inputs, drawn as source code.
+
+A drawn program is text that defines `model` and `inputs`; it is run to get them. So what Hypothesis prints
+for a failing example can be pasted into a file and run. Between its blocks a drawn model holds one
+hidden value `h` of shape [batch, length, width]; a block (`autoshard.testing.blocks`) is a few lines that map
+it to another one. All values are float32 (tokens: int64) and of order one.
+"""
+
+from __future__ import annotations
+
+import linecache
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard.testing.blocks import BLOCKS, Draw, SourceWriter
+
+_VOCABULARY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnProgram:
+    """A model with example inputs.
+
+    Args:
+        model: the module; its parameters are the same for equal sources.
+        inputs: positional example inputs.
+        source: Python code that defines `model` and `inputs`.
+    """
+
+    model: nn.Module
+    inputs: tuple[torch.Tensor, ...]
+    source: str
+
+    def __repr__(self) -> str:
+        return f"\n{self.source}"
+
+
+def programs(*, max_blocks: int = 4, uneven: bool | None = None) -> st.SearchStrategy[DrawnProgram]:
+    """Small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and a loss or none.
+
+    Args:
+        max_blocks: largest number of blocks between input and loss.
+        uneven: whether some dims are no multiples of four; None draws it, rarely true.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(programs(max_blocks=0), lambda program: True).source.splitlines()[0]
+        'import torch'
+    """
+    return st.composite(_draw_program)(max_blocks, uneven)
+
+
+def run_source(source: str) -> DrawnProgram:
+    """The program that `source` defines; the global random state is left as it was.
+
+    Example:
+        >>> run_source("import torch\\nmodel = torch.nn.Identity()\\ninputs = (torch.ones(2),)").inputs
+        (tensor([1., 1.]),)
+    """
+    filename = f"<drawn program {zlib.crc32(source.encode()):08x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    scope: dict[str, Any] = {"__name__": "drawn_program"}
+    with torch.random.fork_rng(devices=[]):
+        exec(compile(source, filename, "exec"), scope)
+    return DrawnProgram(scope["model"], tuple(scope["inputs"]), source)
+
+
+def _draw_program(draw: Draw, max_blocks: int, uneven: bool | None) -> DrawnProgram:
+    writer = _start(draw, uneven)
+    draw(st.sampled_from(_ENTRIES))(draw, writer)
+    for _ in range(draw(st.integers(0, max_blocks))):
+        draw(st.sampled_from(BLOCKS))(draw, writer)
+    draw(st.sampled_from(_EXITS))(draw, writer)
+    return run_source(writer.source(seed=draw(st.integers(0, 3))))
+
+
+def _start(draw: Draw, uneven: bool | None) -> SourceWriter:
+    if uneven is None:
+        uneven = draw(st.integers(0, 7)) == 7
+    batch = draw(st.sampled_from((3, 6) if uneven else (4, 8)))
+    length = draw(st.sampled_from((5, 6) if uneven else (4, 8)))
+    width = draw(st.sampled_from((6, 12) if uneven else (8, 16)))
+    return SourceWriter(batch=batch, length=length, width=width)
+
+
+def _enter_features(draw: Draw, writer: SourceWriter) -> None:
+    """The input is the hidden value itself."""
+    h = writer.input("x", f"torch.randn({writer.batch}, {writer.length}, {writer.width})")
+    writer.line(f"h = {h}")
+
+
+def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
+    """The input is token ids; an embedding, perhaps one of positions too."""
+    tokens = writer.input("tokens", f"torch.randint(0, {_VOCABULARY}, ({writer.batch}, {writer.length}))")
+    writer.attribute("embed", f"nn.Embedding({_VOCABULARY}, {writer.width})")
+    writer.embedding_width = writer.width
+    writer.line(f"h = self.embed({tokens})")
+    if draw(st.booleans()):
+        writer.attribute("position", f"nn.Embedding({writer.length}, {writer.width})")
+        writer.line(f"h = h + self.position(torch.arange({writer.length}))")
+
+
+def _exit_mean(draw: Draw, writer: SourceWriter) -> None:
+    """A scalar from all elements."""
+    writer.line(draw(st.sampled_from(("return h.mean()", "return (h * h).mean()", "return h.sum() * 0.1"))))
+
+
+def _exit_squared_error(draw: Draw, writer: SourceWriter) -> None:
+    """Mean squared error to a target."""
+    target = writer.input("target", f"torch.randn({writer.batch}, {writer.length}, {writer.width})")
+    writer.line(f"return F.mse_loss(h, {target})")
+
+
+def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
+    """Cross-entropy over a vocabulary; the head is tied to the embedding where the widths allow it."""
+    target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.batch}, {writer.length}))")
+    writer.attribute("head", f"nn.Linear({writer.width}, {_VOCABULARY}, bias=False)")
+    if writer.embedding_width == writer.width and draw(st.booleans()):
+        writer.statement("self.head.weight = self.embed.weight")
+    if draw(st.booleans()):
+        writer.line(f"{target} = torch.where({target} == 0, -100, {target})")
+    options = draw(st.sampled_from(("", ", reduction='sum'", ", label_smoothing=0.1")))
+    writer.line("logits = self.head(h)")
+    writer.line(f"loss = F.cross_entropy(logits.view(-1, {_VOCABULARY}), {target}.view(-1){options})")
+    writer.line(draw(st.sampled_from(("return loss", "return loss, logits", "return {'loss': loss}"))))
+
+
+def _exit_hidden(draw: Draw, writer: SourceWriter) -> None:
+    """No loss: the hidden value is the output."""
+    writer.line("return h")
+
+
+_Step = Callable[[Draw, SourceWriter], None]
+_ENTRIES: tuple[_Step, ...] = (_enter_features, _enter_tokens)
+_EXITS: tuple[_Step, ...] = (_exit_mean, _exit_squared_error, _exit_cross_entropy, _exit_hidden)
