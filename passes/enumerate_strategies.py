@@ -1,0 +1,240 @@
+"""List, for every node of a program, the strategies that its rule admits.
+
+The result is a `SearchSpace`: sites (nodes with a choice) and links (a value that one site yields and another
+reads). Rules are bound and enumerated once for calls that look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import NoShardingRuleError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, tensor_values
+from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicated
+from autoshard.rules.hub import hub
+from autoshard.rules.notation import BoundRule
+from autoshard.rules.registry import bound_rule
+from passes.canonicalize import is_view
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInfo:
+    """Global shape and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node with a choice: a call, a placeholder, or a result of the program that leaves it.
+
+    Args:
+        name: the node's name; "output:0" for a result.
+        node: the fx node; None for a result.
+        strategies: what may be chosen.
+        results: the values it yields (None results of a call left out).
+        rule: the call's bound rule, or None.
+    """
+
+    name: str
+    node: fx.Node | None
+    phase: str
+    strategies: tuple[Strategy, ...]
+    results: tuple[ValueInfo, ...]
+    rule: BoundRule | None = None
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether its result shares its operand's memory."""
+        return self.node is not None and self.node.op == "call_function" and (self.node.target is hub or is_view(self.node))
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is a placeholder."""
+        return self.node is not None and self.node.op == "placeholder"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Result `result` of site `tail`, read by site `head`.
+
+    `operand` is the index of the tensor operand of `head`; -1 if `head` is a placeholder whose spec the value must
+    end in: a gradient that leaves the program lies like its parameter.
+    """
+
+    tail: str
+    result: int
+    head: str
+    operand: int
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """All sites, in program order, and all links."""
+
+    program: Program
+    mesh: Mesh
+    sites: Mapping[str, Site]
+    links: tuple[Link, ...]
+    replicated_operators: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnumerateStrategies:
+    """Build the search space of a canonical program with hubs.
+
+    Args:
+        mesh: the mesh to split over.
+        strict: refuse operators without a rule instead of repeating them on every rank.
+    """
+
+    mesh: Mesh
+    strict: bool = False
+    _cache: dict[Any, tuple[BoundRule | None, tuple[Strategy, ...]]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, program: Program) -> SearchSpace:
+        """The search space; `NoShardingRuleError` under `strict` for an operator without a rule."""
+        kinds = {slot.node: slot.kind for slot in program.inputs}
+        sites: dict[str, Site] = {}
+        links: list[Link] = []
+        replicated_operators: dict[tuple[str, str], None] = {}
+        for node in program.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                sites[node.name] = self._input_site(node, kinds.get(node.name))
+            elif node.op == "call_function" and not _is_selection(node) and _values(node):
+                sites[node.name] = self._call_site(node)
+                links += _call_links(node)
+                if sites[node.name].rule is None:
+                    replicated_operators[str(node.target), node.meta.get("source", "")] = None
+        for slot in program.outputs:
+            site, link = self._result(program, slot)
+            if site is not None:
+                sites[site.name] = site
+            links.append(link)
+        return SearchSpace(program, self.mesh, sites, tuple(links), tuple(replicated_operators))
+
+    def _input_site(self, node: fx.Node, kind: InputKind | None) -> Site:
+        value = node.meta["val"]
+        splittable = kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT, InputKind.TANGENT)
+        specs = self.placements(tuple(value.shape)) if splittable else (PartitionSpec(),)
+        return Site(node.name, node, node.meta["phase"], _source_strategies(specs), _values(node))
+
+    def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
+        """Every spec without partial axes that splits `shape` evenly on the mesh."""
+        options = product((None, *range(len(shape))), repeat=len(self.mesh.axes))
+        specs = (_spec_of(self.mesh, len(shape), option) for option in options)
+        return tuple(spec for spec in specs if spec.is_even(shape, self.mesh))
+
+    def _call_site(self, node: fx.Node) -> Site:
+        key = _call_key(node)
+        if key not in self._cache:
+            self._cache[key] = self._enumerate(node)
+        rule, strategies = self._cache[key]
+        return Site(node.name, node, node.meta["phase"], strategies, _values(node), rule)
+
+    def _enumerate(self, node: fx.Node) -> tuple[BoundRule | None, tuple[Strategy, ...]]:
+        rule = rule_of(node)
+        if rule is None:
+            if self.strict:
+                raise NoShardingRuleError(no_rule_message(node))
+            return None, (replicated(len(operands_of(node)), len(_values(node)), self.mesh),)
+        return rule, tuple(enumerate_strategies(rule, self.mesh))
+
+    def _result(self, program: Program, slot: OutputSlot) -> tuple[Site | None, Link]:
+        tail, result = resolve(program.nodes[slot.node])
+        if slot.kind != OutputKind.OUTPUT:
+            return None, Link(tail.name, result, _owner(program, slot), -1)
+        shape = tuple(program.nodes[slot.node].meta["val"].shape)
+        specs = self.placements(shape)
+        strategies = tuple(Strategy((spec,), (), ()) for spec in specs)
+        return Site(slot.name, None, "forward", strategies, ()), Link(tail.name, result, slot.name, 0)
+
+
+def no_rule_message(node: fx.Node) -> str:
+    """Why a call cannot be split, with the user's line."""
+    line = node.meta.get("source") or "an unknown line"
+    return (
+        f"strict=True, but operator {node.target} (node {node.name!r}, from {line}) has no sharding rule; "
+        "write one with @autoshard.sharding_rule, let autoshard.infer_rule find one, or compile with strict=False "
+        "to run it whole on every device."
+    )
+
+
+def rule_of(node: fx.Node) -> BoundRule | None:
+    """The bound rule of a call, or None where its operator has none."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    values = tensor_values(node)
+    return bound_rule(node.target, args, kwargs, values)
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes of a call's tensor operands in order, repeated where a value is used twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return [item for item in found if isinstance(item.meta.get("val"), torch.Tensor)]
+
+
+def resolve(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes a value and the index of the value among its tensor results."""
+    if not _is_selection(node):
+        return node, 0
+    source, index = node.args
+    assert isinstance(source, fx.Node) and isinstance(index, int)
+    return source, sum(value is not None for value in tensor_values(source)[:index])
+
+
+def _is_selection(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" and not isinstance(node.target, torch._ops.OpOverload)
+
+
+def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
+    return tuple(ValueInfo(tuple(v.shape), v.dtype) for v in tensor_values(node) if v is not None)
+
+
+def _call_links(node: fx.Node) -> list[Link]:
+    found = [resolve(operand) for operand in operands_of(node)]
+    return [Link(tail.name, result, node.name, index) for index, (tail, result) in enumerate(found)]
+
+
+def _call_key(node: fx.Node) -> Any:
+    def key(argument: fx.Node) -> Any:
+        value = argument.meta.get("val")
+        return ("value", tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else argument.name
+
+    return repr((str(node.target), fx.map_arg((node.args, node.kwargs), key)))
+
+
+def _source_strategies(specs: tuple[PartitionSpec, ...]) -> tuple[Strategy, ...]:
+    return tuple(Strategy((), (spec,), ()) for spec in specs)
+
+
+def _spec_of(mesh: Mesh, ndim: int, option: tuple[int | None, ...]) -> PartitionSpec:
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    for axis, dim in zip(mesh.axis_names, option, strict=True):
+        if dim is not None:
+            dims[dim].append(axis)
+    return PartitionSpec(*dims)
+
+
+def _owner(program: Program, slot: OutputSlot) -> str:
+    """The placeholder that a gradient or a buffer update belongs to."""
+    wanted = {
+        OutputKind.GRADIENT: InputKind.PARAMETER,
+        OutputKind.INPUT_GRADIENT: InputKind.INPUT,
+        OutputKind.BUFFER_UPDATE: InputKind.BUFFER,
+    }[slot.kind]
+    return next(item.node for item in program.inputs_of(wanted) if item.name == slot.name)

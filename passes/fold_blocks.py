@@ -1,0 +1,77 @@
+"""Find nodes that play the same part in repeated blocks, so that the search decides once for all of them.
+
+A block is a module whose path ends in a number (`layers.3`) and which holds at least two matrix products: one layer
+of many. Nodes of two blocks are alike if they stand at the same place of the same module of the block, in the same
+phase, and the module issues the same sequence of calls in both. Folding only ties choices together; it never
+changes what a plan costs, so a bad fold can cost a better plan but not a wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+
+from passes.enumerate_strategies import SearchSpace, Site
+
+_MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "attention")
+
+
+def fold_blocks(space: SearchSpace) -> dict[str, str]:
+    """For every site the name of its representative: the first site of its class."""
+    blocks = _blocks(space.sites.values())
+    modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
+    for site in space.sites.values():
+        modules[_module_path(space, site), site.phase].append(site)
+    representative: dict[tuple[object, ...], str] = {}
+    result: dict[str, str] = {}
+    for (module, phase), sites in modules.items():
+        folded = _fold_path(module, blocks)
+        signature = tuple(_signature(site) for site in sites)
+        for position, site in enumerate(sites):
+            if folded == module:
+                result[site.name] = site.name
+            else:
+                key = (folded, phase, signature, position)
+                result[site.name] = representative.setdefault(key, site.name)
+    return result
+
+
+def _blocks(sites: Iterable[Site]) -> frozenset[str]:
+    """Paths of the numbered modules that hold at least two matrix products in the forward."""
+    products: dict[str, int] = defaultdict(int)
+    for site in sites:
+        if site.node is not None and site.phase == "forward" and _is_matrix_product(site.node.target):
+            parts = site.node.meta.get("module", "").split(".")
+            for end in range(1, len(parts) + 1):
+                if parts[end - 1].isdigit():
+                    products[".".join(parts[:end])] += 1
+    return frozenset(path for path, count in products.items() if count >= 2)
+
+
+def _is_matrix_product(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._opname in _MATRIX_PRODUCTS
+
+
+def _module_path(space: SearchSpace, site: Site) -> str:
+    if site.node is None:
+        return ""
+    if site.is_input:
+        slot = next((slot for slot in space.program.inputs if slot.node == site.name), None)
+        return slot.name if slot is not None else site.name
+    return site.node.meta.get("module", "")
+
+
+def _fold_path(module: str, blocks: frozenset[str]) -> str:
+    parts = module.split(".")
+    return ".".join(
+        "*" if part.isdigit() and ".".join(parts[: end + 1]) in blocks else part for end, part in enumerate(parts)
+    )
+
+
+def _signature(site: Site) -> tuple[object, ...]:
+    """What must agree for two sites to share a choice: the call, its values and its strategies."""
+    target = "input" if site.node is None or site.is_input else re.sub(r"0x[0-9a-f]+", "", str(site.node.target))
+    return (target, site.results, tuple((strategy.inputs, strategy.outputs) for strategy in site.strategies))

@@ -1,0 +1,56 @@
+"""Give every value with several users a hub: a place where it is resharded once for all of them.
+
+Before → after: a value `x` with at least two uses gets `h = hub(x)` before its first use in the forward, which all
+forward users read, and, where several backward nodes use it, `g = hub(h)` before the first of these. A hub is an
+identity whose strategies are all specs. The planner may then place one reshard on the edge into the hub, shared by
+all users, and private ones behind it. Problems become pairwise: a cost never depends on more than two nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoshard.ir.program import Program
+from autoshard.rules.hub import hub
+from passes.rewriting import copy_program, insert_call
+
+
+@dataclass(frozen=True, slots=True)
+class InsertHubs:
+    """See the module's docstring."""
+
+    def __call__(self, program: Program) -> Program:
+        """The program with hubs, over a graph of its own."""
+        program = copy_program(program)
+        order = {node: index for index, node in enumerate(program.graph.nodes)}
+        for node in order:
+            if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].ndim > 0:
+                _insert(program, node, order)
+        program.graph_module.recompile()
+        return program
+
+
+def _insert(program: Program, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
+    users = sorted((user for user in node.users if user.op == "call_function"), key=order.__getitem__)
+    is_result = any(slot.node == node.name for slot in program.outputs)
+    if len(users) + is_result < 2:
+        return
+    forward = [user for user in users if user.meta["phase"] == "forward"]
+    backward = [user for user in users if user.meta["phase"] == "backward"]
+    if forward:
+        node = _hub(program.graph, node, users)
+    if len(backward) >= 2:
+        _hub(program.graph, node, backward)
+
+
+def _hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
+    """A hub of `node` before the first of `users`, which all read it from now on."""
+    with graph.inserting_before(users[0]):
+        inserted = insert_call(graph, hub, (node,), like=users[0])
+    for user in users:
+        user.replace_input_with(node, inserted)
+    return inserted

@@ -1,0 +1,55 @@
+"""What passes that rewrite a program's graph share: copying it, and adding nodes that carry full metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from autoshard.ir.program import Program
+
+_INHERITED = ("phase", "module", "source")
+
+
+def copy_program(program: Program) -> Program:
+    """The same program over a copy of its graph, which a pass may change; node names stay."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        copied = graph.node_copy(node, environment.__getitem__)
+        copied.meta = dict(node.meta)
+        environment[node] = copied
+    names = {node.name: copied.name for node, copied in environment.items()}
+    if any(old != new for old, new in names.items()):
+        _restore_names(environment)
+    return dataclasses.replace(program, graph_module=fx.GraphModule(program.graph_module, graph))
+
+
+def _restore_names(environment: dict[fx.Node, fx.Node]) -> None:
+    for node, copied in environment.items():
+        copied._rename(f"renamed_{node.name}")
+    for node, copied in environment.items():
+        copied._rename(node.name)
+
+
+def insert_call(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], *, like: fx.Node, name: str | None = None
+) -> fx.Node:
+    """Add a call at the graph's insertion point; its value is computed on the operands' fake values.
+
+    Phase, module and source line are those of `like`.
+    """
+    node = graph.create_node("call_function", target, args, name=name)
+    node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
+    node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+    return node
+
+
+def replace_slot_node(program: Program, old: str, new: str) -> Program:
+    """The program with every result that `old` yielded now yielded by `new`."""
+    outputs = tuple(
+        dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs
+    )
+    return dataclasses.replace(program, outputs=outputs)
