@@ -1,0 +1,127 @@
+"""Hardware TOML files: a tree of constants, each with value, unit, source and date.
+
+    name = "h100_sxm"
+    [memory_bytes]
+    value = 85_524_150_681
+    unit = "B"
+    source = "nvidia-smi total 79.65 GiB, ..."
+    date = "2026-11-20"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cost_models.errors import HardwareFileError, UnknownHardwareError
+
+DATA = Path(__file__).parent / "data"
+FIELDS = ("value", "unit", "source", "date")
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number with its unit, where it comes from, and when that was read or measured (ISO date)."""
+
+    value: float
+    unit: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareFile:
+    """A parsed file: plain texts (`name`, ...) and constants by dotted path (`peak_flops.bf16`)."""
+
+    texts: Mapping[str, str]
+    constants: Mapping[str, Constant]
+    origin: str
+
+    def text(self, key: str) -> str:
+        """A top-level string. Raises HardwareFileError if it is missing."""
+        if key not in self.texts:
+            raise HardwareFileError(f"{self.origin}: {key!r} is missing; add `{key} = \"...\"` at its top.")
+        return self.texts[key]
+
+    def number(self, path: str, unit: str) -> float:
+        """The constant at a dotted path, whose unit must be `unit`. Raises HardwareFileError."""
+        constant = self.constants.get(path)
+        if constant is None:
+            raise HardwareFileError(
+                f"{self.origin}: constant {path!r} is missing; add a table [{path}] with {', '.join(FIELDS)} (unit {unit!r})."
+            )
+        if constant.unit != unit:
+            raise HardwareFileError(f"{self.origin}: {path!r} has unit={constant.unit!r}; this model reads {unit!r}.")
+        return constant.value
+
+    def family(self, prefix: str, unit: str) -> dict[str, float]:
+        """All constants under a table: {"bf16": ..., "f32": ...} for `peak_flops`."""
+        keys = [path for path in self.constants if path.startswith(prefix + ".")]
+        return {path[len(prefix) + 1 :]: self.number(path, unit) for path in keys}
+
+
+def read(path: Path) -> HardwareFile:
+    """Parse one TOML file. Raises HardwareFileError for a constant without value, unit, source or date."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareFileError(f"{path}: not a TOML file: {error}.") from error
+    return parse(document, str(path))
+
+
+def parse(document: Mapping[str, object], origin: str) -> HardwareFile:
+    """A `HardwareFile` from a decoded TOML document; `origin` names it in errors."""
+    texts = {key: str(value) for key, value in document.items() if not isinstance(value, dict)}
+    return HardwareFile(texts, dict(_constants(document, "", origin)), origin)
+
+
+def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterator[tuple[str, Constant]]:
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            continue
+        path = prefix + key
+        if "value" in value:
+            yield path, _constant(value, path, origin)
+        else:
+            yield from _constants(value, path + ".", origin)
+
+
+def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
+    missing = [field for field in FIELDS if not table.get(field) and table.get(field) != 0]
+    if missing:
+        raise HardwareFileError(f"{origin}: constant {path!r} lacks {', '.join(missing)}; each has {', '.join(FIELDS)}.")
+    value = table["value"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise HardwareFileError(f"{origin}: constant {path!r} has value={value!r}; a number is needed.")
+    return Constant(value, str(table["unit"]), str(table["source"]), str(table["date"]))
+
+
+def names(folder: str) -> tuple[str, ...]:
+    """Names of the data files in `devices` or `nodes`."""
+    return tuple(sorted(path.stem for path in (DATA / folder).glob("*.toml")))
+
+
+def load(folder: str, name: str) -> HardwareFile:
+    """The data file of a device or node type. Raises UnknownHardwareError naming what is known."""
+    if name not in names(folder):
+        raise UnknownHardwareError(
+            f"No hardware {name!r} in cost_models/data/{folder}. Known: {', '.join(names(folder))}. "
+            f"Add cost_models/data/{folder}/{name}.toml, or measure this machine with `autoshard calibrate` and use Cluster.load(path)."
+        )
+    return read(DATA / folder / f"{name}.toml")
+
+
+def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:
+    """The TOML text that `read` reads back: texts first, then one table per constant."""
+    lines = [f"{key} = {_quote(value)}" for key, value in texts.items()]
+    for path, constant in constants.items():
+        lines += ["", f"[{path}]", f"value = {constant.value!r}"]
+        lines += [f"{field} = {_quote(getattr(constant, field))}" for field in FIELDS[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

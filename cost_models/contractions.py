@@ -1,0 +1,124 @@
+"""FLOPs and bytes of matrix products, convolutions and attention (entries of `counting.TABLE`).
+
+A multiply-add is two FLOPs. Attention's FLOPs follow Dao 2023 (FlashAttention-2, section 4.1): forward
+2 * b * h * s * t * (d + e), 4 * b * h * s * t * d when d = e, halved when causal; backward 2.5 times that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from cost_models.counting import compute_dtype, operator_cost, size_bytes
+from cost_models.work import Kind, MatmulShape, TensorInfo, Work
+
+Tensors = Sequence[TensorInfo]
+Arguments = tuple[object, ...]
+
+
+def _products(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...]) -> Work:
+    flops = sum(shape.flops for shape in products)
+    return Work(flops, size_bytes(inputs), size_bytes(outputs), Kind.MATMUL, compute_dtype(inputs), products)
+
+
+@operator_cost("aten.mm.default", "aten.matmul.default", "aten.linear.default", "aten.dot.default", "aten.mv.default")
+def matmul(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """[..., m, k] @ [k, n] (or a weight [n, k]): 2 * m * n * k; leading dims count as rows."""
+    left, result = inputs[0].shape, outputs[0].shape
+    k = left[-1]
+    rows = prod(left[:-1])
+    columns = prod(result) // rows if rows else 0
+    return _products(inputs, outputs, (MatmulShape(rows, columns, k),))
+
+
+@operator_cost("aten.addmm.default", "aten.addmv.default")
+def addmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """bias + [m, k] @ [k, n]."""
+    (m, k), n = inputs[1].shape, outputs[0].shape[-1] if len(outputs[0].shape) > 1 else 1
+    return _products(inputs, outputs, (MatmulShape(m, n, k),))
+
+
+@operator_cost("aten.bmm.default")
+def bmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """[b, m, k] @ [b, k, n]."""
+    batch, m, k = inputs[0].shape
+    return _products(inputs, outputs, (MatmulShape(m, inputs[1].shape[2], k, batch),))
+
+
+@operator_cost("aten.baddbmm.default")
+def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """bias + [b, m, k] @ [b, k, n]."""
+    batch, m, k = inputs[1].shape
+    return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], k, batch),))
+
+
+def _convolution_product(pixels: int, weight: tuple[int, ...], groups: int) -> MatmulShape:
+    """Implicit GEMM: pixels x (channels out per group) x (channels in per group * kernel), for each group."""
+    return MatmulShape(pixels, max(1, weight[0] // groups), prod(weight[1:]), groups)
+
+
+def _pixels(tensor: TensorInfo) -> int:
+    return prod(tensor.shape[:1]) * prod(tensor.shape[2:])
+
+
+@operator_cost("aten.convolution.default", "aten._convolution.default")
+def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    transposed = bool(arguments[6]) if len(arguments) > 6 else False
+    groups = int(arguments[8]) if len(arguments) > 8 else 1  # type: ignore[call-overload]
+    pixels = _pixels(inputs[0] if transposed else outputs[0])
+    return _products(inputs, outputs, (_convolution_product(pixels, inputs[1].shape, groups),))
+
+
+@operator_cost("aten.convolution_backward.default")
+def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (grad, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask).
+
+    One product the size of the forward for each of grad_input and grad_weight that is asked for.
+    """
+    transposed = bool(arguments[7]) if len(arguments) > 7 else False
+    groups = int(arguments[9]) if len(arguments) > 9 else 1  # type: ignore[call-overload]
+    mask = arguments[10] if len(arguments) > 10 else (True, True, True)
+    wanted = sum(bool(flag) for flag in tuple(mask)[:2])  # type: ignore[arg-type]
+    product = _convolution_product(_pixels(inputs[1] if transposed else inputs[0]), inputs[2].shape, groups)
+    return _products(inputs, outputs, (product,) * wanted)
+
+
+def _attention(inputs: Tensors, outputs: Tensors, q: TensorInfo, k: TensorInfo, v: TensorInfo, causal: bool, factor: float) -> Work:
+    *batch, queries, depth = q.shape
+    keys = k.shape[-2]
+    flops = factor * 2 * prod(batch) * queries * keys * (depth + v.shape[-1]) * (0.5 if causal else 1.0)
+    return Work(flops, size_bytes(inputs), size_bytes(outputs), Kind.ATTENTION, compute_dtype(inputs))
+
+
+FORWARD = {  # operator: position of is_causal among the arguments
+    "autoshard.attention.default": 6,
+    "aten._scaled_dot_product_flash_attention.default": 4,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": 4,
+    "aten._scaled_dot_product_efficient_attention.default": 6,
+    "aten._scaled_dot_product_cudnn_attention.default": 6,
+    "aten._scaled_dot_product_fused_attention_overrideable.default": 5,
+    "aten._scaled_dot_product_attention_math.default": 5,
+}
+BACKWARD = {
+    "autoshard.attention_backward.default": 9,
+    "aten._scaled_dot_product_flash_attention_backward.default": 11,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 7,
+    "aten._scaled_dot_product_efficient_attention_backward.default": 11,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": 14,
+}
+
+
+def _register_attention(name: str, position: int, first: int, factor: float) -> None:
+    def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+        causal = bool(arguments[position]) if len(arguments) > position else False
+        return _attention(inputs, outputs, *inputs[first : first + 3], causal, factor)
+
+    operator_cost(name)(count)
+
+
+for _name, _position in FORWARD.items():
+    _register_attention(_name, _position, first=0, factor=1.0)
+for _name, _position in BACKWARD.items():
+    _register_attention(_name, _position, first=1, factor=2.5)
+
