@@ -1,0 +1,213 @@
+"""Train a byte-level GPT on the source of Python's library, on four ranks exactly like on one device.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py     four processes (Gloo, or NCCL on GPUs)
+    python examples/train_gpt.py                                       four simulated ranks in this process
+
+The model and the loop are plain PyTorch; one line, `autoshard.compile(model, mesh)`, makes it run on a mesh.
+"""
+
+import argparse
+import copy
+import os
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import autoshard
+
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_up = nn.Linear(width, 4 * width)
+        self.mlp_down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.mlp_down(F.gelu(self.mlp_up(self.mlp_norm(x))))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        query, key, value = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)  # [B, H, T, D]
+            for part in self.query_key_value(x).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.apply(initialise)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Bytes to learn from; batch number `step` is the same in every process."""
+
+    data: torch.Tensor
+    batch: int
+    length: int
+
+    def at(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.data) - self.length - 1, (self.batch,), generator=random)
+        rows = torch.stack([self.data[start : start + self.length + 1] for start in starts]).long()
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def read_standard_library(max_bytes: int = 8_000_000) -> torch.Tensor:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:max_bytes]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def make_mesh() -> DeviceMesh | autoshard.Mesh:
+    """Half the ranks along `data`, two along `model`; simulated ranks where there is one process."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return autoshard.Mesh({"data": 2, "model": 2})
+    device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+    model_ranks = 2 if ranks % 2 == 0 else 1
+    return init_device_mesh(device, (ranks // model_ranks, model_ranks), mesh_dim_names=("data", "model"))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    losses: list[float]
+    step_times_s: list[float]
+
+    @property
+    def median_step_time_s(self) -> float:
+        return statistics.median(self.step_times_s[1:] or self.step_times_s)
+
+
+def train(
+    network: nn.Module,
+    text: Text,
+    steps: int,
+    device: torch.device,
+    after_step: Callable[[float, float], None],
+) -> Curve:
+    """The plain PyTorch loop; `after_step` is told the loss and the time of each step."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    curve = Curve([], [])
+    for step in range(steps):
+        tokens, targets = (part.to(device) for part in text.at(step))
+        start = time.perf_counter()
+        loss = network(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(loss.item())
+        curve.step_times_s.append(time.perf_counter() - start)
+        after_step(curve.losses[-1], curve.step_times_s[-1])
+    return curve
+
+
+def train_with_bar(
+    title: str, network: nn.Module, text: Text, steps: int, device: torch.device, console: Console
+) -> Curve:
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(title, total=steps, status="")
+
+        def show(loss: float, step_time_s: float) -> None:
+            status = f"loss {loss:.4f}  {text.batch * text.length / step_time_s:,.0f} tokens/s"
+            progress.update(task, advance=1, status=status)
+
+        return train(network, text, steps, device, show)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--plan", type=Path, default=Path("plan.json"), help="where the plan is written")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_options()
+    mesh = make_mesh()
+    on_cuda = isinstance(mesh, DeviceMesh) and mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    console = Console(quiet=not is_first)
+
+    torch.manual_seed(0)
+    model = GPT(options.layers, options.width, options.heads, options.length).to(device)
+    reference = copy.deepcopy(model)
+    text = Text(read_standard_library(), options.batch, options.length)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(
+        f"A GPT of {parameters:,} parameters on {len(text.data):,} bytes of Python's standard library."
+    )
+
+    sharded = autoshard.compile(model, mesh, example_inputs=tuple(part.to(device) for part in text.at(0)))
+    plan = sharded.plan
+    console.print(str(plan), highlight=False)
+    curve = train_with_bar("sharded   ", sharded, text, options.steps, device, console)
+    if is_first:
+        plan.save(options.plan)
+        alone = train_with_bar("one device", reference, text, options.steps, device, console)
+        report(curve, alone, plan.predicted.step_time_s, console)
+        console.print(f"The plan is in {options.plan.resolve()}.", soft_wrap=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def report(sharded: Curve, alone: Curve, predicted_s: float, console: Console) -> None:
+    differences = [abs(a - b) for a, b in zip(sharded.losses, alone.losses, strict=True)]
+    measured_s = sharded.median_step_time_s
+    console.print(f"Loss {sharded.losses[0]:.4f} -> {sharded.losses[-1]:.4f} in {len(sharded.losses)} steps.")
+    console.print(f"Step: predicted {predicted_s * 1e3:.1f} ms, measured {measured_s * 1e3:.1f} ms (median).")
+    console.print(f"Largest difference of the loss curve to one device: {max(differences):.2e}")
+
+
+if __name__ == "__main__":
+    main()
