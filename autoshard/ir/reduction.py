@@ -1,0 +1,49 @@
+"""Reductions: their identities, and how addends combine.
+
+The identity of a sum of floating-point numbers is -0.0: `x + -0.0` is `x` bit for bit, also for `x = -0.0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.ir.spec import Reduction
+
+_OPERATORS = {
+    Reduction.SUM: torch.add,
+    Reduction.MAX: torch.maximum,
+    Reduction.MIN: torch.minimum,
+    Reduction.PRODUCT: torch.mul,
+}
+
+
+def identity_of(reduction: Reduction, dtype: torch.dtype) -> bool | int | float:
+    """The element of `dtype` that changes nothing when it is reduced with another.
+
+    Example:
+        >>> identity_of(Reduction.MAX, torch.float32), identity_of(Reduction.MIN, torch.int8)
+        (-inf, 127)
+    """
+    if dtype is torch.bool:
+        return reduction in (Reduction.PRODUCT, Reduction.MIN)
+    if reduction is Reduction.PRODUCT:
+        return 1
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return _integer_identity(reduction, dtype)
+    return {Reduction.SUM: -0.0, Reduction.MAX: float("-inf"), Reduction.MIN: float("inf")}[reduction]
+
+
+def _integer_identity(reduction: Reduction, dtype: torch.dtype) -> int:
+    limits = torch.iinfo(dtype)
+    return {Reduction.SUM: 0, Reduction.MAX: limits.min, Reduction.MIN: limits.max}[reduction]
+
+
+def combine(reduction: Reduction, addends: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The reduction of `addends` (equal shapes), taken in order; for bool a sum is `or`, a product `and`."""
+    operator = _OPERATORS[reduction]
+    result = addends[0]
+    for addend in addends[1:]:
+        result = operator(result, addend)
+    return result

@@ -1,0 +1,230 @@
+"""Reshards: the cheapest way from one spec to another, as steps that each change one mesh axis.
+
+A plan is a shortest path in the graph of specs (`autoshard.ir.spec_graph`), each step priced by a `cost`. All
+axes take part in the search, also those on which the two specs agree: an all-reduce of copies, for example,
+moves fewer bytes when another axis slices the value first and gathers it afterwards, and the plan does so
+where the cost says that it pays.
+
+A partial value never changes its reduction without being reduced: max addends of a sum mean nothing.
+
+The search assumes of `cost` that it is not negative, and that it depends on a step's kind, axis, reduction
+and bytes
+only: steps that agree in these are priced once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.ir.spec_graph import Move, ReshardKind, SpecGraph, spec_graph
+
+__all__ = [
+    "ReshardKind",
+    "ReshardStep",
+    "StepCost",
+    "bytes_sent",
+    "plan_reshard",
+    "price_plan",
+    "reshard_costs",
+]
+
+STEP_COST_BYTES = 2.0**-10
+"""What `bytes_sent` adds for each step, so that of plans that send as much the one with fewer steps wins."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardStep:
+    """A change of spec along one mesh axis.
+
+    Args:
+        kind: what ranks do.
+        axis: the mesh axis that changes.
+        axis_size: the number of ranks along it.
+        dim: the dim that `axis` splits before (ALL_GATHER, ALL_TO_ALL), or None.
+        to_dim: the dim that `axis` splits after (SLICE, REDUCE_SCATTER, ALL_TO_ALL), or None.
+        reduction: of the partial value before (ALL_REDUCE, REDUCE_SCATTER) or after (MAKE_PARTIAL), or None.
+        source, target: the specs before and after.
+        bytes_before, bytes_after: bytes of the padded local tensor before and after.
+    """
+
+    kind: ReshardKind
+    axis: str
+    axis_size: int
+    dim: int | None
+    to_dim: int | None
+    reduction: Reduction | None
+    source: PartitionSpec
+    target: PartitionSpec
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        return str(Move(self.kind, self.axis, self.dim, self.to_dim, self.reduction))
+
+
+StepCost = Callable[[ReshardStep], float]
+"""The price of one step, at least zero, in any unit."""
+
+
+def bytes_sent(step: ReshardStep) -> float:
+    """Bytes that each rank sends for `step` with ring algorithms, plus `STEP_COST_BYTES`.
+
+    All-gather and reduce-scatter send the local piece to `axis_size - 1` ranks, an all-reduce is both, an
+    all-to-all keeps one piece of `axis_size` (Thakur, Rabenseifner, Gropp 2005, section 4). Local steps send
+    nothing.
+    """
+    others = step.axis_size - 1
+    sent = {
+        ReshardKind.ALL_GATHER: others * step.bytes_before,
+        ReshardKind.ALL_REDUCE: 2 * others * step.bytes_before / step.axis_size,
+        ReshardKind.ALL_TO_ALL: others * step.bytes_before / step.axis_size,
+        ReshardKind.MAKE_PARTIAL: 0,
+        ReshardKind.REDUCE_SCATTER: others * step.bytes_after,
+        ReshardKind.SLICE: 0,
+    }
+    return sent[step.kind] + STEP_COST_BYTES
+
+
+def plan_reshard(
+    source: PartitionSpec,
+    target: PartitionSpec,
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    itemsize: int = 4,
+    cost: StepCost | None = None,
+) -> tuple[ReshardStep, ...]:
+    """The cheapest steps that take a tensor from `source` to `target`; none where the specs are equal.
+
+    Args:
+        source, target: specs before and after.
+        shape: the tensor's global shape.
+        mesh: the mesh of both specs.
+        itemsize: bytes of one element.
+        cost: the price of a step (see the module's docstring); default `bytes_sent`. Plans are cached by it,
+            so pass the same function (or an equal one) each time.
+
+    Returns:
+        The steps in order. Of equally cheap plans: the fewest steps, then the first in the order of their
+        texts.
+
+    Raises:
+        InvalidSpecError: a spec does not fit the mesh or the shape.
+        ValueError: `cost` gave a price that is negative or not finite.
+
+    Example:
+        >>> from autoshard.ir.spec import P
+        >>> steps = plan_reshard(P("data"), P(None, "data"), (8, 8), Mesh({"data": 2}))
+        >>> [str(step) for step in steps]
+        ['all_to_all(data, dim=0, to_dim=1)']
+    """
+    return _plan(source, target, tuple(shape), mesh, itemsize, cost or bytes_sent)
+
+
+def price_plan(steps: Sequence[ReshardStep], cost: StepCost | None = None) -> float:
+    """The sum of the prices of `steps`, in the unit of `cost` (default: `bytes_sent`)."""
+    return sum(map(cost or bytes_sent, steps), 0.0)
+
+
+def reshard_costs(
+    sources: Sequence[PartitionSpec],
+    targets: Sequence[PartitionSpec],
+    shape: Sequence[int],
+    mesh: Mesh,
+    itemsize: int = 4,
+    cost: StepCost | None = None,
+) -> NDArray[np.float64]:
+    """The price of the cheapest reshard from each of `sources` to each of `targets`, [sources, targets].
+
+    Args:
+        sources, targets: specs before and after.
+        shape: the tensor's global shape.
+        mesh: the mesh of all specs.
+        itemsize: bytes of one element.
+        cost: the price of a step, as in `plan_reshard`.
+
+    Raises:
+        InvalidSpecError: a spec does not fit the mesh or the shape.
+        ValueError: `cost` gave a price that is negative or not finite.
+    """
+    if not sources or not targets:
+        return np.zeros((len(sources), len(targets)))
+    for spec in {*sources, *targets}:
+        spec.check(mesh, len(shape))
+    graph = spec_graph(mesh, len(shape), _reductions(*sources, *targets))
+    weights = _weights(graph, tuple(shape), itemsize, cost or bytes_sent)
+    columns = list(dict.fromkeys(targets))
+    distances = graph.distances_to([graph.node_of(spec) for spec in columns], weights)
+    rows = [graph.node_of(spec) for spec in sources]
+    position = {spec: number for number, spec in enumerate(columns)}
+    return distances.T[np.ix_(rows, [position[spec] for spec in targets])]
+
+
+@lru_cache(maxsize=2**16)
+def _plan(
+    source: PartitionSpec,
+    target: PartitionSpec,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    itemsize: int,
+    cost: StepCost,
+) -> tuple[ReshardStep, ...]:
+    source.check(mesh, len(shape))
+    target.check(mesh, len(shape))
+    if source == target:
+        return ()
+    graph = spec_graph(mesh, len(shape), _reductions(source, target))
+    weights = _weights(graph, shape, itemsize, cost)
+    path = graph.shortest_path(graph.node_of(source), graph.node_of(target), weights)
+    sizes = graph.local_bytes(shape, itemsize)
+    return tuple(_step(graph, edge, sizes) for edge in path)
+
+
+@lru_cache(maxsize=256)
+def _weights(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> NDArray[np.float64]:
+    """The price of every edge; edges that agree in class and bytes share one call of `cost`."""
+    sizes = graph.local_bytes(shape, itemsize)
+    values, size_ids = np.unique(sizes, return_inverse=True)
+    keys = graph.classes * len(values) + size_ids[graph.sources]
+    keys = keys * len(values) + size_ids[graph.targets]
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    prices = [_price(_step(graph, int(edge), sizes), cost) for edge in first]
+    return np.array(prices, dtype=np.float64)[inverse]
+
+
+def _price(step: ReshardStep, cost: StepCost) -> float:
+    price = float(cost(step))
+    if not math.isfinite(price) or price < 0:
+        raise ValueError(
+            f"cost={cost!r} gave price={price!r} for {step}; a price is finite and not negative."
+        )
+    return price
+
+
+def _step(graph: SpecGraph, edge: int, sizes: NDArray[np.int64]) -> ReshardStep:
+    move = graph.moves[edge]
+    source, target = int(graph.sources[edge]), int(graph.targets[edge])
+    return ReshardStep(
+        kind=move.kind,
+        axis=move.axis,
+        axis_size=graph.mesh.axis_size(move.axis),
+        dim=move.dim,
+        to_dim=move.to_dim,
+        reduction=move.reduction,
+        source=graph.spec_of(source),
+        target=graph.spec_of(target),
+        bytes_before=int(sizes[source]),
+        bytes_after=int(sizes[target]),
+    )
+
+
+def _reductions(*specs: PartitionSpec) -> tuple[Reduction, ...]:
+    return tuple(sorted({reduction for spec in specs for _, reduction in spec.partial}))

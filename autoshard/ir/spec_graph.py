@@ -1,0 +1,252 @@
+"""The graph of partition specs: its nodes are specs, its edges the moves that change a single mesh axis.
+
+Several axes on one dim form a stack, major to minor. Only the minor-most can leave, and an axis that arrives
+becomes the minor-most, as only then do ranks hold contiguous pieces. So an axis may
+
+* leave a dim (all-gather) or move from there to another dim (all-to-all), if it is the minor-most of its dim;
+* where it holds copies: split a dim (slice), or become partial (one rank keeps the value);
+* where it is partial: be reduced (all-reduce), or be reduced and split a dim (reduce-scatter).
+
+The graph depends on the mesh, the rank of the tensor and the reductions only, so it is built once for each;
+weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958), all
+targets at once and vectorised over edges; it takes as many rounds as the longest shortest path has steps
+(about twice the number of axes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec, Reduction
+
+
+class ReshardKind(StrEnum):
+    """What one step of a reshard does along its axis."""
+
+    ALL_GATHER = "all_gather"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    MAKE_PARTIAL = "make_partial"
+    REDUCE_SCATTER = "reduce_scatter"
+    SLICE = "slice"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks need not communicate."""
+        return self in (ReshardKind.SLICE, ReshardKind.MAKE_PARTIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of one axis, which splits `dim` before and `to_dim` after.
+
+    `reduction` is that of the partial value before (ALL_REDUCE, REDUCE_SCATTER) or after (MAKE_PARTIAL).
+    """
+
+    kind: ReshardKind
+    axis: str
+    dim: int | None = None
+    to_dim: int | None = None
+    reduction: Reduction | None = None
+
+    def __str__(self) -> str:
+        parts = [self.axis]
+        parts += [] if self.dim is None else [f"dim={self.dim}"]
+        parts += [] if self.to_dim is None else [f"to_dim={self.to_dim}"]
+        parts += [] if self.reduction is None else [f"reduction={self.reduction.value}"]
+        return f"{self.kind.value}({', '.join(parts)})"
+
+
+Partials = tuple[tuple[str, Reduction], ...]
+
+Stacks = tuple[tuple[str, ...], ...]
+"""For each dim of the tensor, the axes that split it."""
+
+State = tuple[Stacks, Partials]
+"""A spec with one stack for every dim, and its partial axes sorted by name: cheap to build and to hash."""
+
+
+def state_of(spec: PartitionSpec, ndim: int) -> State:
+    """The node of a graph of tensors with `ndim` dims that stands for `spec`."""
+    return tuple(spec.axes_of(dim) for dim in range(ndim)), spec.partial
+
+
+def moves_from(state: State, mesh: Mesh, reductions: Sequence[Reduction]) -> Iterator[tuple[Move, State]]:
+    """Every move that leads away from `state`, with where it leads; new partials are in `reductions`."""
+    stacks, partial = state
+    used = {axis for axes in stacks for axis in axes}
+    yield from _moves_of_splits(stacks, partial)
+    reduction_of = dict(partial)
+    for axis in mesh.axis_names:
+        if axis in reduction_of:
+            yield from _moves_of_partial(stacks, partial, axis, reduction_of[axis])
+        elif axis not in used:
+            yield from _moves_of_copies(stacks, partial, axis, reductions)
+
+
+def _moves_of_splits(stacks: Stacks, partial: Partials) -> Iterator[tuple[Move, State]]:
+    for dim, axes in enumerate(stacks):
+        if not axes:
+            continue
+        axis = axes[-1]
+        without = (*stacks[:dim], axes[:-1], *stacks[dim + 1 :])
+        yield Move(ReshardKind.ALL_GATHER, axis, dim=dim), (without, partial)
+        for to_dim in range(len(stacks)):
+            if to_dim != dim:
+                yield Move(ReshardKind.ALL_TO_ALL, axis, dim, to_dim), (_push(without, to_dim, axis), partial)
+
+
+def _moves_of_partial(
+    stacks: Stacks, partial: Partials, axis: str, reduction: Reduction
+) -> Iterator[tuple[Move, State]]:
+    rest = tuple(item for item in partial if item[0] != axis)
+    yield Move(ReshardKind.ALL_REDUCE, axis, reduction=reduction), (stacks, rest)
+    for to_dim in range(len(stacks)):
+        move = Move(ReshardKind.REDUCE_SCATTER, axis, to_dim=to_dim, reduction=reduction)
+        yield move, (_push(stacks, to_dim, axis), rest)
+
+
+def _moves_of_copies(
+    stacks: Stacks, partial: Partials, axis: str, reductions: Sequence[Reduction]
+) -> Iterator[tuple[Move, State]]:
+    for to_dim in range(len(stacks)):
+        yield Move(ReshardKind.SLICE, axis, to_dim=to_dim), (_push(stacks, to_dim, axis), partial)
+    for reduction in reductions:
+        after = tuple(sorted((*partial, (axis, reduction))))
+        yield Move(ReshardKind.MAKE_PARTIAL, axis, reduction=reduction), (stacks, after)
+
+
+def _push(stacks: Stacks, dim: int, axis: str) -> Stacks:
+    return (*stacks[:dim], (*stacks[dim], axis), *stacks[dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpecGraph:
+    """All specs of tensors with `ndim` dims on `mesh`, and the moves between them.
+
+    Args:
+        mesh: the mesh.
+        ndim: the number of dims.
+        states: the nodes, by index.
+        moves: the edges' moves, sorted by the node they leave.
+        sources, targets: the nodes that each edge joins, [edges].
+        starts: index of each node's first edge, [nodes].
+        classes: edges with equal kind, axis and reduction have an equal number here, [edges].
+        stack_ids: the index in `stacks` of what splits each dim, [nodes, ndim].
+        stacks: the distinct stacks.
+        index: node index by state.
+    """
+
+    mesh: Mesh
+    ndim: int
+    states: tuple[State, ...]
+    moves: tuple[Move, ...]
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    classes: NDArray[np.int64]
+    stack_ids: NDArray[np.int64]
+    stacks: tuple[tuple[str, ...], ...]
+    index: dict[State, int] = field(repr=False)
+
+    def node_of(self, spec: PartitionSpec) -> int:
+        """The index of the node that stands for `spec`."""
+        return self.index[state_of(spec, self.ndim)]
+
+    def spec_of(self, node: int) -> PartitionSpec:
+        """The spec that a node stands for."""
+        stacks, partial = self.states[node]
+        return PartitionSpec(*stacks, partial=dict(partial))
+
+    def local_bytes(self, shape: Sequence[int], itemsize: int) -> NDArray[np.int64]:
+        """Bytes of the padded local tensor under each spec, [nodes]."""
+        result = np.full(len(self.states), itemsize, dtype=np.int64)
+        for dim, size in enumerate(shape):
+            sizes = np.array([_padded_size(size, axes, self.mesh) for axes in self.stacks], dtype=np.int64)
+            result *= sizes[self.stack_ids[:, dim]]
+        return result
+
+    def edges_from(self, node: int) -> range:
+        """The indices of the edges that leave `node`."""
+        end = self.starts[node + 1] if node + 1 < len(self.starts) else len(self.moves)
+        return range(int(self.starts[node]), int(end))
+
+    def distances_to(self, targets: Sequence[int], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The length of the shortest path from every node to each of `targets`, [targets, nodes].
+
+        Args:
+            targets: node indices.
+            weights: the length of each edge, at least zero, [edges].
+        """
+        result = np.full((len(targets), len(self.states)), np.inf)
+        result[np.arange(len(targets)), targets] = 0.0
+        if not self.moves:
+            return result
+        while True:
+            candidates = np.minimum.reduceat(result[:, self.targets] + weights, self.starts, axis=1)
+            shorter = np.minimum(result, candidates)
+            if np.array_equal(shorter, result):
+                return result
+            result = shorter
+
+    def shortest_path(self, source: int, target: int, weights: NDArray[np.float64]) -> tuple[int, ...]:
+        """The edges of a shortest path: of equal lengths the fewest edges, then the first by text."""
+        distance = self.distances_to([target], weights)[0]
+        tight = weights + distance[self.targets] == distance[self.sources]
+        hops = self.distances_to([target], np.where(tight, 1.0, np.inf))[0]
+        path: list[int] = []
+        while source != target:
+            best = [
+                edge
+                for edge in self.edges_from(source)
+                if tight[edge] and hops[self.targets[edge]] + 1 == hops[source]
+            ]
+            path.append(min(best, key=lambda edge: str(self.moves[edge])))
+            source = int(self.targets[path[-1]])
+        return tuple(path)
+
+
+@lru_cache(maxsize=128)
+def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> SpecGraph:
+    """The graph of all specs with `ndim` dims on `mesh`; partial values are in `reductions`."""
+    states: list[State] = [(((),) * ndim, ())]
+    index = {states[0]: 0}
+    edges: list[tuple[Move, int, int]] = []
+    starts = []
+    for node, state in enumerate(states):  # grows while it is walked: breadth first
+        starts.append(len(edges))
+        for move, after in moves_from(state, mesh, reductions):
+            if after not in index:
+                index[after] = len(states)
+                states.append(after)
+            edges.append((move, node, index[after]))
+    stacks = tuple(dict.fromkeys(axes for state in states for axes in state[0]))
+    stack_index = {axes: number for number, axes in enumerate(stacks)}
+    classes: dict[tuple[ReshardKind, str, Reduction | None], int] = {}
+    keys = [classes.setdefault((move.kind, move.axis, move.reduction), len(classes)) for move, _, _ in edges]
+    return SpecGraph(
+        mesh=mesh,
+        ndim=ndim,
+        states=tuple(states),
+        moves=tuple(move for move, _, _ in edges),
+        sources=np.array([source for _, source, _ in edges], dtype=np.int64),
+        targets=np.array([target for _, _, target in edges], dtype=np.int64),
+        starts=np.array(starts, dtype=np.int64),
+        classes=np.array(keys, dtype=np.int64),
+        stack_ids=np.array([[stack_index[axes] for axes in state[0]] for state in states], dtype=np.int64),
+        stacks=stacks,
+        index=index,
+    )
+
+
+def _padded_size(size: int, axes: Sequence[str], mesh: Mesh) -> int:
+    for axis in axes:
+        size = -(-size // mesh.axis_size(axis))
+    return size

@@ -1,0 +1,263 @@
+"""The boundary of a program: between a global tensor and what each rank holds of it.
+
+Inside a program ranks hold padded pieces (see `autoshard.ir.spec`); DTensor holds unpadded chunks. The chunks
+are the pieces without padding, except where several axes split one dim unevenly: of 9 elements on 2 x 2
+ranks, the nested ceil gives 3, 2, 3, 1 and DTensor's nested chunk 3, 2, 2, 2. `matches_dtensor` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from autoshard.errors import AutoshardError, InvalidSpecError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.reduction import combine, identity_of
+from autoshard.ir.spec import PartitionSpec, Reduction
+
+
+def shard(
+    tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding: float | int | bool = 0
+) -> Tensor:
+    """The padded local tensor that `rank` holds of a global `tensor`.
+
+    Args:
+        tensor: the global value.
+        spec: how it lies on `mesh`. Of a partial value the first rank of the axis holds the value, the others
+            the reduction's identity.
+        mesh: the mesh.
+        rank: the rank.
+        padding: what the padding is filled with, 0 by default (NaN finds programs that read it).
+
+    Returns:
+        A contiguous tensor of shape `spec.local_shape(tensor.shape, mesh)`; `tensor` itself if it is just
+        that.
+
+    Raises:
+        InvalidSpecError: `spec` does not fit the tensor or the mesh.
+    """
+    spec.check(mesh, tensor.dim())
+    place = mesh.coordinates(rank)
+    for axis, reduction in spec.partial:
+        if place[axis] != 0:
+            tensor = torch.full_like(tensor, identity_of(reduction, tensor.dtype))
+    for dim in range(len(spec.dims)):
+        for axis in spec.axes_of(dim):
+            tensor = _piece(tensor, dim, mesh.axis_size(axis), place[axis], padding)
+    return tensor.contiguous()
+
+
+def shard_all(
+    tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0
+) -> list[Tensor]:
+    """What every rank holds of a global `tensor`, by rank; copies are one tensor. See `shard`."""
+
+    @cache
+    def at(key: tuple[int, ...]) -> Tensor:
+        rank = mesh.rank_at({**origin, **dict(zip(axes, key, strict=True))})
+        return shard(tensor, spec, mesh, rank, padding=padding)
+
+    axes = spec.axes
+    spec.check(mesh, tensor.dim())
+    origin = dict.fromkeys(mesh.axis_names, 0)
+    places = map(mesh.coordinates, range(mesh.size))
+    return [at(tuple(place[axis] for axis in axes)) for place in places]
+
+
+def unshard(
+    locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], *, check: bool = False
+) -> Tensor:
+    """The global tensor that all ranks' padded local tensors stand for; partial values are reduced.
+
+    Args:
+        locals_: the local tensor of each rank, in the order of ranks.
+        spec: how the value lies on `mesh`.
+        mesh: the mesh.
+        shape: the global shape.
+        check: also compare the copies on all ranks, instead of trusting the first.
+
+    Raises:
+        InvalidSpecError: `spec` does not fit the shape or the mesh, or a local tensor has another shape.
+        AutoshardError: with `check`, ranks that should hold copies differ.
+    """
+    spec.check(mesh, len(shape))
+    _check_locals(locals_, spec, mesh, tuple(shape))
+    value_at = _assembler(locals_, spec, mesh, tuple(shape))
+    value = value_at(0, 0)
+    if check:
+        for rank in range(1, mesh.size):
+            _check_copy(value, value_at(rank, 0), spec, mesh, rank)
+    return value
+
+
+def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether DTensor cuts a tensor of `shape` into the same pieces, so that only padding differs.
+
+    False where the axes on a dim are not in the mesh's order, which placements cannot say.
+
+    Example:
+        >>> from autoshard.ir.spec import P
+        >>> mesh = Mesh({"data": 2, "model": 2})
+        >>> [matches_dtensor(P(("data", "model")), (size,), mesh) for size in (7, 8, 9)]
+        [True, True, False]
+    """
+    order = {axis: index for index, axis in enumerate(mesh.axis_names)}
+    if any(list(axes) != sorted(axes, key=order.__getitem__) for axes in spec.dims):
+        return False
+    return all(_dim_matches(size, spec.axes_of(dim), mesh) for dim, size in enumerate(shape))
+
+
+def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Tensor:
+    """The padded local tensor of a DTensor's local `chunk` (padding is 0); the inverse of `unpad_local`.
+
+    Args:
+        chunk: the unpadded piece that a rank holds.
+        spec, mesh, shape: how the value of global `shape` lies on `mesh`.
+
+    Raises:
+        InvalidSpecError: DTensor cuts such a value into other pieces.
+    """
+    _check_matches(spec, mesh, shape)
+    local = spec.local_shape(shape, mesh)
+    if tuple(chunk.shape) == local:
+        return chunk
+    result = chunk.new_zeros(local)
+    result[tuple(slice(0, size) for size in chunk.shape)] = chunk
+    return result
+
+
+def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> Tensor:
+    """DTensor's local chunk of `rank`: its padded `local` tensor without the padding (contiguous).
+
+    Args:
+        local: the padded local tensor.
+        spec, mesh, shape: how the value of global `shape` lies on `mesh`.
+        rank: the rank that holds it.
+
+    Raises:
+        InvalidSpecError: DTensor cuts such a value into other pieces.
+    """
+    _check_matches(spec, mesh, shape)
+    for dim, size in enumerate(unpadded_shape(spec, mesh, shape, rank)):
+        local = local.narrow(dim, 0, size)
+    return local.contiguous()
+
+
+def unpadded_shape(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The shape of the part of `rank`'s local tensor that is not padding."""
+    place = mesh.coordinates(rank)
+    return tuple(_real_size(size, spec.axes_of(dim), mesh, place) for dim, size in enumerate(shape))
+
+
+def _piece(tensor: Tensor, dim: int, pieces: int, index: int, padding: float | int | bool) -> Tensor:
+    size = -(-tensor.shape[dim] // pieces)
+    start = min(index * size, tensor.shape[dim])
+    piece = tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+    if piece.shape[dim] == size:
+        return piece
+    rest = list(piece.shape)
+    rest[dim] = size - piece.shape[dim]
+    return torch.cat([piece, piece.new_full(rest, padding)], dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """One axis to undo: a reduction over it, or a dim to join and to cut to `size`."""
+
+    axis: str
+    reduction: Reduction | None = None
+    dim: int = 0
+    size: int = 0
+
+    def undo(self, members: Sequence[Tensor]) -> Tensor:
+        if self.reduction is not None:
+            return combine(self.reduction, members)
+        return torch.cat(list(members), self.dim).narrow(self.dim, 0, self.size)
+
+
+def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
+    """What to undo, last first: each dim's axes, major to minor, then reductions."""
+    levels = []
+    for dim, size in enumerate(shape):
+        for axis in spec.axes_of(dim):
+            levels.append(_Level(axis, dim=dim, size=size))
+            size = -(-size // mesh.axis_size(axis))
+    return [*levels, *(_Level(axis, reduction) for axis, reduction in spec.partial)]
+
+
+def _assembler(
+    locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]
+) -> Callable[[int, int], Tensor]:
+    """`value_at(rank, depth)`: what `rank` holds once all but the first `depth` levels are undone."""
+    levels = _levels(spec, mesh, shape)
+    groups = [{rank: group for group in mesh.groups(level.axis) for rank in group} for level in levels]
+
+    @cache
+    def join(group: tuple[int, ...], depth: int) -> Tensor:
+        return levels[depth].undo([value_at(rank, depth + 1) for rank in group])
+
+    def value_at(rank: int, depth: int) -> Tensor:
+        return locals_[rank] if depth == len(levels) else join(groups[depth][rank], depth)
+
+    return value_at
+
+
+def _check_locals(locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> None:
+    expected = spec.local_shape(shape, mesh)
+    if len(locals_) != mesh.size:
+        raise InvalidSpecError(f"{mesh} has {mesh.size} ranks, found {len(locals_)} local tensors.")
+    for rank, local in enumerate(locals_):
+        if tuple(local.shape) != expected:
+            raise InvalidSpecError(
+                f"rank {rank} holds shape={tuple(local.shape)} of a tensor of shape {tuple(shape)}; "
+                f"{spec!r} on {mesh} needs {expected}."
+            )
+
+
+def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int) -> None:
+    differ = (copy != value) & ~((copy != copy) & (value != value))
+    if bool(differ.any()):
+        raise AutoshardError(
+            f"rank {rank} at {mesh.coordinates(rank)} of {mesh} differs from rank 0 in "
+            f"{int(differ.sum())} of {value.numel()} elements with spec {spec!r}; copies must agree."
+        )
+
+
+def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> None:
+    if not matches_dtensor(spec, shape, mesh):
+        raise InvalidSpecError(
+            f"{spec!r} cuts shape={tuple(shape)} on {mesh} into other pieces than DTensor does; split each "
+            "dim by one axis, evenly, or by axes in the mesh's order."
+        )
+
+
+def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
+    """How many elements of a dim of `size` the rank at `place` holds without padding."""
+    real = size
+    for axis in axes:
+        size = -(-size // mesh.axis_size(axis))
+        real = min(max(real - place[axis] * size, 0), size)
+    return real
+
+
+def _chunk_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
+    """How many elements DTensor gives to the rank at `place`: each axis chunks what is really there."""
+    for axis in axes:
+        full = -(-size // mesh.axis_size(axis))
+        size = min(max(size - place[axis] * full, 0), full)
+    return size
+
+
+def _dim_matches(size: int, axes: Sequence[str], mesh: Mesh) -> bool:
+    if size % mesh.shards(axes) == 0 or len(axes) == 1:
+        return True
+    indices = product(*(range(mesh.axis_size(axis)) for axis in axes))
+    places = (dict(zip(axes, index, strict=True)) for index in indices)
+    return all(
+        _real_size(size, axes, mesh, place) == _chunk_size(size, axes, mesh, place) for place in places
+    )

@@ -1,0 +1,268 @@
+"""The simulator: runs a lowered program for all ranks of a mesh in one process, in lock-step.
+
+Node by node, each rank's operands are evaluated. A collective takes the operands of each group of ranks, and
+hands each rank its result. Ranks whose operands are the same objects (copies) share one evaluation and one
+result, so a replicated computation costs once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoshard.errors import AutoshardError
+from autoshard.ir.local import running_at
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.reduction import combine
+from autoshard.ir.spec import Reduction
+
+OnValues = Callable[[fx.Node, Sequence[Any]], None]
+"""Called with each evaluated node and its values, one per rank."""
+
+GroupCollective = Callable[..., Sequence[Any]]
+"""`collective(node name, the group's operands, *other arguments without the group)`: one result per rank."""
+
+
+def simulate(
+    graph_module: fx.GraphModule,
+    mesh: Mesh,
+    inputs: Sequence[Sequence[Any]],
+    *,
+    on_values: OnValues | None = None,
+) -> list[Any]:
+    """Run `graph_module` for every rank of `mesh`, without gradients.
+
+    Args:
+        graph_module: a lowered program; the group name of its collectives is a mesh axis, or several joined
+            by ",".
+        mesh: the mesh.
+        inputs: for each placeholder, each rank's value. Ranks that hold copies should be given the same
+            object.
+        on_values: called after each node, e.g. to compare values.
+
+    Returns:
+        For each output, a list of each rank's value (the same object where ranks hold copies). A program that
+        returns no tuple has one such list.
+
+    Raises:
+        AutoshardError: the inputs do not match, or a collective is unknown or does not fit the mesh.
+        MeshError: a group names an axis that the mesh does not have.
+    """
+    return _Run(graph_module, mesh, on_values).run(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    graph_module: fx.GraphModule
+    mesh: Mesh
+    on_values: OnValues | None
+
+    @torch.no_grad()
+    def run(self, inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        waiting = iter(self._checked(inputs))
+        values: dict[fx.Node, list[Any]] = {}
+        dead = _last_uses(self.graph_module.graph)
+        for node in self.graph_module.graph.nodes:
+            if node.op == "output":
+                return self._outputs(node.args[0], values)
+            values[node] = list(next(waiting)) if node.op == "placeholder" else self._evaluate(node, values)
+            if self.on_values is not None:
+                self.on_values(node, values[node])
+            for value in dead[node]:
+                del values[value]
+        raise AutoshardError("the program has no output node; a lowered program returns a tuple.")
+
+    def _checked(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        names = [node.name for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        if len(names) != len(inputs):
+            raise AutoshardError(
+                f"the program has {len(names)} placeholders {names}, found {len(inputs)} inputs."
+            )
+        for name, ranks in zip(names, inputs, strict=True):
+            if len(ranks) != self.mesh.size:
+                raise AutoshardError(
+                    f"placeholder {name!r} needs a value per rank of {self.mesh}, found {len(ranks)}."
+                )
+        return inputs
+
+    def _outputs(self, result: Any, values: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        elements = result if isinstance(result, (tuple, list)) else (result,)
+        return [values[item] if isinstance(item, fx.Node) else [item] * self.mesh.size for item in elements]
+
+    def _evaluate(self, node: fx.Node, values: Mapping[fx.Node, list[Any]]) -> list[Any]:
+        ranks = range(self.mesh.size)
+        if node.op == "get_attr":
+            return [operator.attrgetter(str(node.target))(self.graph_module)] * len(ranks)
+        if _is_collective(node.target):
+            return self._communicate(node, [_arguments_at(node, values, rank) for rank in ranks])
+        if _reads_rank(node):
+            return [self._evaluate_at(rank, node, _arguments_at(node, values, rank)) for rank in ranks]
+        operands = [values[operand] for operand in node.all_input_nodes]
+        results: dict[tuple[Any, ...], Any] = {}
+        keys = [tuple(_identity(operand[rank]) for operand in operands) for rank in ranks]
+        for rank, key in enumerate(keys):
+            if key not in results:
+                results[key] = self._call(node, _arguments_at(node, values, rank))
+        return [results[key] for key in keys]
+
+    def _evaluate_at(self, rank: int, node: fx.Node, arguments: _Arguments) -> Any:
+        with running_at(self.mesh.coordinates(rank)):
+            return self._call(node, arguments)
+
+    def _call(self, node: fx.Node, arguments: _Arguments) -> Any:
+        args, kwargs = arguments
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":
+            return self.graph_module.get_submodule(str(node.target))(*args, **kwargs)
+        assert callable(node.target), "what is called is a function, a method or a module"
+        return node.target(*args, **kwargs)
+
+    def _communicate(self, node: fx.Node, operands: Sequence[_Arguments]) -> list[Any]:
+        """Each rank's result; a collective's first argument is its operand, the last its group."""
+        if node.target is _c10d.wait_tensor.default:
+            return [args[0] for args, _ in operands]
+        collective = _COLLECTIVES.get(node.target)
+        if collective is None:
+            known = ", ".join(map(str, _COLLECTIVES))
+            raise AutoshardError(f"node {node.name!r}: {node.target} is not simulated; these are: {known}.")
+        results: list[Any] = [None] * self.mesh.size
+        for group in self._groups(node):
+            members = [operands[rank][0][0] for rank in group]
+            received = collective(node.name, members, *operands[group[0]][0][1:-1])
+            for rank, result in zip(group, received, strict=True):
+                results[rank] = result
+        return results
+
+    def _groups(self, node: fx.Node) -> tuple[tuple[int, ...], ...]:
+        name = node.args[-1]
+        if not isinstance(name, str):
+            raise AutoshardError(
+                f"node {node.name!r}: a group is named by mesh axes, found group_name={name!r}."
+            )
+        return self.mesh.groups(*name.split(","))
+
+
+_Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+_c10d = torch.ops._c10d_functional
+_COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
+
+
+def _is_collective(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVE_NAMESPACES
+
+
+def _reads_rank(node: fx.Node) -> bool:
+    """Whether the result may depend on `axis_index`: true of Python functions other than arithmetic."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math")
+
+
+def _arguments_at(node: fx.Node, values: Mapping[fx.Node, list[Any]], rank: int) -> _Arguments:
+    return fx.map_arg((node.args, node.kwargs), lambda operand: values[operand][rank])
+
+
+def _identity(value: Any) -> Any:
+    """A key that equal numbers share, and that is an object's own otherwise."""
+    return (type(value), value) if isinstance(value, (bool, int, float)) else id(value)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nothing after it reads (itself, where nothing reads it at all)."""
+    seen: set[fx.Node] = set()
+    result: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        dying = [value for value in (*node.all_input_nodes, node) if value not in seen]
+        seen.update(dying)
+        result[node] = dying
+    return result
+
+
+def _all_reduce(name: str, tensors: Sequence[Tensor], reduction: str) -> list[Tensor]:
+    return [_reduce(name, tensors, reduction)] * len(tensors)
+
+
+def _all_gather(name: str, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    _check_size(name, size, tensors)
+    return [torch.cat([_at_least_1d(tensor) for tensor in tensors])] * len(tensors)
+
+
+def _reduce_scatter(name: str, tensors: Sequence[Tensor], reduction: str, size: int) -> list[Tensor]:
+    _check_size(name, size, tensors)
+    if tensors[0].shape[0] % size:
+        raise AutoshardError(
+            f"node {name!r}: dim 0 of shape={tuple(tensors[0].shape)} does not divide by {size}."
+        )
+    return [piece.clone() for piece in _reduce(name, tensors, reduction).chunk(size)]
+
+
+def _all_to_all(
+    name: str, tensors: Sequence[Tensor], output_sizes: Sequence[int], input_sizes: Sequence[int]
+) -> list[Tensor]:
+    _check_size(name, len(input_sizes), tensors)
+    if sum(input_sizes) != tensors[0].shape[0]:
+        raise AutoshardError(
+            f"node {name!r}: {input_sizes=} do not add up to shape={tuple(tensors[0].shape)}."
+        )
+    pieces = [tensor.split(list(input_sizes)) for tensor in tensors]
+    received = [[piece[member] for piece in pieces] for member in range(len(tensors))]
+    if any([piece.shape[0] for piece in row] != list(output_sizes) for row in received):
+        raise AutoshardError(f"node {name!r}: {output_sizes=} are not what the ranks send, {input_sizes=}.")
+    return [torch.cat(row) for row in received]
+
+
+def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor]:
+    if not 0 <= source < len(tensors):
+        raise AutoshardError(f"node {name!r}: src={source} is not in a group of {len(tensors)} ranks.")
+    return [tensors[source]] * len(tensors)
+
+
+def _coalesced(collective: GroupCollective) -> GroupCollective:
+    """The collective that does `collective` for each of a list of operands."""
+
+    def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
+        by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]
+        return [list(results) for results in zip(*by_operand, strict=True)]
+
+    return communicate
+
+
+_COLLECTIVES: Mapping[Any, GroupCollective] = {
+    _c10d.all_reduce.default: _all_reduce,
+    _c10d.all_reduce_coalesced.default: _coalesced(_all_reduce),
+    _c10d.all_gather_into_tensor.default: _all_gather,
+    _c10d.all_gather_into_tensor_coalesced.default: _coalesced(_all_gather),
+    _c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    _c10d.reduce_scatter_tensor_coalesced.default: _coalesced(_reduce_scatter),
+    _c10d.all_to_all_single.default: _all_to_all,
+    _c10d.broadcast.default: _broadcast,
+}
+
+
+def _reduce(name: str, tensors: Sequence[Tensor], reduction: str) -> Tensor:
+    if reduction == "avg":
+        return combine(Reduction.SUM, tensors) / len(tensors)
+    if reduction not in list(Reduction):
+        raise AutoshardError(
+            f"node {name!r}: unknown reduce_op={reduction!r}; use sum, avg, max, min or product."
+        )
+    result = combine(Reduction(reduction), tensors)
+    return result.clone() if len(tensors) == 1 else result
+
+
+def _check_size(name: str, size: int, tensors: Sequence[Tensor]) -> None:
+    if size != len(tensors):
+        raise AutoshardError(
+            f"node {name!r} names a group of {size} ranks, the mesh has {len(tensors)} there."
+        )
+
+
+def _at_least_1d(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
