@@ -9,6 +9,7 @@ from autoshard.kernels.attention import attention, attention_backward, attention
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.dropout import dropout
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
+from autoshard.kernels.rms_norm import rms_norm_backward_reference
 
 __all__ = [
     "attention",
@@ -20,5 +21,6 @@ __all__ = [
     "keep_mask",
     "philox_4x32",
     "random_words",
+    "rms_norm_backward_reference",
     "uniform",
 ]

@@ -1,0 +1,68 @@
+"""RMS norm's backward on CPUs, where torch has none: `aten::_fused_rms_norm` stays whole in our graphs.
+
+Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019). With C columns, n = x rstd, g = dout w:
+
+    rstd = 1 / sqrt(mean_c x_c^2 + eps)
+    dx   = rstd (g - n mean_c(g n)),    dw = sum over rows of dout n
+
+Torch (2.11 to 2.13) traces `aten::_fused_rms_norm_backward` and runs it on GPUs only. Importing this module
+registers the formula for CPU tensors, unless torch has learned it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from autoshard.kernels.library import accumulation_dtype
+
+
+def rms_norm_backward_reference(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x [*, C] and weight [C], in their dtypes; None where `output_mask` does not ask for one.
+
+    Args:
+        grad_out: [*, C], like x.
+        x: the forward's input, [*, C], where C stands for all of `normalized_shape`.
+        normalized_shape: the trailing dims that one norm spans.
+        rstd: [*, 1], the forward's second result.
+        weight: `normalized_shape`, or None.
+        output_mask: whether x's and the weight's gradients are wanted.
+    """
+    columns = math.prod(normalized_shape)
+    dtype = accumulation_dtype(x.dtype)
+    grad = grad_out.reshape(-1, columns).to(dtype)
+    normed = x.reshape(-1, columns).to(dtype) * rstd.reshape(-1, 1).to(dtype)
+    weighted = grad if weight is None else grad * weight.reshape(columns).to(dtype)
+    dx = dw = None
+    if output_mask[0]:
+        projection = (weighted * normed).mean(dim=1, keepdim=True)
+        dx = ((weighted - normed * projection) * rstd.reshape(-1, 1).to(dtype)).to(x.dtype).reshape(x.shape)
+    if output_mask[1] and weight is not None:
+        dw = (grad * normed).sum(dim=0).to(weight.dtype).reshape(weight.shape)
+    return dx, dw
+
+
+def _torch_has_it() -> bool:
+    """Whether torch itself runs the operator on CPU tensors."""
+    one = torch.ones(1, 1)
+    try:
+        torch.ops.aten._fused_rms_norm_backward.default(one, one, [1], one, None, [True, False])
+    except NotImplementedError:
+        return False
+    return True
+
+
+_LIBRARY = Library("aten", "IMPL", "CPU")
+if not _torch_has_it():
+    _LIBRARY.impl("_fused_rms_norm_backward", rms_norm_backward_reference)
