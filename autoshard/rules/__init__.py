@@ -1,1 +1,71 @@
-"""Sharding rules: what each operator does to indices, and the strategies that follow."""
+"""Sharding rules: what each operator does to indices, and the strategies that follow.
+
+Importing this package fills the registry: one module per family of operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.tensor import Placement
+
+from autoshard.ir.mesh import Mesh
+from autoshard.rules import (  # noqa: F401  (each registers its rules)
+    attention,
+    creation,
+    indexing,
+    losses,
+    matmul,
+    normalisation,
+    pointwise,
+    reductions,
+    views,
+)
+from autoshard.rules.enumeration import enumerate_strategies, replicated
+from autoshard.rules.registry import bound_rule, evaluate, has_rule, sharding_rule, tensor_operands
+
+__all__ = ["has_rule", "sharding_rule", "strategies"]
+
+
+def strategies(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, axis_size: int
+) -> list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]:
+    """Every strategy that the rules admit for one call on a mesh of one axis.
+
+    Args:
+        op: a `torch.ops` overload.
+        args, kwargs: its arguments; tensors may be real, fake or on "meta", only their shapes and dtypes count.
+        axis_size: the number of ranks along the axis.
+
+    Returns:
+        Pairs of placements for the tensor operands and for the tensor results, in order; the replicated
+        strategy first, and alone where the operator has no rule.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.empty(4, 6, device="meta"), torch.empty(6, 8, device="meta")
+        >>> for operands, results in strategies(torch.ops.aten.mm.default, (a, b), {}, 2):
+        ...     print(operands, "->", results)
+        (Replicate(), Replicate()) -> (Replicate(),)
+        (Shard(dim=0), Replicate()) -> (Shard(dim=0),)
+        (Shard(dim=1), Shard(dim=0)) -> (Partial(sum),)
+        (Replicate(), Shard(dim=1)) -> (Shard(dim=1),)
+        (Partial(sum), Replicate()) -> (Partial(sum),)
+        (Replicate(), Partial(sum)) -> (Partial(sum),)
+    """
+    kwargs = kwargs or {}
+    mesh = Mesh({"axis": axis_size})
+    results = evaluate(op, args, kwargs)
+    rule = bound_rule(op, args, kwargs, results)
+    if rule is None:
+        found = [replicated(len(tensor_operands(args, kwargs)), len(results), mesh)]
+    else:
+        found = enumerate_strategies(rule, mesh)
+    return [
+        (
+            tuple(spec.to_placements(mesh)[0] for spec in strategy.inputs),
+            tuple(spec.to_placements(mesh)[0] for spec in strategy.outputs),
+        )
+        for strategy in found
+    ]

@@ -69,7 +69,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh) -> list[Strategy]:
     """
     found = {}
     for choices in product(axis_choices(rule), repeat=len(mesh.axes)):
-        strategy = _strategy(rule, mesh, choices)
+        strategy = assemble_strategy(rule, mesh, choices)
         if strategy is not None:
             found.setdefault((strategy.inputs, strategy.outputs), strategy)
     return list(found.values())
@@ -88,7 +88,8 @@ def _carries(rule: BoundRule) -> Iterator[Carry]:
             yield Carry(frozenset({0}), reduction)
 
 
-def _strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
+def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
+    """What operands and results look like if each axis does what `choices` says; None where no spec can say it."""
     splits: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
         if isinstance(choice, Split):
@@ -98,7 +99,10 @@ def _strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strateg
     carried = {axis: c for axis, c in zip(mesh.axis_names, choices, strict=True) if isinstance(c, Carry)}
     if not _carries_agree(rule, splits, carried):
         return None
-    inputs = [_operand_spec(rule, mesh, dims, splits, _carried_by(index, carried)) for index, dims in enumerate(rule.inputs)]
+    inputs = [
+        _operand_spec(rule, mesh, dims, splits, _pending(rule, index, splits, carried))
+        for index, dims in enumerate(rule.inputs)
+    ]
     outputs = [_result_spec(rule, mesh, index, splits, carried) for index in range(len(rule.outputs))]
     if any(spec is None for spec in (*inputs, *outputs)):
         return None
@@ -115,12 +119,25 @@ def _carries_agree(
     return len(reductions) <= 1
 
 
-def _carried_by(index: int, carried: Mapping[str, Carry]) -> dict[str, str]:
-    return {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
+def _pending(
+    rule: BoundRule, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
+) -> dict[str, str]:
+    """The reductions that operand `index` awaits: carried ones, and for an addend those of the reduced factors."""
+    pending = {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
+    if index in rule.added:
+        reduced = (
+            f for f in splits if any(rule.is_reduced(f, output) for output in range(len(rule.outputs)))
+        )
+        pending.update({axis: rule.reduce[factor].value for factor in reduced for axis in splits[factor]})
+    return pending
 
 
 def _result_spec(
-    rule: BoundRule, mesh: Mesh, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
+    rule: BoundRule,
+    mesh: Mesh,
+    index: int,
+    splits: Mapping[str, tuple[str, ...]],
+    carried: Mapping[str, Carry],
 ) -> PartitionSpec | None:
     partial = {axis: carry.reduction.value for axis, carry in carried.items()}
     for factor, axes in splits.items():

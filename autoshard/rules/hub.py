@@ -18,4 +18,4 @@ def hub(x: torch.Tensor) -> torch.Tensor:
 @sharding_rule(hub)
 def _hub(x: Any) -> Rule:
     dims = tuple((f"d{index}",) for index in range(x.ndim))
-    return Rule(([dims], [dims]), transparent=True)
+    return Rule(([dims], [dims]), linear=[(0,)])

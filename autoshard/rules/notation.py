@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from autoshard.errors import InvalidSpecError
@@ -37,8 +38,13 @@ class Rule:
             the tensors among the call's arguments, in order, lists flattened, absent optional ones left out.
         reduce: factor to reduction, where a result lacks a factor that an operand has.
         linear: sets of operand indices in which all results are jointly linear: if exactly those
-            operands are partial sums, so are the results. `[(0,), (1,)]` for a product, `[(0, 1)]` for a sum.
+            operands are partial sums, so are the results. `[(0,), (1,)]` for a product, `[(0, 1)]` for a sum, `[()]`
+            for a result that is zero.
         transparent: the operator only moves elements of operand 0, so any partial reduction passes through.
+        added: operands that enter results by addition beside a reduced factor (the bias of `addmm`): where an axis
+            splits a reduced factor they must be partial sums over it, else they would be added once per rank.
+        whole: factor to the results that lack it and are whole where it is split all the same: they do not depend on
+            it, or the rewrite reduces it itself (`context.all_reduce`).
         blocked: factors that may not be split.
         sizes: sizes of factors that shapes leave open (all but one factor of a product).
         local: rewrite that emits the local form of the call when some factor is split; None runs the operator as it
@@ -49,6 +55,8 @@ class Rule:
     reduce: Mapping[str, str] | None = None
     linear: Sequence[Sequence[int]] = ()
     transparent: bool = False
+    added: Iterable[int] = ()
+    whole: Mapping[str, Iterable[int]] | None = None
     blocked: Iterable[str] = ()
     sizes: Mapping[str, int] | None = None
     local: Rewrite | None = None
@@ -67,6 +75,8 @@ class BoundRule:
     reduce: Mapping[str, Reduction]
     linear: tuple[frozenset[int], ...]
     transparent: bool
+    added: frozenset[int]
+    whole: Mapping[str, frozenset[int]]
     blocked: frozenset[str]
     local: Rewrite | None
 
@@ -76,8 +86,10 @@ class BoundRule:
         return tuple(factor for factor in self.sizes if factor not in self.blocked)
 
     def is_reduced(self, factor: str, output: int) -> bool:
-        """Whether result `output` lacks `factor` while some operand has it."""
-        return not _has(self.outputs[output], factor) and any(_has(dims, factor) for dims in self.inputs)
+        """Whether splitting `factor` leaves result `output` partial."""
+        if _has(self.outputs[output], factor) or output in self.whole.get(factor, ()):
+            return False
+        return any(_has(dims, factor) for dims in self.inputs)
 
 
 def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> BoundRule:
@@ -102,6 +114,8 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
         reduce={factor: Reduction(name) for factor, name in (rule.reduce or {}).items()},
         linear=tuple(frozenset(group) for group in rule.linear),
         transparent=rule.transparent,
+        added=frozenset(rule.added),
+        whole={factor: frozenset(results) for factor, results in (rule.whole or {}).items()},
         blocked=frozenset(rule.blocked) | anonymous,
         local=rule.local,
     )
@@ -109,6 +123,7 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
     return bound
 
 
+@lru_cache(maxsize=4096)
 def parse(notation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """Operands and results of a notation string.
 
@@ -119,7 +134,9 @@ def parse(notation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     sides = notation.split("->")
     if len(sides) != 2:
         raise InvalidSpecError(f"rule notation={notation!r} must have the form 'operands -> results'.")
-    left, right = (tuple(_parse_operand(text) for text in side.split(",")) if side.strip() else () for side in sides)
+    left, right = (
+        tuple(_parse_operand(text) for text in side.split(",")) if side.strip() else () for side in sides
+    )
     return left, right
 
 
@@ -155,7 +172,9 @@ def _name_anonymous(
 
 def _factor_sizes(rule: Rule, all_dims: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
     if len(all_dims) != len(shapes):
-        raise InvalidSpecError(f"rule {rule.notation!r} names {len(all_dims)} tensors, the call has {len(shapes)}.")
+        raise InvalidSpecError(
+            f"rule {rule.notation!r} names {len(all_dims)} tensors, the call has {len(shapes)}."
+        )
     known = dict(rule.sizes or {})
     pairs = [
         (dim, size)
@@ -170,7 +189,9 @@ def _factor_sizes(rule: Rule, all_dims: Sequence[Dims], shapes: Sequence[Sequenc
 
 def _zip_dims(rule: Rule, dims: Dims, shape: Sequence[int]) -> Iterable[tuple[tuple[str, ...], int]]:
     if len(dims) != len(shape):
-        raise InvalidSpecError(f"rule {rule.notation!r} names {len(dims)} dims where the call has shape={tuple(shape)}.")
+        raise InvalidSpecError(
+            f"rule {rule.notation!r} names {len(dims)} dims where the call has shape={tuple(shape)}."
+        )
     return zip(dims, shape, strict=True)
 
 

@@ -60,6 +60,20 @@ def bound_rule(
     return bind(rule, shapes, [tuple(output.shape) for output in outputs if output is not None])
 
 
+def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensor results of one call, on the "meta" device: shapes and dtypes, nothing is computed."""
+    kwargs = _on_meta(dict(kwargs))
+    if any(argument.name == "device" for argument in operator._schema.arguments):
+        kwargs["device"] = torch.device("meta")
+    with torch.no_grad():
+        result = operator(*_on_meta(args), **kwargs)
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _on_meta(values: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), values)
+
+
 def tensor_operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among a call's arguments, in order, with lists flattened."""
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,91 @@
+"""Rules of `autoshard::attention` and `autoshard::dropout`.
+
+Batch, heads and query rows are independent. A group of query heads shares a key head, so a split of heads
+is a split of key heads first. The masks of dropout and causality follow the global index, so that a piece
+needs its offset in the matrix of probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import autoshard.kernels  # noqa: F401  (defines the operators)
+from autoshard.rules.dims import broadcast_dims, elementwise
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Dims, Rule, parse
+from autoshard.rules.registry import sharding_rule
+
+autoshard_ops = torch.ops.autoshard
+
+# b batch, h key heads, g query heads per key head, s queries, t keys, d head size, e value size.
+_Q, _K, _V, _OUT, _LSE, _PROBABILITIES = parse(
+    "b (h g) s d, b h t d, b h t e, b (h g) s e, b (h g) s, b (h g) s t -> scalar"
+)[0]
+_BLOCKED = ("t", "d", "e")
+
+
+@sharding_rule(autoshard_ops.attention.default)
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    *_: Any,
+) -> Rule:
+    operands = (_Q, _K, _V, *_optional(mask, seed))
+    return Rule((operands, (_OUT, _LSE)), sizes=_head_sizes(q, k), blocked=_BLOCKED, local=_local_attention)
+
+
+@sharding_rule(autoshard_ops.attention_backward.default)
+def attention_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor | None, *_: Any,
+) -> Rule:  # fmt: skip
+    """Gradients of keys and values are sums over the queries and over the heads that share them."""
+    operands = (_OUT, _Q, _K, _V, *_optional(mask, None), _OUT, _LSE, *_optional(None, seed))
+    return Rule(
+        (operands, (_Q, _K, _V)), sizes=_head_sizes(q, k), reduce={"s": "sum", "g": "sum"}, linear=[(0,)],
+        blocked=_BLOCKED, local=_local_attention,
+    )  # fmt: skip
+
+
+def _optional(mask: torch.Tensor | None, seed: torch.Tensor | None) -> tuple[Dims, ...]:
+    mask_dims = () if mask is None else (broadcast_dims(mask.shape, _PROBABILITIES),)
+    return (*mask_dims, *(() if seed is None else ((),)))
+
+
+def _head_sizes(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
+    return {"h": k.shape[1], "g": q.shape[1] // k.shape[1]}
+
+
+def _local_attention(context: LocalContext, *args: Any) -> Any:
+    """The last two arguments place the piece in the global matrix of probabilities."""
+    *others, offset, global_shape = args
+    batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in its shape
+    return context.default(*others, _shifted(offset, [batch, heads, queries, 0]), global_shape)
+
+
+def _shifted(offset: Sequence[Any], shift: Sequence[Any]) -> list[Any]:
+    return [by if start == 0 else start + by for start, by in zip(offset, shift, strict=True)]
+
+
+@sharding_rule(autoshard_ops.dropout.default)
+def dropout(x: torch.Tensor, seed: torch.Tensor, *_: Any) -> Rule:
+    (dims,), results = elementwise([x.shape])
+    return Rule(((dims, ()), results), linear=[(0,)], local=_local_dropout)
+
+
+def _local_dropout(
+    context: LocalContext,
+    x: Any,
+    seed: Any,
+    p: float,
+    site: int,
+    offset: Sequence[Any],
+    global_shape: Sequence[int],
+) -> Any:
+    return context.default(x, seed, p, site, _shifted(offset, context.output_offset()), global_shape)

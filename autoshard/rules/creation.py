@@ -1,0 +1,122 @@
+"""Rules of operators that make tensors: every dim may be split, the local form names the local shape.
+
+Zeros are a partial sum of zeros (`linear=[()]`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.rules.dims import all_blocked, elementwise, named
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import sharding_rule
+
+aten = torch.ops.aten
+
+_ZERO = ((),)
+
+
+@sharding_rule(aten.zeros.default)
+def zeros(size: Sequence[int], **kwargs: Any) -> Rule:
+    return _filled(size, is_zero=True)
+
+
+@sharding_rule(aten.ones.default, aten.empty.memory_format)
+def ones(size: Sequence[int], **kwargs: Any) -> Rule:
+    return _filled(size)
+
+
+@sharding_rule(aten.full.default)
+def full(size: Sequence[int], value: float, **kwargs: Any) -> Rule:
+    return _filled(size, is_zero=value == 0)
+
+
+@sharding_rule(aten.scalar_tensor.default)
+def scalar_tensor(value: float, **kwargs: Any) -> Rule:
+    return Rule("-> scalar", linear=_ZERO if value == 0 else ())
+
+
+def _filled(size: Sequence[int], *, is_zero: bool = False) -> Rule:
+    return Rule(((), (named(len(size)),)), linear=_ZERO if is_zero else (), local=_local_filled)
+
+
+def _local_filled(context: LocalContext, size: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
+    return context.default(context.output_shape(), *rest, **kwargs)
+
+
+@sharding_rule(aten.new_zeros.default)
+def new_zeros(x: torch.Tensor, size: Sequence[int], **kwargs: Any) -> Rule:
+    return _new(x, size, is_zero=True)
+
+
+@sharding_rule(aten.new_ones.default, aten.new_empty.default)
+def new_ones(x: torch.Tensor, size: Sequence[int], **kwargs: Any) -> Rule:
+    return _new(x, size)
+
+
+@sharding_rule(aten.new_full.default)
+def new_full(x: torch.Tensor, size: Sequence[int], value: float, **kwargs: Any) -> Rule:
+    return _new(x, size, is_zero=value == 0)
+
+
+def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False) -> Rule:
+    """The operand gives its dtype and device; if it has the result's shape, it may be split like the result."""
+    result = named(len(size))
+    source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
+    return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=_local_new)
+
+
+def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
+    return context.default(x, context.output_shape(), *rest, **kwargs)
+
+
+@sharding_rule(aten.new_empty_strided.default, aten.empty_strided.default)
+def empty_strided(*args: Any, **kwargs: Any) -> None:
+    """Strides of a local piece are not known here."""
+
+
+@sharding_rule(aten.zeros_like.default)
+def zeros_like(x: torch.Tensor, **kwargs: Any) -> Rule:
+    return Rule(elementwise([x.shape]), linear=((), (0,)))
+
+
+@sharding_rule(aten.ones_like.default, aten.empty_like.default)
+def ones_like(x: torch.Tensor, **kwargs: Any) -> Rule:
+    return Rule(elementwise([x.shape]))
+
+
+@sharding_rule(aten.full_like.default)
+def full_like(x: torch.Tensor, value: float, **kwargs: Any) -> Rule:
+    return Rule(elementwise([x.shape]), linear=((), (0,)) if value == 0 else ())
+
+
+@sharding_rule(aten.arange.default)
+def arange(end: float, **kwargs: Any) -> Rule | None:
+    return _arange(0, end, 1)
+
+
+@sharding_rule(aten.arange.start)
+def arange_from(start: float, end: float, **kwargs: Any) -> Rule | None:
+    return _arange(start, end, 1)
+
+
+@sharding_rule(aten.arange.start_step)
+def arange_by(start: float, end: float, step: float = 1, **kwargs: Any) -> Rule | None:
+    return _arange(start, end, step)
+
+
+def _arange(start: float, end: float, step: float) -> Rule | None:
+    """Integers only: steps of floats round by their distance from the start."""
+    if not all(isinstance(value, int) for value in (start, end, step)):
+        return None
+
+    def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
+        first = context.offset("n") * step + start
+        last = first + context.local_size("n") * step
+        return context.call(aten.arange.start_step, first, last, step, **kwargs)
+
+    return Rule("-> n", local=local)

@@ -1,0 +1,294 @@
+"""Rules of operators that look up or write by index.
+
+The dims of the index are parallel: each looks up by itself. The dim that is indexed can be split where the
+local form can leave out the indices of other ranks: what they look up is zero, and the pieces add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.rules.dims import (
+    BLOCKED,
+    all_blocked,
+    broadcast_dims,
+    broadcast_shape,
+    is_additive,
+    named,
+    names,
+    normal_dim,
+    with_blocked,
+)
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Dims, Rule
+from autoshard.rules.registry import sharding_rule
+
+aten = torch.ops.aten
+
+
+def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any, Any]:
+    """Indices into the rank's piece of `factor` (0 for those of other ranks), and where they are of other ranks."""
+    shifted = context.call(aten.sub.Tensor, indices, context.offset(factor))
+    too_low = context.call(aten.lt.Scalar, shifted, 0)
+    too_high = context.call(aten.ge.Scalar, shifted, context.local_size(factor))
+    elsewhere = context.call(aten.bitwise_or.Tensor, too_low, too_high)
+    return context.call(aten.masked_fill.Scalar, shifted, elsewhere, 0), elsewhere
+
+
+# Embeddings: rows of a table.
+
+
+@sharding_rule(aten.embedding.default)
+def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Rule:
+    rows = named(indices.dim(), "i")
+    sides = (((("v",), ("d",)), rows), ((*rows, ("d",)),))
+    return Rule(sides, reduce={"v": "sum"}, linear=[(0,)], local=_local_embedding)
+
+
+def _local_embedding(context: LocalContext, weight: Any, indices: Any, *rest: Any) -> Any:
+    if not context.is_split("v"):
+        return context.default(weight, indices, *rest)
+    local, elsewhere = local_indices(context, indices, "v")
+    rows = context.default(weight, local)
+    return context.call(aten.masked_fill.Scalar, rows, context.call(aten.unsqueeze.default, elsewhere, -1), 0)
+
+
+@sharding_rule(aten.embedding_dense_backward.default)
+def embedding_backward(
+    grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Rule:
+    rows = named(indices.dim(), "i")
+    sides = (((*rows, ("d",)), rows), ((("v",), ("d",)),))
+    blocked = names(rows) if scale_grad_by_freq else ()
+    reduce = dict.fromkeys(names(rows), "sum")
+    return Rule(sides, reduce=reduce, linear=[(0,)], blocked=blocked, local=_local_embedding_backward)
+
+
+def _local_embedding_backward(
+    context: LocalContext,
+    grad: Any,
+    indices: Any,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> Any:
+    """Rows of other ranks and padding add zero to row 0."""
+    if not context.is_split("v"):
+        return context.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
+    local, skipped = local_indices(context, indices, "v")
+    if padding_idx >= 0:
+        is_padding = context.call(aten.eq.Scalar, indices, padding_idx)
+        skipped = context.call(aten.bitwise_or.Tensor, skipped, is_padding)
+    grad = context.call(aten.masked_fill.Scalar, grad, context.call(aten.unsqueeze.default, skipped, -1), 0)
+    return context.default(grad, local, context.local_size("v"), -1, scale_grad_by_freq)
+
+
+# One index tensor along one dim.
+
+
+@sharding_rule(aten.index_select.default)
+def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
+    if x.dim() == 0:
+        return None
+    dims, position = named(x.dim()), normal_dim(dim, x.dim())
+    result = (*dims[:position], ("i",), *dims[position + 1 :])
+
+    def local(context: LocalContext, x: Any, dim: int, index: Any) -> Any:
+        if not context.is_split(factor):
+            return context.default(x, dim, index)
+        local, elsewhere = local_indices(context, index, factor)
+        shape = [1] * position + [context.local_size("i")] + [1] * (len(dims) - 1 - position)
+        mask = context.call(aten.reshape.default, elsewhere, shape)
+        return context.call(aten.masked_fill.Scalar, context.default(x, dim, local), mask, 0)
+
+    (factor,) = dims[position]
+    index_dims = (("i",),) if index.dim() else ()
+    reduce = {factor: "sum"}
+    return Rule(
+        ((dims, index_dims), (result,)),
+        reduce=reduce,
+        linear=[(0,)],
+        blocked=_unless_additive(x, factor),
+        local=local,
+    )
+
+
+@sharding_rule(aten.index_add.default)
+def index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, **kwargs: Any
+) -> Rule | None:
+    if x.dim() == 0 or source.dim() == 0:
+        return None
+    dims, position = named(x.dim()), normal_dim(dim, x.dim())
+    target = with_blocked(dims, [position])
+    source_dims = (*dims[:position], ("i",), *dims[position + 1 :])
+    index_dims = (("i",),) if index.dim() else ()
+    return Rule(
+        ((target, index_dims, source_dims), (target,)), reduce={"i": "sum"}, added=(0,), linear=[(0, 2)]
+    )
+
+
+@sharding_rule(aten.index_copy.default)
+def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Rule | None:
+    if x.dim() == 0:
+        return None
+    dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
+    return Rule(((dims, all_blocked(index.dim()), dims), (dims,)), linear=[(0, 2)] if is_additive(x) else ())
+
+
+@sharding_rule(aten.index_fill.int_Scalar)
+def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Rule | None:
+    if x.dim() == 0:
+        return None
+    dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
+    return Rule(
+        ((dims, all_blocked(index.dim())), (dims,)), linear=[(0,)] if value == 0 and is_additive(x) else ()
+    )
+
+
+# An index of the result's shape along one dim.
+
+
+@sharding_rule(aten.gather.default)
+def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Rule | None:
+    if x.dim() == 0 or index.dim() == 0:
+        return None
+    position = normal_dim(dim, x.dim())
+    source, index_dims = _aligned(x.shape, index.shape, position)
+
+    def local(context: LocalContext, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+        if not context.is_split("v"):
+            return context.default(x, dim, index, **kwargs)
+        local, elsewhere = local_indices(context, index, "v")
+        return context.call(aten.masked_fill.Scalar, context.default(x, dim, local, **kwargs), elsewhere, 0)
+
+    sides = ((source, index_dims), (index_dims,))
+    return Rule(
+        sides,
+        reduce={"v": "sum"},
+        linear=[(0,)] if is_additive(x) else (),
+        blocked=_unless_additive(x, "v"),
+        local=local,
+    )
+
+
+def _aligned(shape: Sequence[int], index_shape: Sequence[int], position: int) -> tuple[Dims, Dims]:
+    """The dims of an operand and of its index: shared where they have one size, `v` and `i` along `position`."""
+    dims = named(len(shape))
+    shared = [size == other for size, other in zip(shape, index_shape, strict=True)]
+    others = with_blocked(dims, [dim for dim, is_shared in enumerate(shared) if not is_shared])
+    before, after = others[:position], others[position + 1 :]
+    return (*before, ("v",), *after), (*before, ("i",), *after)
+
+
+def _unless_additive(x: torch.Tensor, *factors: str) -> tuple[str, ...]:
+    return () if is_additive(x) else factors
+
+
+@sharding_rule(aten.scatter.src)
+def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Rule | None:
+    rule_dims = _scattered(x, dim, index, src)
+    return rule_dims and Rule(rule_dims, linear=[(0, 2)] if is_additive(x) else (), blocked=("i",))
+
+
+@sharding_rule(aten.scatter.value)
+def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Rule | None:
+    rule_dims = _scattered(x, dim, index)
+    return rule_dims and Rule(
+        rule_dims, linear=[(0,)] if value == 0 and is_additive(x) else (), blocked=("i",)
+    )
+
+
+@sharding_rule(aten.scatter_add.default)
+def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Rule | None:
+    rule_dims = _scattered(x, dim, index, src)
+    if rule_dims is None or not is_additive(x):
+        return None
+    return Rule(rule_dims, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)])
+
+
+@sharding_rule(aten.scatter_reduce.two)
+def scatter_reduce(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    src: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Rule | None:
+    rule_dims = _scattered(x, dim, index, src)
+    return rule_dims and Rule(rule_dims, blocked=("i",))
+
+
+def _scattered(
+    x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None = None
+) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
+    """The notation: the dim written to is blocked, `i` is the index along it."""
+    if x.dim() == 0 or index.dim() == 0 or (src is not None and src.dim() == 0):
+        return None
+    position = normal_dim(dim, x.dim())
+    shapes = [index.shape] if src is None else [index.shape, src.shape]
+    shared = [all(shape[d] == x.shape[d] for shape in shapes) for d in range(x.dim())]
+    target = with_blocked(named(x.dim()), [d for d in range(x.dim()) if d == position or not shared[d]])
+    along = ("i",) if all(shape[position] == index.shape[position] for shape in shapes) else BLOCKED
+    moved = (*target[:position], along, *target[position + 1 :])
+    return ((target, *[moved] * len(shapes)), (target,))
+
+
+# Index tensors for several dims, broadcast against each other.
+
+
+@sharding_rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Rule | None:
+    dims = _indexed(x, indices)
+    if dims is None:
+        return None
+    source, index_dims, result = dims
+    return Rule(((source, *index_dims), (result,)), transparent=True)
+
+
+@sharding_rule(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> Rule | None:
+    dims = _indexed(x, indices)
+    if dims is None:
+        return None
+    target, index_dims, selected = dims
+    sides = ((target, *index_dims, broadcast_dims(values.shape, selected)), (target,))
+    linear = [(0, len(index_dims) + 1)] if is_additive(x, values) else ()
+    of_index = {factor for operand in index_dims for factor in names(operand)}
+    if not accumulate or not linear:
+        return Rule(sides, linear=linear, blocked=of_index)
+    return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,))
+
+
+def _indexed(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None]
+) -> tuple[Dims, tuple[Dims, ...], Dims] | None:
+    """The dims of the operand, of each index, and of what they select; None for masks, whose counts depend on data."""
+    present = [position for position, index in enumerate(indices) if index is not None]
+    tensors = [index for index in indices if index is not None]
+    if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
+        return None
+    shape = broadcast_shape([index.shape for index in tensors])
+    of_index = named(len(shape), "i")
+    source = with_blocked(named(x.dim()), present)
+    kept = [source[dim] for dim in range(x.dim()) if dim not in present]
+    is_adjacent = present == list(range(present[0], present[-1] + 1))
+    before = present[0] if is_adjacent else 0
+    return (
+        source,
+        tuple(broadcast_dims(index.shape, of_index) for index in tensors),
+        (*kept[:before], *of_index, *kept[before:]),
+    )
+
+
+@sharding_rule(aten.take.default)
+def take(x: torch.Tensor, index: torch.Tensor) -> Rule:
+    dims = named(index.dim(), "i")
+    return Rule(((all_blocked(x.dim()), dims), (dims,)), transparent=True)

@@ -1,0 +1,209 @@
+"""Rules of losses: rows are independent; classes are split with the reductions between ranks inside the local form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import autoshard.kernels  # noqa: F401  (defines the operators)
+from autoshard.rules.dims import elementwise, named, names
+from autoshard.rules.indexing import local_indices
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import sharding_rule
+
+aten = torch.ops.aten
+autoshard_ops = torch.ops.autoshard
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""How ATen numbers the reductions of a loss."""
+
+
+@sharding_rule(autoshard_ops.cross_entropy.default)
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float
+) -> Rule:
+    dtype = _accumulation_dtype(logits)
+
+    def local(
+        context: LocalContext, logits: Any, target: Any, ignore_index: int, label_smoothing: float
+    ) -> Any:
+        if not context.is_split("c"):
+            return context.default(logits, target, ignore_index, label_smoothing)
+        return _split_cross_entropy(context, logits, target, ignore_index, label_smoothing, dtype)
+
+    return Rule("n c, n -> n, n", whole={"c": (0, 1)}, local=local)
+
+
+def _split_cross_entropy(
+    context: LocalContext, logits: Any, target: Any, ignore_index: int, smoothing: float, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """Loss and log-sum-exp of each row from the pieces of its classes, as in Megatron-LM (2019), section 3.
+
+    1. The greatest logit of each row, over all ranks; then the sum of exponentials.
+    2. The logit of the target from the rank that has it.
+    3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 where the target is ignored.
+    """
+    call = context.call
+    x = call(aten._to_copy.default, logits, dtype=dtype)  # [n, c]
+    top = context.all_reduce(call(aten.amax.default, x, [1]), "max", "c")  # [n]
+    exponentials = call(aten.exp.default, call(aten.sub.Tensor, x, call(aten.unsqueeze.default, top, 1)))
+    total = context.all_reduce(call(aten.sum.dim_IntList, exponentials, [1]), "sum", "c")
+    lse = call(aten.add.Tensor, call(aten.log.default, total), top)
+    indices, elsewhere = local_indices(context, target, "c")
+    picked = call(aten.gather.default, x, 1, call(aten.unsqueeze.default, indices, 1))
+    picked = call(aten.masked_fill.Scalar, call(aten.squeeze.dim, picked, 1), elsewhere, 0)
+    expected = call(aten.mul.Scalar, picked, 1 - smoothing)
+    if smoothing:
+        mean = call(aten.mul.Scalar, call(aten.sum.dim_IntList, x, [1]), smoothing / context.global_size("c"))
+        expected = call(aten.add.Tensor, expected, mean)
+    loss = call(aten.sub.Tensor, lse, context.all_reduce(expected, "sum", "c"))
+    is_ignored = call(aten.eq.Scalar, target, ignore_index)
+    return call(aten.masked_fill.Scalar, loss, is_ignored, 0), lse
+
+
+@sharding_rule(autoshard_ops.cross_entropy_backward.default)
+def cross_entropy_backward(
+    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any
+) -> Rule:
+    return Rule(
+        "n, n c, n, n -> n c", linear=[(0,)], local=_local_cross_entropy_backward(logits.dtype, lse.dtype)
+    )
+
+
+def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype) -> Any:
+    def local(
+        context: LocalContext,
+        grad: Any,
+        logits: Any,
+        target: Any,
+        lse: Any,
+        ignore_index: int,
+        smoothing: float,
+    ) -> Any:
+        """grad (exp(x - lse) - (1 - smoothing) [c = target] - smoothing / C), and 0 where the target is ignored."""
+        call = context.call
+        if not context.is_split("c"):
+            return context.default(grad, logits, target, lse, ignore_index, smoothing)
+        is_ignored = call(aten.eq.Scalar, target, ignore_index)
+        scale = call(
+            aten._to_copy.default, call(aten.masked_fill.Scalar, grad, is_ignored, 0), dtype=accumulation
+        )
+        scale = call(aten.unsqueeze.default, scale, 1)  # [n, 1]
+        x = call(aten._to_copy.default, logits, dtype=accumulation)
+        result = call(aten.exp.default, call(aten.sub.Tensor, x, call(aten.unsqueeze.default, lse, 1)))
+        if smoothing:
+            result = call(aten.sub.Tensor, result, smoothing / context.global_size("c"))
+        result = call(aten.mul.Tensor, result, scale)
+        indices, elsewhere = local_indices(context, target, "c")
+        elsewhere = call(aten.unsqueeze.default, elsewhere, 1)
+        correction = call(aten.masked_fill.Scalar, call(aten.mul.Scalar, scale, smoothing - 1), elsewhere, 0)
+        result = call(
+            aten.scatter_add.default, result, 1, call(aten.unsqueeze.default, indices, 1), correction
+        )
+        result = call(aten.masked_fill.Scalar, result, call(aten.unsqueeze.default, is_ignored, 1), 0)
+        return call(aten._to_copy.default, result, dtype=dtype)
+
+    return local
+
+
+def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ATen's losses.
+
+
+@sharding_rule(aten.nll_loss_forward.default)
+def nll_loss(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> Rule | None:
+    """A mean divides by the weight of all rows, so its pieces are not addends of it; sums are."""
+    if x.dim() != 2:
+        return None
+    return _nll(2, weight is not None, reduction)
+
+
+@sharding_rule(aten.nll_loss2d_forward.default)
+def nll_loss_2d(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> Rule:
+    return _nll(4, weight is not None, reduction)
+
+
+def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
+    rows = named(ndim - 1, "r")
+    x = (rows[0], ("c",), *rows[1:])
+    operands = (x, rows, *(((("c",),),) if is_weighted else ()))
+    if reduction == _NONE:
+        return Rule((operands, (rows, ())), blocked=("c",), whole={factor: (1,) for factor in names(rows)})
+    if reduction == _SUM:
+        return Rule((operands, ((), ())), blocked=("c",), reduce=dict.fromkeys(names(rows), "sum"))
+    whole = {factor: (0, 1) for factor in names(rows)}
+    return Rule((operands, ((), ())), blocked=("c",), whole=whole, local=_local_nll_mean)
+
+
+def _local_nll_mean(
+    context: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> tuple[Any, Any]:
+    """The sum and the total weight over all ranks, then their quotient."""
+    summed = context.default(x, target, weight, _SUM, ignore_index)
+    loss, total = summed[0], summed[1]
+    for factor in (f"r{dim}" for dim in range(3)):
+        loss, total = context.all_reduce(loss, "sum", factor), context.all_reduce(total, "sum", factor)
+    return context.call(aten.div.Tensor, loss, total), total
+
+
+@sharding_rule(aten.nll_loss_backward.default)
+def nll_loss_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    *_: Any,
+) -> Rule | None:
+    if x.dim() != 2:
+        return None
+    return _nll_backward(2, weight is not None, reduction)
+
+
+@sharding_rule(aten.nll_loss2d_backward.default)
+def nll_loss_2d_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    *_: Any,
+) -> Rule:
+    return _nll_backward(4, weight is not None, reduction)
+
+
+def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
+    """The total weight is an operand, so each row needs only its own."""
+    rows = named(ndim - 1, "r")
+    x = (rows[0], ("c",), *rows[1:])
+    grad = rows if reduction == _NONE else ()
+    operands = (grad, x, rows, *(((("c",),),) if is_weighted else ()), ())
+    return Rule((operands, (x,)), blocked=("c",), linear=[(0,)])
+
+
+@sharding_rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
+def pointwise_loss(
+    x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, *args: Any, **kwargs: Any
+) -> Rule:
+    """A mean is a sum of the pieces' means, each divided by the number of pieces."""
+    operands, (dims,) = elementwise([x.shape, target.shape])
+    if reduction == _NONE:
+        return Rule((operands, (dims,)))
+    factors = names(dims)
+
+    def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
+        loss, pieces = context.default(*args, **kwargs), 1
+        for factor in factors:
+            pieces *= context.shards(factor)
+        return context.call(aten.div.Scalar, loss, pieces) if reduction == _MEAN else loss
+
+    return Rule((operands, ((),)), reduce=dict.fromkeys(factors, "sum"), local=local)

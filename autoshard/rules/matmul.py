@@ -1,0 +1,112 @@
+"""Rules of matrix products.
+
+A product is linear in either operand; its contracted factor is reduced by a sum. An addend (the bias of
+`addmm`) is part of the sum, so it must be a partial sum wherever the contracted factor is split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.rules.dims import broadcast_dims, named
+from autoshard.rules.notation import Dims, Rule, parse
+from autoshard.rules.registry import sharding_rule
+
+aten = torch.ops.aten
+
+_PRODUCT = ((0,), (1,))
+_PRODUCT_WITH_ADDEND = ((0, 1), (0, 2))
+
+
+@sharding_rule(aten.mm.default)
+def mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
+    return Rule("m k, k n -> m n", reduce={"k": "sum"}, linear=_PRODUCT)
+
+
+@sharding_rule(aten.bmm.default)
+def bmm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
+    return Rule("b m k, b k n -> b m n", reduce={"k": "sum"}, linear=_PRODUCT)
+
+
+@sharding_rule(aten.mv.default)
+def mv(a: torch.Tensor, x: torch.Tensor) -> Rule:
+    return Rule("m k, k -> m", reduce={"k": "sum"}, linear=_PRODUCT)
+
+
+@sharding_rule(aten.dot.default, aten.vdot.default)
+def dot(a: torch.Tensor, b: torch.Tensor) -> Rule:
+    return Rule("k, k -> scalar", reduce={"k": "sum"}, linear=_PRODUCT)
+
+
+@sharding_rule(aten.outer.default, aten.ger.default)
+def outer(a: torch.Tensor, b: torch.Tensor) -> Rule:
+    return Rule("m, n -> m n", linear=_PRODUCT)
+
+
+@sharding_rule(aten.addmm.default)
+def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
+    return _with_addend(bias, "m k, k n -> m n")
+
+
+@sharding_rule(aten.baddbmm.default)
+def baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
+    return _with_addend(bias, "b m k, b k n -> b m n")
+
+
+@sharding_rule(aten.addmv.default)
+def addmv(bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, **kwargs: Any) -> Rule:
+    return _with_addend(bias, "m k, k -> m")
+
+
+@sharding_rule(aten.addr.default)
+def addr(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
+    return _with_addend(bias, "m, n -> m n")
+
+
+@sharding_rule(aten.addbmm.default)
+def addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
+    operands, (result,) = parse("b m k, b k n -> m n")
+    sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
+    return Rule(sides, reduce={"b": "sum", "k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND)
+
+
+def _with_addend(bias: torch.Tensor, notation: str) -> Rule:
+    operands, (result,) = parse(notation)
+    sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
+    return Rule(sides, reduce={"k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND)
+
+
+@sharding_rule(aten.linear.default)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Rule:
+    rows: Dims = named(x.dim() - 1)
+    weight_dims: Dims = (("n",), ("k",))[-weight.dim() :]
+    result = (*rows, *weight_dims[:-1])
+    operands = ((*rows, ("k",)), weight_dims)
+    if bias is None:
+        return Rule((operands, (result,)), reduce={"k": "sum"}, linear=_PRODUCT)
+    sides = ((*operands, broadcast_dims(bias.shape, result)), (result,))
+    return Rule(sides, reduce={"k": "sum"}, added=(2,), linear=((0, 2), (1, 2)))
+
+
+@sharding_rule(aten.matmul.default)
+def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
+    """Batch dims broadcast; a vector has no row (first operand) or column (second)."""
+    batch = named(max(a.dim(), b.dim(), 2) - 2, "b")
+    rows, columns = (("m",),) * (a.dim() > 1), (("n",),) * (b.dim() > 1)
+    left = (*broadcast_dims(a.shape[:-2], batch), *rows, ("k",))
+    right = (*broadcast_dims(b.shape[:-2], batch), ("k",), *columns)
+    return Rule(((left, right), ((*batch, *rows, *columns),)), reduce={"k": "sum"}, linear=_PRODUCT)
+
+
+@sharding_rule(aten.linalg_solve_triangular.default)
+def solve_triangular(
+    a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, **kwargs: Any
+) -> Rule:
+    """Batches are independent, and so are the right-hand sides: columns of `b`, or rows for `left=False`."""
+    batch = named(max(a.dim(), b.dim()) - 2, "b")
+    free, _ = ("r",), ("_",)
+    result = (*batch, _, free) if left else (*batch, free, _)
+    operands = ((*broadcast_dims(a.shape[:-2], batch), _, _), broadcast_dims(b.shape, result))
+    return Rule((operands, (result,)), linear=((1,),))
