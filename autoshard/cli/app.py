@@ -1,0 +1,156 @@
+"""The commands: plan a model for a cluster, and ask whether this machine is ready.
+
+Everything printed for a person is also there as JSON with `--json`. Exit status 0, or 1 with one clear
+sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.exceptions import TyperException
+
+from autoshard import api
+from autoshard.cli.doctor import Finding, diagnose
+from autoshard.cli.models import load_model
+from autoshard.errors import AutoshardError, MeshError
+from autoshard.ir.mesh import Mesh
+from cost_models.errors import CostModelError
+from cost_models.hardware import Cluster
+
+app = typer.Typer(
+    name="autoshard",
+    help="Plan, on a laptop, how a PyTorch model trains on a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False)
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """Run the command line; what a user did wrong ends in one sentence and exit status 1."""
+    try:
+        app(standalone_mode=False)
+    except (AutoshardError, CostModelError) as error:
+        _fail(str(error))
+    except TyperException as error:
+        _fail(getattr(error, "message", "") or str(error))
+
+
+def _fail(sentence: str) -> None:
+    Console(stderr=True, highlight=False).print(f"autoshard: {sentence}", soft_wrap=True, markup=False)
+    sys.exit(1)
+
+
+@app.callback()
+def _commands() -> None:
+    """Plan, on a laptop, how a PyTorch model trains on a cluster."""
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="path/to/file.py:build, package.module:build, or hf:CONFIG (file or folder)."),
+    ],
+    cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],
+    mesh: Annotated[
+        str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    precision: Annotated[
+        str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")
+    ] = "bf16",
+    optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, or none.")] = "adamw",
+    memory_gib: Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Find the fastest plan that fits in memory, and print it."""
+    loaded = load_model(model, batch=batch, seq=seq, precision=precision)
+    hardware = parse_cluster(cluster)
+    result = api.plan(
+        loaded.model,
+        hardware,
+        example_inputs=loaded.inputs,
+        optimizer=optimizer,
+        memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
+    )
+    if out is not None:
+        result.save(out)
+    _show(result.to_json() if as_json else str(result))
+
+
+@app.command()
+def doctor(as_json: _Json = False) -> None:
+    """Say what this machine has, and compile a small model on the simulator as a test."""
+    findings = diagnose()
+    if as_json:
+        _show([{"name": item.name, "found": item.found, "is_good": item.is_good} for item in findings])
+    else:
+        _show(_findings_table(findings))
+    bad = [item.name for item in findings if not item.is_good]
+    if bad:
+        raise AutoshardError(f"this machine is not ready: {', '.join(bad)} (see above).")
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The cluster that `NODE_TYPE:NODESxDEVICES` names; `NODE_TYPE` alone is one whole node.
+
+    Raises:
+        MeshError: the text is not of this form.
+
+    Example:
+        >>> parse_cluster("h100_sxm:2x4").size
+        8
+    """
+    name, _, shape = text.partition(":")
+    if not shape:
+        return Cluster(name)
+    sizes = shape.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
+        raise MeshError(f"--cluster {text!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")
+    return Cluster(name, nodes=int(sizes[0]), devices_per_node=int(sizes[1]))
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that `data=8,model=8` describes.
+
+    Raises:
+        MeshError: the text is not of this form.
+
+    Example:
+        >>> parse_mesh("data=2,model=4").size
+        8
+    """
+    pairs = [item.partition("=") for item in text.split(",")]
+    if not all(separator and size.isdecimal() for _, separator, size in pairs):
+        raise MeshError(f"--mesh {text!r} must read AXIS=SIZE,AXIS=SIZE, e.g. data=8,model=8.")
+    return Mesh({name: int(size) for name, _, size in pairs})
+
+
+def _findings_table(findings: tuple[Finding, ...]) -> Table:
+    table = Table("", "found", "")
+    for item in findings:
+        table.add_row(item.name, item.found, "ok" if item.is_good else "PROBLEM")
+    return table
+
+
+def _show(content: Any) -> None:
+    """Print text, a table, or data as JSON."""
+    if isinstance(content, (dict, list)):
+        content = json.dumps(content, indent=1)
+    if isinstance(content, str):
+        console.print(content, soft_wrap=True, markup=False)
+    else:
+        console.print(content)

@@ -1,0 +1,119 @@
+"""Models named on the command line: a function in a file, a function in a package, or a transformers config.
+
+A model is built on the meta device, so that one larger than this machine can be planned on it. A function
+named on the command line returns `(model, example_inputs)`; it is told `batch` and `seq` if it has parameters
+of these names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import AutoshardError
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+class ModelReferenceError(AutoshardError):
+    """A model named on the command line cannot be found or built."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model on the meta device, with example inputs: positional (a tuple) or by keyword (a dict)."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...] | Mapping[str, Any]
+
+
+def load_model(reference: str, *, batch: int, seq: int, precision: str) -> NamedModel:
+    """Build the model that `reference` names.
+
+    Args:
+        reference: "path/to/file.py:build", "package.module:build", or "hf:CONFIG".
+        batch: sequences per step over the whole cluster.
+        seq: tokens per sequence.
+        precision: dtype of floating-point parameters: "bf16", "f16" or "f32".
+
+    Raises:
+        ModelReferenceError: nothing of that name, or it does not return a model with example inputs.
+    """
+    if precision not in DTYPES:
+        raise ModelReferenceError(f"--precision {precision!r} is unknown; use one of {', '.join(DTYPES)}.")
+    build = _build_from_config if reference.startswith("hf:") else _build_from_function
+    with torch.device("meta"):
+        named = build(reference, {"batch": batch, "seq": seq})
+    return NamedModel(named.model.to(DTYPES[precision]), named.inputs)
+
+
+def _build_from_function(reference: str, sizes: Mapping[str, int]) -> NamedModel:
+    function = _find_function(reference)
+    known = inspect.signature(function).parameters
+    result = function(**{name: size for name, size in sizes.items() if name in known})
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise ModelReferenceError(
+            f"{reference} returned {type(result).__name__}; it must return (model, example_inputs)."
+        )
+    return NamedModel(*result)
+
+
+def _find_function(reference: str) -> Callable[..., Any]:
+    place, separator, name = reference.rpartition(":")
+    if not separator or not place or not name:
+        raise ModelReferenceError(
+            f"MODEL {reference!r} must read path/to/file.py:build, package.module:build, or hf:CONFIG."
+        )
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function = vars(module).get(name)
+    if not callable(function):
+        raise ModelReferenceError(f"{place} has no function {name!r}, which MODEL {reference!r} names.")
+    return function
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ModelReferenceError(f"there is no file {path}, which MODEL names.")
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ModelReferenceError(f"{path}, which MODEL names, is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModelReferenceError(f"there is no module {error.name!r}, which MODEL names.") from error
+
+
+def _build_from_config(reference: str, sizes: Mapping[str, int]) -> NamedModel:
+    path = Path(reference.removeprefix("hf:"))
+    if not path.exists():
+        raise ModelReferenceError(
+            f"there is no config file or folder {path}, which MODEL {reference!r} names."
+        )
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise ModelReferenceError(
+            "MODEL hf:... needs transformers: pip install autoshard[transformers]."
+        ) from error
+    config = AutoConfig.from_pretrained(path, use_cache=False)
+    tokens = torch.zeros(sizes["batch"], sizes["seq"], dtype=torch.int64)
+    return NamedModel(AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens})

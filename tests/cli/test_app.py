@@ -1,0 +1,103 @@
+"""The command line as a user meets it: output, JSON, exit status, one sentence for a mistake."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import autoshard
+from autoshard import cli
+
+_FILE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+def build(batch, seq):
+    return Model(), (torch.randn(batch, seq, 64),)
+"""
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command line in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["autoshard", *arguments])
+    try:
+        cli.main()
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "cli_model.py"
+    path.write_text(_FILE)
+    return f"{path}:build"
+
+
+def test_plan_prints_a_table(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Parameters, and the cost of a step."""
+    status = _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x4", "--batch", "8", "--seq", "16")
+    text = capsys.readouterr().out
+    assert status == 0
+    assert "up.weight" in text
+    assert "Cost of one step" in text
+
+
+def test_plan_json_is_the_plan(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`--json` prints what `--out` saves."""
+    out = tmp_path / "plan.json"
+    arguments = ("plan", model, "--cluster", "h100_sxm:1x4", "--mesh", "data=2,model=2", "--json")
+    assert _run(monkeypatch, *arguments, "--out", str(out)) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    assert autoshard.Plan.load(out).mesh == autoshard.Mesh({"data": 2, "model": 2})
+
+
+def test_doctor_finds_this_machine_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Every finding is good where the tests run."""
+    assert _run(monkeypatch, "doctor", "--json") == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert all(item["is_good"] for item in findings)
+    assert "compile on the simulator" in {item["name"] for item in findings}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("plan", "nowhere.py:build", "--cluster", "h100_sxm:1x4"), "there is no file nowhere.py"),
+        (("plan", "MODEL", "--cluster", "abacus:1x4"), "abacus"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:4"), "must read NODE_TYPE:NODESxDEVICES"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data"), "must read AXIS=SIZE"),
+        (("plan", "MODEL"), "--cluster"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "0.00001"), "smallest"),
+        (("dance",), "dance"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    model: str,
+    arguments: tuple[str, ...],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Exit status 1, one line on standard error, no traceback."""
+    status = _run(monkeypatch, *(model if word == "MODEL" else word for word in arguments))
+    error = capsys.readouterr().err
+    assert status == 1
+    assert sentence in error
+    assert len(error.strip().splitlines()) == 1

@@ -1,0 +1,84 @@
+"""Models named on the command line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from autoshard.cli.models import ModelReferenceError, load_model
+
+_FILE = """
+import torch
+from torch import nn
+
+def build(batch):
+    return nn.Linear(4, 2), (torch.randn(batch, 4),)
+
+def unfinished():
+    return nn.Linear(4, 2)
+"""
+
+
+def _load(reference: str, precision: str = "f32"):
+    return load_model(reference, batch=3, seq=8, precision=precision)
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "drawn_model.py"
+    path.write_text(_FILE)
+    return path
+
+
+def test_a_function_in_a_file_is_built_on_meta(model_file: Path) -> None:
+    """The function is told the batch, and nothing is allocated."""
+    named = _load(f"{model_file}:build", "bf16")
+    weight = named.model.get_parameter("weight")
+    assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
+    assert named.inputs[0].shape == (3, 4)
+
+
+def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> None:
+    """A folder with config.json, or the file itself, becomes a model with tokens and labels."""
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    config.save_pretrained(tmp_path)
+    for reference in (f"hf:{tmp_path}", f"hf:{tmp_path / 'config.json'}"):
+        named = _load(reference)
+        assert named.inputs["labels"].shape == (3, 8)
+        assert all(parameter.is_meta for parameter in named.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [
+        ("model", "must read path/to/file.py:build"),
+        ("nowhere.py:build", "there is no file nowhere.py"),
+        ("no_such_package.models:build", "there is no module 'no_such_package'"),
+        ("torch.nn:build", "has no function 'build'"),
+        ("hf:nowhere", "there is no config file or folder nowhere"),
+    ],
+)
+def test_a_wrong_reference_says_what_is_missing(reference: str, sentence: str) -> None:
+    """Each mistake has its own sentence."""
+    with pytest.raises(ModelReferenceError, match=sentence):
+        _load(reference)
+
+
+def test_a_function_must_return_a_model_with_inputs(model_file: Path) -> None:
+    """A bare module is refused: its inputs are unknown."""
+    with pytest.raises(ModelReferenceError, match=r"must return \(model, example_inputs\)"):
+        _load(f"{model_file}:unfinished")
+
+
+def test_an_unknown_precision_is_refused(model_file: Path) -> None:
+    """The message lists what is known."""
+    with pytest.raises(ModelReferenceError, match="bf16, f16, f32"):
+        _load(f"{model_file}:build", "f12")
