@@ -47,3 +47,7 @@ class RankMismatchError(AutoshardError):
 
 class UnknownHardwareError(AutoshardError):
     """A device, link or cluster name that no hardware file describes."""
+
+
+class KernelError(AutoshardError):
+    """A Triton kernel was asked for inputs that it does not cover, or on a device that cannot run it."""

@@ -1,6 +1,6 @@
 """RMS norm's backward on CPUs, where torch has none: `aten::_fused_rms_norm` stays whole in our graphs.
 
-Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019). With C columns, n = x rstd, g = dout w:
+Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019). C columns, n = x rstd, g = dout w:
 
     rstd = 1 / sqrt(mean_c x_c^2 + eps)
     dx   = rstd (g - n mean_c(g n)),    dw = sum over rows of dout n

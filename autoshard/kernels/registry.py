@@ -1,0 +1,71 @@
+"""The table of Triton kernels: operator to its implementations and the condition under which each applies.
+
+A pass that fuses rewrites a node when a kernel is found, by changing its target alone:
+
+    kernel = find_kernel(node.target, args, kwargs)      # args with fake tensors: node.meta["val"]
+    if kernel is not None:
+        node.target = kernel.replacement                 # same arguments, same results
+
+Importing this module imports triton and defines the replacements as operators `autoshard::triton_*`. Each is
+functional and opaque; run on what it does not cover it raises `KernelError`, it never falls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from torch._ops import OpOverload
+
+from autoshard.kernels import triton_softmax
+from autoshard.kernels.kernel import Kernel
+
+_MODULES = (triton_softmax,)
+
+
+def _tabulate(kernels: Iterable[Kernel]) -> Mapping[OpOverload, tuple[Kernel, ...]]:
+    table: dict[OpOverload, tuple[Kernel, ...]] = {}
+    for kernel in kernels:
+        table[kernel.operator] = (*table.get(kernel.operator, ()), kernel)
+    return MappingProxyType(table)
+
+
+# Operator to its kernels, the preferred one first.
+KERNELS = _tabulate(kernel for module in _MODULES for kernel in module.KERNELS)
+
+
+def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:
+    """The kernels that may stand in for an operator, the preferred one first; empty if there is none."""
+    return KERNELS.get(operator, ())
+
+
+def find_kernel(
+    operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object] | None = None
+) -> Kernel | None:
+    """The first kernel that applies to this call, or None.
+
+    Args:
+        operator: the node's target.
+        args: its arguments, with tensors (real, fake or meta) where the node has nodes.
+        kwargs: its keyword arguments.
+
+    Example:
+        >>> import torch
+        >>> x = torch.empty(4, 8, device="meta")
+        >>> find_kernel(torch.ops.aten._softmax.default, (x, -1, False)).name
+        'autoshard::triton_softmax'
+        >>> find_kernel(torch.ops.aten._softmax.default, (x, 0, False)) is None
+        True
+    """
+    for kernel in kernels_of(operator):
+        if kernel.why_not(*args, **(kwargs or {})) is None:
+            return kernel
+    return None
+
+
+def explain(
+    operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object] | None = None
+) -> Mapping[str, str]:
+    """For each kernel of an operator that does not apply to this call: its name and the reason."""
+    reasons = {kernel.name: kernel.why_not(*args, **(kwargs or {})) for kernel in kernels_of(operator)}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
