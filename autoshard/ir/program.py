@@ -96,6 +96,7 @@ class Program:
     constants: dict[int, Any] = field(default_factory=dict)
     output_constants: dict[int, Any] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
+    guard_program: fx.GraphModule | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -1,0 +1,240 @@
+"""From AOTAutograd's joint graph to a `Program`: slots, phases, provenance, no noise, steady names.
+
+1. Read what each placeholder and each result is from AOTAutograd's descriptors.
+2. Attribute nodes to modules and lines, and to a phase: a node is forward when it does not depend on a
+   tangent and an output or a buffer update depends on it.
+3. Copy the live nodes into a new graph without those that change nothing (`simplify`).
+4. Cut out the program that computes guarded values from the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd import descriptors as aot
+
+from autoshard.errors import TraceError
+from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.tracing.calling import Call
+from autoshard.tracing.joint import JointGraph
+from autoshard.tracing.provenance import attribute_nodes
+from autoshard.tracing.simplify import Copier
+
+_KEPT_META = ("val", "phase", "module", "source")
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """The results of a joint graph: what goes out, and the values that are guarded."""
+
+    outputs: tuple[tuple[fx.Node, OutputKind, str], ...]
+    guarded: tuple[fx.Node, ...]
+
+
+def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program:
+    """The program of a traced call.
+
+    Raises:
+        TraceError: the model changes an input or a parameter in place, or uses a random operator that is
+            not reproducible on every mesh.
+    """
+    graph = joint.graph_module.graph
+    attribute_nodes(graph)
+    inputs = _read_inputs(graph, joint, model, call)
+    results = _read_results(graph, joint, call)
+    _set_phases(graph, inputs, results)
+    copier = Copier(joint.graph_module, _KEPT_META)
+    live = _live_nodes([node for node, _, _ in results.outputs] + list(results.guarded))
+    slots = _copy_inputs(copier, inputs, live)
+    for node in graph.nodes:
+        if node in live and node.op not in ("placeholder", "output"):
+            copier.copy(node)
+    program = _finish(copier, slots, results, joint, call)
+    _check_operators(program)
+    return program
+
+
+def _finish(
+    copier: Copier, slots: tuple[InputSlot, ...], results: _Results, joint: JointGraph, call: Call
+) -> Program:
+    guards = tuple(
+        Guard(copier.node(node).name, value)
+        for node, value in zip(results.guarded, joint.guarded_values, strict=True)
+    )
+    guard_program = _cut_out(copier, results.guarded) if guards else None
+    outputs = tuple(OutputSlot(copier.node(node).name, kind, name) for node, kind, name in results.outputs)
+    copier.finish(tuple(copier.node(node) for node, _, _ in results.outputs))
+    return Program(
+        graph_module=copier.graph_module,
+        inputs=slots,
+        outputs=outputs,
+        input_tree=call.tree,
+        output_tree=joint.result.tree,
+        constants=dict(call.constants),
+        output_constants=dict(joint.result.constants),
+        guards=guards,
+        guard_program=guard_program,
+    )
+
+
+def _read_inputs(
+    graph: fx.Graph, joint: JointGraph, model: nn.Module, call: Call
+) -> tuple[tuple[fx.Node, InputSlot], ...]:
+    aliases = {
+        **_aliases(model.named_parameters(remove_duplicate=False)),
+        **_aliases(model.named_buffers(remove_duplicate=False)),
+    }
+    found = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            slot = _input_slot(node, joint, call)
+            found.append((node, replace(slot, aliases=aliases.get(slot.name, ()))))
+    return tuple(found)
+
+
+def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    """For the first name of each tensor, its other names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    return {first: tuple(others) for first, *others in names.values()}
+
+
+def _input_slot(node: fx.Node, joint: JointGraph, call: Call) -> InputSlot:
+    what = node.meta["desc"]
+    match what:
+        case aot.PlainAOTInput(idx=index):
+            return InputSlot(node.name, *joint.slots[index])
+        case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
+            return InputSlot(node.name, InputKind.TANGENT, f"tangent:{joint.result.indices[index]}")
+        case aot.TangentAOTInput(
+            output=aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index))
+        ):
+            raise TraceError(
+                f"{_owner(joint.slots[index], call).capitalize()} is updated in forward with a value that requires "
+                f"grad; a program can only update buffers, with values that do not. Update it under torch.no_grad()."
+            )
+    raise TraceError(f"AOTAutograd made an input that autoshard does not know: {what!r}.")
+
+
+def _owner(slot: tuple[InputKind, str], call: Call) -> str:
+    """What an input of the graph is, in the user's words."""
+    kind, name = slot
+    if kind is InputKind.INPUT:
+        return f"input {call.paths[int(name.removeprefix('input:'))]}"
+    return f"{kind.value} {name!r}"
+
+
+def _read_results(graph: fx.Graph, joint: JointGraph, call: Call) -> _Results:
+    output = graph.output_node()
+    plain = len(joint.result.indices)
+    found: list[tuple[fx.Node, OutputKind, str]] = []
+    guarded: list[fx.Node] = []
+    for node, what in zip(output.args[0], output.meta["desc"], strict=True):
+        if node is None:
+            continue
+        if isinstance(what, aot.PlainAOTOutput) and what.idx >= plain:
+            guarded.append(node)
+        else:
+            found.append((node, *_output_kind(what, joint, call)))
+    found.sort(key=lambda item: _ORDER_OF[item[1]])
+    return _Results(tuple(found), tuple(guarded))
+
+
+_ORDER_OF = {
+    OutputKind.OUTPUT: 0, OutputKind.BUFFER_UPDATE: 1, OutputKind.GRADIENT: 2, OutputKind.INPUT_GRADIENT: 3,
+}  # fmt: skip
+
+
+def _output_kind(what: Any, joint: JointGraph, call: Call) -> tuple[OutputKind, str]:
+    match what:
+        case aot.PlainAOTOutput(idx=index):
+            return OutputKind.OUTPUT, f"output:{joint.result.indices[index]}"
+        case aot.GradAOTOutput(grad_of=aot.PlainAOTInput(idx=index)):
+            kind, name = joint.slots[index]
+            return (OutputKind.INPUT_GRADIENT if kind is InputKind.INPUT else OutputKind.GRADIENT), name
+        case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)):
+            kind, name = joint.slots[index]
+            if kind is InputKind.BUFFER:
+                return OutputKind.BUFFER_UPDATE, name
+            raise TraceError(
+                f"The model changes {_owner(joint.slots[index], call)} in place in forward; a program can only "
+                f"update buffers. Work on a copy (`x = x.clone()`), or make it a buffer."
+            )
+    raise TraceError(f"AOTAutograd made a result that autoshard does not know: {what!r}.")
+
+
+def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], results: _Results) -> None:
+    forward_results = [
+        n for n, kind, _ in results.outputs if kind in (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
+    ]
+    needed = _live_nodes([*forward_results, *results.guarded])
+    after_tangent = {node for node, slot in inputs if slot.kind is InputKind.TANGENT}
+    for node in graph.nodes:
+        if any(operand in after_tangent for operand in node.all_input_nodes):
+            after_tangent.add(node)
+        is_forward = node not in after_tangent and (node in needed or node.op == "placeholder")
+        node.meta["phase"] = "forward" if is_forward else "backward"
+
+
+def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that `roots` depend on, and the roots."""
+    live: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+    return live
+
+
+def _copy_inputs(
+    copier: Copier, inputs: Iterable[tuple[fx.Node, InputSlot]], live: set[fx.Node]
+) -> tuple[InputSlot, ...]:
+    """Copy placeholders; the seed and tangents that nothing uses are left out."""
+    slots = []
+    for node, slot in inputs:
+        if node in live or slot.kind not in (InputKind.SEED, InputKind.TANGENT):
+            copy = copier.copy_placeholder(node, slot)
+            slots.append(replace(slot, node=copy.name))
+    return tuple(slots)
+
+
+def _cut_out(copier: Copier, guarded: tuple[fx.Node, ...]) -> fx.GraphModule:
+    """The part of the program that computes the guarded values; its placeholders are named as the program's."""
+    roots = [copier.node(node) for node in guarded]
+    live = _live_nodes(roots)
+    graph, copies = fx.Graph(), {}
+    for node in copier.graph.nodes:
+        if node in live:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in roots))
+    return fx.GraphModule(copier.graph_module, graph)
+
+
+def _check_operators(program: Program) -> None:
+    for node in program.graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            continue
+        where = _where(node.meta)
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise TraceError(
+                f"The model uses the random operator {target}{where}, whose values would depend on how the program "
+                f"is sharded. Use dropout (torch.nn.functional.dropout), or draw the values outside the model and "
+                f"pass them in as an input."
+            )
+        if target._schema.is_mutable:
+            raise TraceError(
+                f"The operator {target}{where} changes its operands, and could not be made functional. Use the "
+                f"out-of-place form, or register it with torch.library.custom_op(mutates_args=())."
+            )
+
+
+def _where(meta: Mapping[str, Any]) -> str:
+    return f" at {meta['source']}" if meta.get("source") else ""

@@ -1,0 +1,199 @@
+"""How a model is called: its inputs and outputs as flat tuples of leaves, and back.
+
+A model's `(args, kwargs)` and its result are nested with torch's pytrees (lists, tuples, dicts, named tuples,
+dataclasses, transformers' outputs). Leaves that are tensors become inputs and outputs of the program; the
+others are constants of it, kept by leaf index. `FlatModule` is the module that is traced: flat tensors in,
+flat tensors out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import logging
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import TraceError
+
+_LOGGER = logging.getLogger(__name__)
+_PLAIN = (
+    bool, int, float, complex, str, bytes, slice, range, type, enum.Enum, types.FunctionType, types.EllipsisType,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a model, taken apart.
+
+    Args:
+        tensors: the leaves that are tensors, by leaf index.
+        constants: the other leaves, by leaf index.
+        tree: how the leaves nest into `(args, kwargs)`.
+        paths: a readable path of each leaf, "args[0]['mask']".
+    """
+
+    tensors: dict[int, Tensor]
+    constants: dict[int, Any]
+    tree: pytree.TreeSpec
+    paths: tuple[str, ...]
+
+    def assemble(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The `(args, kwargs)` of the call with other tensors in place, in leaf order."""
+        by_index = dict(zip(self.tensors, tensors, strict=True))
+        leaves = [by_index[i] if i in by_index else self.constants[i] for i in range(self.tree.num_leaves)]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+@dataclass(slots=True)
+class Result:
+    """What a traced call returned: filled by `FlatModule` when it runs.
+
+    `differentiable` are the leaf indices of the outputs that can be differentiated in the program.
+    """
+
+    tree: pytree.TreeSpec | None = None
+    indices: tuple[int, ...] = ()
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Flatten a call.
+
+    Raises:
+        TraceError: a leaf is an object that may hold tensors which the trace would not see.
+    """
+    register_dataclasses((args, kwargs))
+    leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
+    tensors: dict[int, Tensor] = {}
+    constants: dict[int, Any] = {}
+    for index, (path, leaf) in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors[index] = leaf
+        elif _is_plain(leaf):
+            constants[index] = leaf
+        else:
+            raise TraceError(
+                f"Input {_path_text(path)} is an object of type {type(leaf).__qualname__}, which may hold tensors "
+                f"that a trace cannot see. Pass tensors, lists, dicts or dataclasses of them, or register the "
+                f"type with torch.utils._pytree.register_pytree_node."
+            )
+    return Call(tensors, constants, tree, tuple(_path_text(path) for path, _ in leaves))
+
+
+def register_dataclasses(value: Any) -> None:
+    """Make pytrees open the dataclasses that occur in `value`."""
+    for leaf in pytree.tree_leaves(value):
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            continue
+        _register_dataclass(type(leaf))
+        register_dataclasses([getattr(leaf, item.name) for item in dataclasses.fields(leaf)])
+
+
+def _register_dataclass(kind: type) -> None:
+    if kind in pytree.SUPPORTED_NODES:
+        return
+    names = [item.name for item in dataclasses.fields(kind)]
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        return [getattr(value, name) for name in names], None
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in names], None
+
+    def unflatten(children: Iterable[Any], _: Any) -> Any:
+        value = object.__new__(kind)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(value, name, child)
+        return value
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+def _path_text(path: Sequence[Any]) -> str:
+    """`args[0]['mask']` for a key path into `(args, kwargs)`; keyword arguments by their name."""
+    place, rest = path[0].idx, path[1:]
+    if place == 1:
+        return str(rest[0].key) + "".join(str(key) for key in rest[1:])
+    return "args" + "".join(str(key) for key in rest)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, _PLAIN) or type(leaf).__module__ == "numpy"
+
+
+def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> int:
+    """How many of `count` positional arguments are targets: the last ones, that `loss_fn` asks for.
+
+    `loss_fn(outputs, *targets)` gets as many as it has required positional parameters after the first; with
+    `*targets` in its signature, all that `model.forward` does not take by position.
+    """
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        taken = inspect.signature(model.forward).parameters.values()
+        wanted = max(0, count - sum(_is_positional(parameter) for parameter in taken))
+    else:
+        required = [p for p in parameters if _is_positional(p) and p.default is p.empty]
+        wanted = max(0, len(required) - 1)
+    if wanted > count:
+        raise TraceError(
+            f"loss_fn={loss_fn!r} takes {wanted} targets after the outputs, but the model is called with only "
+            f"{count} positional arguments. Pass the targets as the last positional arguments."
+        )
+    return wanted
+
+
+def _is_positional(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """A loss function applied to a model's outputs and the last `targets` positional arguments."""
+
+    loss_fn: Callable[..., Any]
+    targets: int
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cut = len(args) - self.targets
+        return self.loss_fn(model(*args[:cut], **kwargs), *args[cut:])
+
+
+def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The plain call."""
+    return model(*args, **kwargs)
+
+
+def flatten_result(value: Any, result: Result) -> list[Tensor]:
+    """The tensors of what a model returned; their nesting goes into `result`."""
+    register_dataclasses(value)
+    leaves, result.tree = pytree.tree_flatten(value)
+    result.indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    result.constants = {i: _constant(leaf) for i, leaf in enumerate(leaves) if i not in result.indices}
+    return [leaves[i] for i in result.indices]
+
+
+def _constant(leaf: Any) -> Any:
+    if _is_plain(leaf):
+        return leaf
+    _LOGGER.warning(
+        "the model returns an object of type %s, which a program cannot return: it becomes None "
+        "(a key-value cache is switched off with use_cache=False)",
+        type(leaf).__qualname__,
+    )
+    return None

@@ -1,0 +1,125 @@
+"""Rung 2: models that branch on the values of tensors.
+
+`if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` carries, beside each traced
+tensor that depends only on tensors whose values are known, a real twin: every operator on such tensors is
+also run on the twins. A read of a value from Python takes it from the twin, and the tensor that was read
+becomes an extra, guarded output of the trace, so that a later call on which it differs can be told apart.
+Twins of parameters would mean running the whole model; they are made only when a read depends on one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Value = bool | int | float
+_READ = torch.ops.aten._local_scalar_dense.default
+_EQUAL = torch.ops.aten.equal.default
+
+
+class ValueUnavailableError(Exception):
+    """A value is read from a tensor that depends on a tensor without values."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """The values that were read while tracing, in order, and the tensors they were read from."""
+
+    values: list[Value] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def add(self, tensor: Tensor, value: Value) -> Value:
+        """Note one read."""
+        self.tensors.append(tensor)
+        self.values.append(value)
+        return value
+
+
+class ConcreteValues(TorchDispatchMode):
+    """Computes real twins of the traced tensors, and answers reads from them.
+
+    Args:
+        known: traced tensors with the real tensors they stand for.
+    """
+
+    def __init__(self, known: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.reads = Reads()
+        self._twins = WeakTensorKeyDictionary()
+        self._stale: set[int] = set()
+        for traced, real in known:
+            self._twins[traced] = real
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _READ:
+            return self.reads.add(args[0], self._run_on_twins(func, args, kwargs))
+        if func is _EQUAL:
+            return self.reads.add(_is_equal(*args), self._run_on_twins(func, args, kwargs))
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or not self._has_twins((args, kwargs)):
+            self._spoil_written(func, args)
+        else:
+            self._pair(result, self._run_on_twins(func, args, kwargs))
+        return result
+
+    def _run_on_twins(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._has_twins((args, kwargs)):
+            raise ValueUnavailableError(str(func))
+        args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
+        with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    def _twin(self, tensor: Tensor) -> Tensor | None:
+        if not isinstance(tensor, (FakeTensor, FunctionalTensor)):
+            return None if tensor.is_meta else tensor
+        twin = self._twins.get(tensor)
+        return None if twin is None or _storage(twin) in self._stale else twin
+
+    def _has_twins(self, arguments: Any) -> bool:
+        return all(
+            self._twin(leaf) is not None for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)
+        )
+
+    def _pair(self, traced: Any, real: Any) -> None:
+        for traced_leaf, real_leaf in zip(pytree.tree_leaves(traced), pytree.tree_leaves(real), strict=True):
+            if isinstance(traced_leaf, Tensor) and isinstance(real_leaf, Tensor):
+                self._twins[traced_leaf] = real_leaf
+
+    def _spoil_written(self, func: Any, args: tuple[Any, ...]) -> None:
+        """What `func` wrote into tensors is not known: their twins, and all views of them, are out of date."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor) and self._twin(value) is not None:
+                self._stale.add(_storage(self._twin(value)))
+
+
+def _is_equal(first: Tensor, second: Tensor) -> Tensor:
+    if first.shape != second.shape:
+        return torch.zeros((), dtype=torch.bool, device=first.device)
+    return (first == second).all()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def answer_reads(known: Iterable[tuple[Tensor, Tensor]] | None) -> Iterator[Reads]:
+    """Within, reads of tensor values are answered where `known` determines them; with None they are errors."""
+    if known is None:
+        yield Reads()
+        return
+    with ConcreteValues(known) as mode:
+        yield mode.reads

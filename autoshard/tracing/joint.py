@@ -1,0 +1,226 @@
+"""Rung 1: a joint graph from AOTAutograd's export of the plain call.
+
+Parameters, buffers and inputs are replaced by fake tensors, and the model's own Python runs under them: no
+memory is used and nothing is computed, wherever the model lives (a model on meta too).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.nn.utils import stateless
+from torch.utils import checkpoint as torch_checkpoint
+
+from autoshard.ir.program import InputKind
+from autoshard.tracing.calling import Call, Result, flatten_result
+from autoshard.tracing.concrete import Reads, Value, answer_reads
+from autoshard.tracing.provenance import ProvenanceMode
+from autoshard.tracing.semantic import keep_operators_whole, number_random_operators
+
+ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(slots=True)
+class JointGraph:
+    """What rung 1 gives: AOTAutograd's graph, and how to read its results.
+
+    `slots` say what each flat input is. The graph's plain outputs are the model's outputs in `result`'s order, then one per guarded value.
+    """
+
+    graph_module: fx.GraphModule
+    slots: tuple[tuple[InputKind, str], ...]
+    result: Result
+    guarded_values: tuple[Value, ...]
+
+
+class Known(StrEnum):
+    """Which values Python code may read from tensors while it is traced."""
+
+    NOTHING = "nothing"
+    INPUTS = "inputs"
+    STATE = "inputs, parameters and buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What to trace: with gradients or not, of the loss only or of all outputs, and how the model is called.
+
+    With `as_compiled`, torch.compiler.is_compiling() is true for the model's code, as under torch.compile:
+    some models then do without branches on values.
+    """
+
+    grad: bool = True
+    all_tangents: bool = False
+    call: ModelCall = field(kw_only=True)
+    known: Known = Known.NOTHING
+    as_compiled: bool = False
+
+
+class FlatModule(nn.Module):
+    """The module that is traced: flat tensors in; outputs and guarded values out.
+
+    It has no parameters of its own: the flat tensors are the model's parameters and buffers (each once,
+    however many names it has), the call's tensors and the seed, so that tied parameters stay tied.
+    """
+
+    def __init__(
+        self, model: nn.Module, call: Call, options: TraceOptions, state: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__()
+        self._model = (model,)  # in a tuple: not a submodule
+        self._call = call
+        self._options = options
+        self._state = state
+        self._provenance = ProvenanceMode(model)
+        self.result = Result()
+        self.reads = Reads()
+
+    def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        """Run the model's call on `flat`."""
+        (model,) = self._model
+        traced_state = dict(zip(self._state, flat, strict=False))
+        inputs = flat[len(self._state) : -1]
+        args, kwargs = self._call.assemble(inputs)
+        after = dict(traced_state)
+        with contextlib.ExitStack() as stack:
+            self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs)))
+            stack.enter_context(number_random_operators(flat[-1]))
+            stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
+            stack.enter_context(self._provenance.follow_modules())
+            stack.enter_context(self._provenance)
+            value = self._options.call(model, args, kwargs)
+        _keep_assigned(traced_state, after)
+        outputs = flatten_result(value, self.result)
+        guarded = [tensor.detach().clone() for tensor in self.reads.tensors]
+        return (*select_tangents(outputs, self._options), *guarded)
+
+    def _known_tensors(
+        self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Traced tensors with the real ones they stand for, or None when values may not be read."""
+        if self._options.known is Known.NOTHING:
+            return None
+        pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
+        if self._options.known is Known.STATE:
+            pairs += [(traced_state[name], real) for name, real in self._state.items()]
+        return [(traced, real.detach().clone()) for traced, real in pairs if not real.is_meta]
+
+
+def _keep_assigned(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Buffers that the model assigned (`self.count = self.count + 1`) are written as if updated in place."""
+    for name, tensor in before.items():
+        if after[name] is not tensor:
+            tensor.copy_(after[name])
+
+
+def select_tangents(outputs: Sequence[Tensor], options: TraceOptions) -> list[Tensor]:
+    """Detach the outputs that no gradient will come in for; all are copies, so none aliases another."""
+    losses = [_is_loss(output) for output in outputs]
+    if options.grad and (options.all_tangents or not any(losses)):
+        return [output.clone() for output in outputs]
+    return [
+        output.clone() if is_loss and options.grad else output.detach().clone()
+        for output, is_loss in zip(outputs, losses, strict=True)
+    ]
+
+
+def _is_loss(output: Tensor) -> bool:
+    return output.dim() == 0 and output.is_floating_point() and output.requires_grad
+
+
+def export_joint(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    """Trace the call under fake tensors."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    flat_module = FlatModule(model, call, options, {**parameters, **buffers})
+    slots = (
+        *((InputKind.PARAMETER, name) for name in parameters),
+        *((InputKind.BUFFER, name) for name in buffers),
+        *((InputKind.INPUT, f"input:{index}") for index in call.tensors),
+        (InputKind.SEED, "seed"),
+    )
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as stack:
+        flat = _fake_tensors([*parameters.values(), *buffers.values(), *call.tensors.values()], mode)
+        for context in _contexts(options, mode):
+            stack.enter_context(context)
+        joint = aot_export_joint_with_descriptors(stack, flat_module, flat)
+    return JointGraph(joint.graph_module, slots, flat_module.result, tuple(flat_module.reads.values))
+
+
+def _contexts(
+    options: TraceOptions, mode: FakeTensorMode
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    yield torch.set_grad_enabled(options.grad)
+    yield torch.compiler.set_stance("force_eager")
+    yield _compiling_flag(options.as_compiled)
+    yield keep_operators_whole()
+    yield without_checkpoints()
+    yield _without_attention_fast_path()
+    yield fx_traceback.preserve_node_meta()
+    yield mode
+
+
+def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode) -> tuple[Tensor, ...]:
+    """Fake ones of `tensors` and of a seed; what is on meta goes to the device of the first real tensor, or the CPU."""
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    with mode:
+        seed = torch.empty((), dtype=torch.int64, device=device)
+        return (*(_fake(tensor, tensor.device if not tensor.is_meta else device) for tensor in tensors), seed)
+
+
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor like `tensor`; within a fake mode."""
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
+    return (
+        nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    )
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Activation checkpoints become plain calls: what to recompute is the planner's choice."""
+
+    def run_plainly(function: Callable[..., Any], *args: Any, **_: Any) -> Iterator[None]:
+        yield
+
+    class RunPlainly:
+        @staticmethod
+        def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+            return function(*args)
+
+    saved = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    torch_checkpoint._checkpoint_without_reentrant_generator = run_plainly
+    torch_checkpoint.CheckpointFunction = RunPlainly
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction = saved
+
+
+@contextlib.contextmanager
+def _without_attention_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def _compiling_flag(value: bool) -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = value
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

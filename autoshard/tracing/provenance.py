@@ -1,0 +1,129 @@
+"""Which module and which line of the user's code issued a node.
+
+While the model runs, a function mode looks at each torch function that is called, and annotates the nodes
+made under it with the innermost module and the innermost frame outside torch and autoshard. Backward nodes
+carry the sequence number of the forward operator they differentiate, and take its annotation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+_MODULE, _SOURCE = "autoshard_module", "autoshard_source"
+_PACKAGES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
+)
+
+
+class ProvenanceMode(TorchFunctionMode):
+    """Annotates the nodes made while it is active with module and source line."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self._stack: list[str] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **(kwargs or {}))
+        note = {_MODULE: self._stack[-1] if self._stack else "", _SOURCE: user_line(sys._getframe(1))}
+        with fx_traceback.annotate(note):
+            return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def follow_modules(self) -> Iterator[None]:
+        """Keep the stack of the modules that are running."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if id(module) in self._names:
+                self._stack.append(self._names[id(module)])
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            if id(module) in self._names and self._stack:
+                self._stack.pop()
+
+        self._stack.clear()
+        before = register_module_forward_pre_hook(enter)
+        after = register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+
+def user_line(frame: FrameType | None) -> str:
+    """`model.py:12 in forward`: the innermost frame at or above `frame` outside torch and autoshard, or ""."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_PACKAGES) and not path.startswith("<"):
+            return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """The user's line that raised `error` (or the error it came from), or ""."""
+    lines = []
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if not path.startswith(_PACKAGES) and not path.startswith("<"):
+            code = trace.tb_frame.f_code
+            lines.append(f"{os.path.basename(path)}:{trace.tb_lineno} in {code.co_name}")
+        trace = trace.tb_next
+    return lines[-1] if lines else ""
+
+
+def attribute_nodes(graph: fx.Graph) -> None:
+    """Set "module" and "source" on every node, from its annotation or its forward operator's."""
+    by_sequence: dict[int, tuple[str, str]] = {}
+    for node in graph.nodes:
+        note = _annotation(node)
+        if note is not None and "seq_nr" in node.meta and not _is_backward(node):
+            by_sequence.setdefault(node.meta["seq_nr"], note)
+    for node in graph.nodes:
+        node.meta["module"], node.meta["source"] = _provenance(node, by_sequence)
+
+
+def _provenance(node: fx.Node, by_sequence: dict[int, tuple[str, str]]) -> tuple[str, str]:
+    if node.op in ("placeholder", "output"):
+        return "", ""
+    if not _is_backward(node):
+        return _annotation(node) or _inherited(node)
+    if "Gradient addition node" in (node.meta.get("stack_trace") or ""):
+        return _inherited(node)
+    return by_sequence.get(node.meta.get("seq_nr", -1)) or _annotation(node) or _inherited(node)
+
+
+def _inherited(node: fx.Node) -> tuple[str, str]:
+    for operand in node.all_input_nodes:
+        if operand.op != "placeholder":
+            return operand.meta.get("module", ""), operand.meta.get("source", "")
+    return "", ""
+
+
+def _annotation(node: fx.Node) -> tuple[str, str] | None:
+    custom = node.meta.get("custom") or {}
+    return (custom[_MODULE], custom[_SOURCE]) if _MODULE in custom else None
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))

@@ -1,0 +1,269 @@
+"""Keeps semantic operators whole: attention, dropout, cross-entropy and RMS norm.
+
+PyTorch decomposes these operators before a trace sees them, and differently on each device. While we trace,
+their composite definitions are replaced by calls of `autoshard::*` operators (see `autoshard.kernels`), as
+torch.export does for the operators it preserves. What the semantic operator does not cover (class weights,
+probabilities as targets, a mask that requires grad) becomes ordinary operators that compute the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.nn import functional as F
+
+import autoshard.kernels as kernels
+from autoshard.errors import TraceError
+
+_MEAN, _SUM = 1, 2
+
+
+@dataclass(slots=True)
+class RandomSites:
+    """The seed of a program and the number of its next random operator."""
+
+    seed: Tensor
+    next_site: int = 0
+
+    def take(self) -> int:
+        """The number of one more random operator."""
+        self.next_site += 1
+        return self.next_site - 1
+
+
+_SITES: contextvars.ContextVar[RandomSites] = contextvars.ContextVar("autoshard_random_sites")
+
+
+@contextlib.contextmanager
+def number_random_operators(seed: Tensor) -> Iterator[None]:
+    """Random operators called within use `seed` and are numbered from 0."""
+    token = _SITES.set(RandomSites(seed))
+    try:
+        yield
+    finally:
+        _SITES.reset(token)
+
+
+@contextlib.contextmanager
+def keep_operators_whole() -> Iterator[None]:
+    """Replace the composite definitions of the semantic operators; undone at exit."""
+    saved = {op: dict(op.py_kernels) for op in _REPLACEMENTS}
+    try:
+        for op, replacement in _REPLACEMENTS.items():
+            op.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
+            op.py_impl(DispatchKey.CompositeImplicitAutograd)(replacement)
+            op._dispatch_cache.clear()
+        with torch._C._EnablePythonDispatcher():
+            yield
+    finally:
+        for op, kernels_before in saved.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels_before)
+            op._dispatch_cache.clear()
+
+
+def _drop(x: Tensor, p: float) -> Tensor:
+    """Dropout with 0 < p < 1 by the counter-based generator."""
+    sites = _SITES.get()
+    return torch.ops.autoshard.dropout(x, sites.seed, p, sites.take(), [0] * x.dim(), list(x.shape))
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0.0 or x.numel() == 0:
+        return x
+    return x * 0.0 if p == 1.0 else _drop(x, p)
+
+
+def _dropout_(x: Tensor, p: float, train: bool) -> Tensor:
+    return x.copy_(_dropout(x, p, train)) if train and p > 0.0 else x
+
+
+def _feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Whole channels of `x` [N, C, ...] are dropped."""
+    if not train or p == 0.0:
+        return x
+    channels = torch.ones((*x.shape[:2], *([1] * (x.dim() - 2))), dtype=x.dtype, device=x.device)
+    return x * _dropout(channels, p, train)
+
+
+def _feature_dropout_(x: Tensor, p: float, train: bool) -> Tensor:
+    return x.copy_(_feature_dropout(x, p, train)) if train and p > 0.0 else x
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention over [..., S, D]; leading dims are brought to [B, H]."""
+    if is_causal and attn_mask is not None:
+        raise TraceError(
+            "scaled_dot_product_attention got both attn_mask and is_causal=True; give one of them."
+        )
+    scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
+    lead = _broadcast_lead(query, key, value, enable_gqa)
+    q, k, v = (_to_four_dims(x, lead) for x in _match_heads(query, key, value, enable_gqa))
+    mask = None if attn_mask is None else _mask_to_four_dims(attn_mask, len(lead), q, k)
+    q, k, v = _expand_batch(q, k, v)
+    out = _attention_4d(q, k, v, mask, dropout_p, is_causal, scale)
+    return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+
+
+def _attention_4d(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    probabilities = [q.size(0), q.size(1), q.size(2), k.size(2)]
+    seed, site = None, 0
+    if dropout_p > 0.0:
+        sites = _SITES.get()
+        seed, site = sites.seed, sites.take()
+    rest = (seed, dropout_p, is_causal, scale, site, [0, 0, 0, 0], probabilities)
+    if mask is not None and mask.requires_grad:
+        return kernels.attention_composite(q, k, v, mask, *rest)
+    return torch.ops.autoshard.attention(q, k, v, mask, *rest)[0]
+
+
+def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """The leading dims of the result, [..., S, E] without the last two."""
+    if enable_gqa:
+        return tuple(query.shape[:-2])
+    return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
+
+
+def _match_heads(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Repeat the heads of keys and values where the semantic operator cannot group them."""
+    if not enable_gqa or key.size(-3) == value.size(-3):
+        return query, key, value
+    heads = query.size(-3)
+    return (
+        query,
+        key.repeat_interleave(heads // key.size(-3), -3),
+        value.repeat_interleave(heads // value.size(-3), -3),
+    )
+
+
+def _to_four_dims(x: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """[..., S, D] as [B, H, S, D]: one head if there are no leading dims for it, more than two are merged."""
+    if len(lead) <= 2:
+        return x if x.dim() == 4 else x[(None,) * (4 - x.dim())] if len(lead) == 2 else _one_head(x)
+    return x.expand(*lead, *x.shape[-2:]).reshape(-1, lead[-1], *x.shape[-2:])
+
+
+def _one_head(x: Tensor) -> Tensor:
+    """[B, S, D] or [S, D] as [B, 1, S, D]."""
+    return x.unsqueeze(-3) if x.dim() == 3 else x.unsqueeze(0).unsqueeze(0)
+
+
+def _mask_to_four_dims(mask: Tensor, lead_dims: int, q: Tensor, k: Tensor) -> Tensor:
+    if lead_dims == 1 and mask.dim() == 3:
+        return mask.unsqueeze(-3)
+    if mask.dim() <= 4:
+        return mask[(None,) * (4 - mask.dim())]
+    return mask.expand(*mask.shape[:-2], q.size(-2), k.size(-2)).reshape(
+        -1, mask.size(-3), q.size(-2), k.size(-2)
+    )
+
+
+def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Expand batch and single heads that eager broadcasting would have matched."""
+    batch = max(q.size(0), k.size(0), v.size(0))
+    heads = max(k.size(1), v.size(1))
+    q = q.expand(batch, max(q.size(1), heads), -1, -1)
+    return q, k.expand(batch, heads, -1, -1), v.expand(batch, heads, -1, -1)
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of [N, C, ...] or [C] logits: rows through the semantic operator, the reduction outside."""
+    class_dim = 0 if logits.dim() == 1 else 1
+    if target.is_floating_point():
+        return _soft_cross_entropy(logits, target, weight, reduction, label_smoothing, class_dim)
+    rows = logits.movedim(class_dim, -1).reshape(-1, logits.size(class_dim))
+    row_target = target.reshape(-1).to(torch.int64)
+    if weight is not None:
+        loss, count = _weighted_rows(rows, row_target, weight, ignore_index, label_smoothing)
+    else:
+        loss, _ = torch.ops.autoshard.cross_entropy(rows, row_target, ignore_index, label_smoothing)
+        count = (row_target != ignore_index).sum()
+    return _reduce_rows(loss, count, reduction, target.shape).to(logits.dtype)
+
+
+def _weighted_rows(
+    rows: Tensor, target: Tensor, weight: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row [N] with class weights [C], and what its mean divides by."""
+    is_counted = target != ignore_index
+    safe = torch.where(is_counted, target, 0)
+    log_p = F.log_softmax(rows, dim=-1)
+    row_weight = torch.where(is_counted, weight[safe], 0.0)
+    loss = -row_weight * log_p.gather(-1, safe[:, None]).squeeze(-1)
+    if label_smoothing > 0.0:
+        smooth = torch.where(is_counted, -(log_p * weight).sum(-1), 0.0)
+        loss = (1.0 - label_smoothing) * loss + label_smoothing / rows.size(-1) * smooth
+    return loss, row_weight.sum()
+
+
+def _soft_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    label_smoothing: float,
+    class_dim: int,
+) -> Tensor:
+    """Cross-entropy with class probabilities as targets; the mean is over rows."""
+    if label_smoothing > 0.0:
+        target = target * (1.0 - label_smoothing) + label_smoothing / logits.size(class_dim)
+    terms = F.log_softmax(logits, dim=class_dim) * target
+    if weight is not None:
+        terms = terms * weight.reshape([-1 if dim == class_dim else 1 for dim in range(logits.dim())])
+    loss = -terms.sum(class_dim)
+    if reduction == _MEAN:
+        return loss.sum() / (logits.numel() // logits.size(class_dim))
+    return loss.sum() if reduction == _SUM else loss
+
+
+def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[int]) -> Tensor:
+    if reduction == _MEAN:
+        return loss.sum() / count
+    return loss.sum() if reduction == _SUM else loss.reshape(shape)
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return torch.ops.aten._fused_rms_norm.default(x, normalized_shape, weight, eps)[0]
+
+
+_REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+    torch.ops.aten.dropout.default: _dropout,
+    torch.ops.aten.dropout_.default: _dropout_,
+    torch.ops.aten.feature_dropout.default: _feature_dropout,
+    torch.ops.aten.feature_dropout_.default: _feature_dropout_,
+    torch.ops.aten.cross_entropy_loss.default: _cross_entropy,
+    torch.ops.aten.rms_norm.default: _rms_norm,
+}

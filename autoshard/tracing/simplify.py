@@ -1,0 +1,157 @@
+"""Copies a graph without the nodes that change nothing, with small constants spelt out and steady names.
+
+detach(x), alias(x), lift_fresh_copy(x), expand or view to the shape it has, t(t(x))   ->   x
+cat([x, an empty tensor])                                                              ->   x
+a constant tensor whose elements are all equal                                         ->   full(...)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoshard.ir.program import InputKind, InputSlot
+
+_ATEN = torch.ops.aten
+_IDENTITIES = frozenset(
+    {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
+)
+_RESHAPES = frozenset(
+    {
+        _ATEN.view.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.expand.default,
+        _ATEN.slice.Tensor,
+        _ATEN.reshape.default,
+    }
+)
+_PREFIXES = {
+    InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.INPUT: "", InputKind.TANGENT: "", InputKind.SEED: "",
+}  # fmt: skip
+
+
+class Copier:
+    """Builds the simplified copy of a graph, node by node."""
+
+    def __init__(self, source: fx.GraphModule, kept_meta: tuple[str, ...]) -> None:
+        self._source = source
+        self._kept_meta = kept_meta
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._results = frozenset(source.graph.output_node().all_input_nodes)
+        self.graph = fx.Graph()
+        self.graph_module = fx.GraphModule(torch.nn.Module(), self.graph)
+        self.graph = self.graph_module.graph
+
+    def node(self, original: fx.Node) -> fx.Node:
+        """The copy of `original`, or the node that stands for it."""
+        return self._copies[original]
+
+    def copy_placeholder(self, node: fx.Node, slot: InputSlot) -> fx.Node:
+        """Copy a placeholder, named after its slot."""
+        name = "_".join(part for part in (_PREFIXES[slot.kind], re.sub(r"\W", "_", slot.name)) if part)
+        copy = self.graph.create_node("placeholder", name, (), {}, name=name)
+        return self._remember(node, copy)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Copy a node, or find the one that stands for it."""
+        if node.op == "get_attr":
+            return self._remember(node, self._copy_constant(node))
+        same = self._same_as(node)
+        if same is not None:
+            self._copies[node] = same
+            return same
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.node)
+        if node.target is _ATEN.cat.default:
+            args = (_without_empty(args[0]), *args[1:])
+        copy = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs), name=_base_name(node))
+        return self._remember(node, copy)
+
+    def finish(self, results: tuple[fx.Node, ...]) -> None:
+        """Close the graph, without the nodes that nothing uses."""
+        self.graph.output(results)
+        used = set(results)
+        for node in reversed(self.graph.nodes):
+            used.update(node.all_input_nodes)
+            if node not in used and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+        self.graph.output_node().meta.update(phase="backward", module="", source="")
+        self.graph.lint()
+        self.graph_module.recompile()
+
+    def _remember(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        copy.meta = {key: node.meta[key] for key in self._kept_meta if key in node.meta}
+        self._copies[node] = copy
+        return copy
+
+    def _same_as(self, node: fx.Node) -> fx.Node | None:
+        """The copied node with the same value as `node`, if it changes nothing."""
+        if node.target in _IDENTITIES or (node.target is _ATEN.clone.default and self._only_returned(node)):
+            return self.node(node.args[0])
+        if node.target in _RESHAPES:
+            operand = self.node(node.args[0])
+            return operand if operand.meta["val"].shape == node.meta["val"].shape else None
+        if node.target is _ATEN.t.default:
+            operand = self.node(node.args[0])
+            return operand.args[0] if operand.target is _ATEN.t.default else None
+        if node.target is _ATEN.cat.default:
+            kept = _without_empty([self.node(operand) for operand in node.args[0]])
+            return kept[0] if len(kept) == 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype else None
+        return None
+
+    def _only_returned(self, node: fx.Node) -> bool:
+        return node in self._results and all(user.op == "output" for user in node.users)
+
+    def _copy_constant(self, node: fx.Node) -> fx.Node:
+        value = _attribute(self._source, node.target)
+        if not isinstance(value, Tensor):
+            return self._hold(f"constant_{node.target}", value)
+        node.meta.setdefault("val", torch.empty_like(value, device="meta"))
+        if _is_uniform(value):
+            fill = value.flatten()[0].item() if value.numel() else 0
+            options = {"dtype": value.dtype, "device": node.meta["val"].device, "pin_memory": False}
+            return self.graph.create_node(
+                "call_function", _ATEN.full.default, (list(value.shape), fill), options, name="constant"
+            )
+        return self._hold(f"constant_{_digest(value)}", value)
+
+    def _hold(self, name: str, value: Any) -> fx.Node:
+        if isinstance(value, Tensor):
+            self.graph_module.register_buffer(name, value.detach(), persistent=False)
+        else:
+            setattr(self.graph_module, name, value)
+        return self.graph.create_node("get_attr", name, (), {}, name=name)
+
+
+def _base_name(node: fx.Node) -> str:
+    """A name without the number that tracing gave."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return str(getattr(target, "__name__", target))
+
+
+def _without_empty(operands: Any) -> list[fx.Node]:
+    """The operands of a concatenation but for the empty one-dim ones, which torch skips."""
+    kept = [operand for operand in operands if tuple(operand.meta["val"].shape) != (0,)]
+    return kept or list(operands)
+
+
+def _is_uniform(value: Tensor) -> bool:
+    if value.is_meta or value.dtype.is_complex:
+        return False
+    return value.numel() == 0 or bool((value == value.flatten()[0]).all())
+
+
+def _digest(value: Tensor) -> str:
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module

@@ -1,0 +1,154 @@
+"""`trace`: from a model and example inputs to a `Program`, by the first rung that holds.
+
+1. The plain call, run under fake tensors through AOTAutograd's export (`joint`).
+2. The same with values beside the tensors, when the model reads values from them (`concrete`): those of the
+   inputs, then those of parameters too, then as compiled code, for which some models have no such branches.
+3. Dynamo's graph of the call, when its Python cannot run under fake tensors (`dynamo`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from autoshard.errors import TraceError
+from autoshard.ir.program import Program
+from autoshard.tracing.assemble import assemble_program
+from autoshard.tracing.calling import Call, LossCall, call_model, count_targets, take_apart
+from autoshard.tracing.concrete import ValueUnavailableError
+from autoshard.tracing.dynamo import capture_with_dynamo
+from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
+from autoshard.tracing.provenance import line_of_error
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    grad: bool = True,
+    all_tangents: bool = False,
+) -> Program:
+    """Trace a call of a model, and its backward, into a program with global shapes.
+
+    Nothing is computed and no memory is used for parameters and activations, unless the model reads values
+    from its tensors: then the call is run once on the example inputs.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        args: positional example inputs (real or meta tensors, nested as pytrees, and constants).
+        kwargs: keyword example inputs.
+        loss_fn: applied to the model's outputs and the last positional inputs as `loss_fn(outputs, *targets)`,
+            with as many targets as it has required parameters after the first; the program returns its result.
+        grad: whether to trace the backward; a model without parameters that require grad has none.
+        all_tangents: take a tangent for every differentiable output. By default only losses (floating 0-dim
+            outputs that require grad) get one where there are any, and the other outputs are detached.
+
+    Returns:
+        The program; see `autoshard.ir.program`.
+
+    Raises:
+        TraceError: the call cannot be captured; the reason of each rung is listed.
+    """
+    call = take_apart(tuple(args), dict(kwargs or {}))
+    options = TraceOptions(grad=grad, all_tangents=all_tangents, call=_model_call(model, args, loss_fn))
+    joint = _capture(model, call, options)
+    return assemble_program(joint, model, call)
+
+
+def _model_call(
+    model: nn.Module, args: tuple[Any, ...], loss_fn: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    return call_model if loss_fn is None else LossCall(loss_fn, count_targets(model, loss_fn, len(args)))
+
+
+def _capture(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    """The graph of the first rung that holds."""
+    failures: list[tuple[_Rung, Exception]] = []
+    for rung in _RUNGS:
+        if failures and not rung.helps_with(failures[-1][1]):
+            continue
+        try:
+            return rung.capture(model, call, options)
+        except TraceError:
+            raise
+        except Exception as error:  # whatever the user's model raises under a trace
+            _LOGGER.debug("tracing %s failed", rung.name, exc_info=error)
+            failures.append((rung, error))
+    raise _refusal(model, failures) from failures[0][1]
+
+
+def _plainly(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    return export_joint(model, call, options)
+
+
+def _with_inputs(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    return export_joint(model, call, replace(options, known=Known.INPUTS))
+
+
+def _with_state(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    return export_joint(model, call, replace(options, known=Known.STATE))
+
+
+def _as_compiled(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    return export_joint(model, call, replace(options, known=Known.INPUTS, as_compiled=True))
+
+
+def _reads_values(error: BaseException) -> bool:
+    """Whether `error`, or one it came from, says that a value was read from a tensor that has none."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, _READ_ERRORS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _is_other(error: BaseException) -> bool:
+    return not _reads_values(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    """One way to capture a call, and which errors of the way before it can help with."""
+
+    name: str
+    capture: Callable[[nn.Module, Call, TraceOptions], JointGraph]
+    helps_with: Callable[[BaseException], bool]
+
+
+_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, ValueUnavailableError)
+_RUNGS = (
+    _Rung("the plain call under fake tensors", _plainly, _is_other),
+    _Rung("with the values of the inputs", _with_inputs, _reads_values),
+    _Rung("with the values of inputs, parameters and buffers", _with_state, _reads_values),
+    _Rung("as compiled code", _as_compiled, _reads_values),
+    _Rung("by way of Dynamo", capture_with_dynamo, _is_other),
+)
+
+
+def _refusal(model: nn.Module, failures: list[tuple[_Rung, Exception]]) -> TraceError:
+    first = failures[0][1]
+    lines = [f"  {rung.name}: {type(error).__name__}: {_first_line(error)}" for rung, error in failures]
+    where = next((line for _, error in failures if (line := line_of_error(error))), "")
+    if _reads_values(first):
+        cause = (
+            f"{where or 'The model'} reads a value from a tensor, or makes a tensor whose shape depends on values, "
+            f"that the trace does not have. Give real example inputs (and parameters) instead of meta tensors, or "
+            f"use an operator in place of the Python branch (torch.where)."
+        )
+    else:
+        cause = f"{where or 'The model'} raised {type(first).__name__} while it was traced."
+    return TraceError(f"Cannot trace {type(model).__qualname__}. {cause} Tried:\n" + "\n".join(lines))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
