@@ -60,7 +60,11 @@ class Site:
     @property
     def is_alias(self) -> bool:
         """Whether its result shares its operand's memory."""
-        return self.node is not None and self.node.op == "call_function" and (self.node.target is hub or is_view(self.node))
+        return (
+            self.node is not None
+            and self.node.op == "call_function"
+            and (self.node.target is hub or is_view(self.node))
+        )
 
     @property
     def is_input(self) -> bool:
@@ -91,6 +95,10 @@ class SearchSpace:
     sites: Mapping[str, Site]
     links: tuple[Link, ...]
     replicated_operators: tuple[tuple[str, str], ...]
+
+    def owner(self, slot: OutputSlot) -> str:
+        """The placeholder that a gradient or a buffer update belongs to."""
+        return _owner(self.program, slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +138,11 @@ class EnumerateStrategies:
     def _input_site(self, node: fx.Node, kind: InputKind | None) -> Site:
         value = node.meta["val"]
         splittable = kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT, InputKind.TANGENT)
-        specs = self.placements(tuple(value.shape)) if splittable else (PartitionSpec(),)
-        return Site(node.name, node, node.meta["phase"], _source_strategies(specs), _values(node))
+        key = ("input", tuple(value.shape) if splittable else None)
+        if key not in self._cache:
+            specs = self.placements(tuple(value.shape)) if splittable else (PartitionSpec(),)
+            self._cache[key] = (None, tuple(Strategy((), (spec,), ()) for spec in specs))
+        return Site(node.name, node, node.meta["phase"], self._cache[key][1], _values(node))
 
     def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
         """Every spec without partial axes that splits `shape` evenly on the mesh."""
@@ -198,7 +209,9 @@ def resolve(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _is_selection(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem" and not isinstance(node.target, torch._ops.OpOverload)
+    return getattr(node.target, "__name__", "") == "getitem" and not isinstance(
+        node.target, torch._ops.OpOverload
+    )
 
 
 def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
@@ -213,13 +226,11 @@ def _call_links(node: fx.Node) -> list[Link]:
 def _call_key(node: fx.Node) -> Any:
     def key(argument: fx.Node) -> Any:
         value = argument.meta.get("val")
-        return ("value", tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else argument.name
+        return (
+            ("value", tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else argument.name
+        )
 
     return repr((str(node.target), fx.map_arg((node.args, node.kwargs), key)))
-
-
-def _source_strategies(specs: tuple[PartitionSpec, ...]) -> tuple[Strategy, ...]:
-    return tuple(Strategy((), (spec,), ()) for spec in specs)
 
 
 def _spec_of(mesh: Mesh, ndim: int, option: tuple[int | None, ...]) -> PartitionSpec:

@@ -35,7 +35,12 @@ def _restore_names(environment: dict[fx.Node, fx.Node]) -> None:
 
 
 def insert_call(
-    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], *, like: fx.Node, name: str | None = None
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    like: fx.Node,
+    name: str | None = None,
 ) -> fx.Node:
     """Add a call at the graph's insertion point; its value is computed on the operands' fake values.
 

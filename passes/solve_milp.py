@@ -137,7 +137,10 @@ class _Model:
 
     def _add_edge(self, number: int, edge: Edge, use: float) -> _Flow:
         weights = [row.edges[number] for row in self._problem.rows if number in row.edges]
-        tail_group, head_group = _groups([edge.cost, *weights]), _groups([edge.cost.T, *(w.T for w in weights)])
+        tail_group, head_group = (
+            _groups([edge.cost, *weights]),
+            _groups([edge.cost.T, *(w.T for w in weights)]),
+        )
         tail_of, head_of = _first_of(tail_group), _first_of(head_group)
         cost = edge.cost[np.ix_(tail_of, head_of)]
         first = self._columns.add(_keep_infinite(cost.reshape(-1), use), integer=False)
@@ -159,7 +162,10 @@ class _Model:
 
     def _add_row(self, row: MemoryRow, flows: list[_Flow]) -> None:
         unit = 2.0**30
-        index = [np.zeros(0, dtype=int), *(self._first[v] + np.arange(len(a)) for v, a in row.variables.items())]
+        index = [
+            np.zeros(0, dtype=int),
+            *(self._first[v] + np.arange(len(a)) for v, a in row.variables.items()),
+        ]
         value = [np.zeros(0), *(array / unit for array in row.variables.values())]
         for number, array in row.edges.items():
             index.append(flows[number].columns.reshape(-1))
@@ -237,7 +243,9 @@ def _options(time_limit_s: float) -> dict[str, object]:
 def _cost_scale(problem: Assignment) -> float:
     """A factor that brings the costs to about a thousand."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
-    sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
+    sizes = [
+        float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)
+    ]
     return 1e3 / sum(sizes) if sizes else 1.0
 
 

@@ -1,0 +1,88 @@
+"""Known recipes as restrictions of the search space, priced like any plan.
+
+* data parallel: the batch is split over all axes, parameters are copied;
+* fully sharded data parallel: the batch is split over all axes, and so is every parameter that divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.program import InputKind
+from autoshard.ir.spec import PartitionSpec
+from passes.build_assignment import PlanningProblem
+from passes.enumerate_strategies import Site
+from passes.search import Search
+
+Restriction = Callable[[PlanningProblem], dict[int, np.ndarray]]
+
+
+def price_baselines(
+    planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray]
+) -> dict[str, float | None]:
+    """Predicted step time of each recipe, None where it does not fit (or the user's constraints exclude it)."""
+    return {
+        name: _price(planning, search, allowed, restriction(planning))
+        for name, restriction in _RECIPES.items()
+    }
+
+
+def _price(
+    planning: PlanningProblem,
+    search: Search,
+    allowed: Mapping[int, np.ndarray],
+    recipe: Mapping[int, np.ndarray],
+) -> float | None:
+    both = {**recipe, **{v: mask & recipe.get(v, mask) for v, mask in allowed.items()}}
+    if not all(mask.any() for mask in both.values()):
+        return None
+    try:
+        return search(planning, both).cost
+    except DoesNotFitError:
+        return None
+
+
+def _data_parallel(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    return _masks(planning, InputKind.PARAMETER, _is_whole) | _masks(planning, InputKind.INPUT, _splits_batch)
+
+
+def _fully_sharded(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    return _masks(planning, InputKind.PARAMETER, _splits_most) | _masks(
+        planning, InputKind.INPUT, _splits_batch
+    )
+
+
+_RECIPES: Mapping[str, Restriction] = {
+    "data parallel": _data_parallel,
+    "fully sharded data parallel": _fully_sharded,
+}
+
+
+def _masks(
+    planning: PlanningProblem, kind: InputKind, keep: Callable[[Site, PartitionSpec], bool]
+) -> dict[int, np.ndarray]:
+    masks = {}
+    for slot in planning.space.program.inputs_of(kind):
+        site = planning.space.sites[slot.node]
+        mask = np.array([keep(site, strategy.outputs[0]) for strategy in site.strategies])
+        if mask.any():
+            masks[planning.classes[slot.node]] = mask
+    return masks
+
+
+def _is_whole(site: Site, spec: PartitionSpec) -> bool:
+    return spec.is_fully_replicated
+
+
+def _splits_batch(site: Site, spec: PartitionSpec) -> bool:
+    return (
+        len(spec.axes_of(0)) == max(len(s.outputs[0].axes_of(0)) for s in site.strategies)
+        and len(spec.dims) <= 1
+    )
+
+
+def _splits_most(site: Site, spec: PartitionSpec) -> bool:
+    return len(spec.axes) == max(len(s.outputs[0].axes) for s in site.strategies)

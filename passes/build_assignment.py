@@ -1,0 +1,162 @@
+"""Turn a priced search space into an assignment problem over classes of alike nodes.
+
+One variable per class; its options are the strategies of the class. A node's time counts once per member. Links between
+the same places of two classes become one edge, whose costs count once per link; links within one class become costs of
+its variable. Memory rows are made for single program points, on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy
+from passes.assignment import Assignment, Edge, Floats, MemoryRow
+from passes.enumerate_strategies import Link, SearchSpace, Site
+from passes.liveness import Liveness, leaves_program, usage
+from passes.price import Prices, local_bytes_of
+
+_EdgeKey = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningProblem:
+    """An assignment together with what its variables and edges stand for.
+
+    Args:
+        space: the sites and links.
+        classes: site name to variable.
+        members: variable to the names of its sites.
+        edge_of: (variable, result, variable, operand) to the index of an edge of `assignment`.
+        assignment: the problem, without memory rows.
+    """
+
+    space: SearchSpace
+    prices: Prices
+    liveness: Liveness
+    classes: Mapping[str, int]
+    members: tuple[tuple[str, ...], ...]
+    edge_of: Mapping[_EdgeKey, int]
+    assignment: Assignment
+    _bytes: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False)
+    _copy_bytes: dict[_EdgeKey, Floats] = field(default_factory=dict, repr=False)
+
+    def strategy(self, name: str, choice: Sequence[int]) -> Strategy:
+        """The strategy of site `name` under a choice."""
+        return self.space.sites[name].strategies[choice[self.classes[name]]]
+
+    def usage(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes in use on each rank at every program point."""
+        intervals = [
+            (interval, float(self._value_bytes(*key)[choice[self.classes[key[0]]]]))
+            for key, interval in self.liveness.values.items()
+        ]
+        copies = self.liveness.copies.items()
+        intervals += [(interval, self.copy_bytes(index, choice)) for index, interval in copies]
+        return usage(self.liveness.points, intervals)
+
+    def copy_bytes(self, index: int, choice: Sequence[int]) -> float:
+        """Bytes of the copy that link `index` makes (zero where it reshards nothing)."""
+        tail, _, head, _ = key = self.link_key(self.space.links[index])
+        return float(self._copy_table(key, index)[choice[tail], choice[head]])
+
+    def memory_row(self, point: int) -> MemoryRow:
+        """Bytes in use at one program point, as a function of the choice."""
+        variables: dict[int, Floats] = {}
+        for (name, result), interval in self.liveness.values.items():
+            if interval.birth <= point <= interval.death:
+                _accumulate(variables, self.classes[name], self._value_bytes(name, result))
+        edges: dict[int, Floats] = {}
+        for index, interval in self.liveness.copies.items():
+            if interval.birth <= point <= interval.death:
+                tail, _, head, _ = key = self.link_key(self.space.links[index])
+                table = self._copy_table(key, index)
+                if tail == head:
+                    _accumulate(variables, tail, np.diagonal(table))
+                else:
+                    _accumulate(edges, self.edge_of[key], table)
+        return MemoryRow(0.0, variables, edges)
+
+    def link_key(self, link: Link) -> _EdgeKey:
+        """The variables and places that a link joins."""
+        return self.classes[link.tail], link.result, self.classes[link.head], link.operand
+
+    def _value_bytes(self, name: str, result: int) -> Floats:
+        key = (self.classes[name], result)
+        if key not in self._bytes:
+            site = self.space.sites[name]
+            sizes = local_bytes_of(site.results[result], specs_of(site, result), self.space.mesh)
+            if name in self.liveness.parameters:
+                sizes = sizes * (1 + self.liveness.state_bytes_per_parameter_byte)
+            self._bytes[key] = sizes
+        return self._bytes[key]
+
+    def _copy_table(self, key: _EdgeKey, index: int) -> Floats:
+        if key not in self._copy_bytes:
+            link = self.space.links[index]
+            tail, head = self.space.sites[link.tail], self.space.sites[link.head]
+            sources, targets = specs_of(tail, link.result), needs_of(head, link)
+            sizes = local_bytes_of(tail.results[link.result], targets, self.space.mesh)
+            moved = np.array([[source != target for target in targets] for source in sources])
+            self._copy_bytes[key] = np.where(moved | leaves_program(head, link), sizes[None, :], 0.0)
+        return self._copy_bytes[key]
+
+
+def build_problem(
+    space: SearchSpace, prices: Prices, liveness: Liveness, representatives: Mapping[str, str]
+) -> PlanningProblem:
+    """The assignment problem of a search space whose alike sites are tied."""
+    numbers: dict[str, int] = {}
+    classes = {name: numbers.setdefault(representatives[name], len(numbers)) for name in space.sites}
+    members: list[list[str]] = [[] for _ in numbers]
+    for name, number in classes.items():
+        members[number].append(name)
+    costs = [_call_costs(space.sites[group[0]], prices) * len(group) for group in members]
+    edges, edge_of = [], {}
+    for key, (link, count) in _alike_links(space, classes).items():
+        table = _link_table(space, prices, link) * count
+        tail, _, head, _ = key
+        if tail == head:
+            costs[tail] = costs[tail] + np.diagonal(table)
+        else:
+            edge_of[key] = len(edges)
+            edges.append(Edge(tail, head, table))
+    assignment = Assignment(tuple(costs), tuple(edges))
+    return PlanningProblem(space, prices, liveness, classes, tuple(map(tuple, members)), edge_of, assignment)
+
+
+def _alike_links(space: SearchSpace, classes: Mapping[str, int]) -> dict[_EdgeKey, tuple[Link, int]]:
+    """One link for each pair of places that links join, and how many there are."""
+    found: dict[_EdgeKey, tuple[Link, int]] = {}
+    for link in space.links:
+        key = (classes[link.tail], link.result, classes[link.head], link.operand)
+        found[key] = (link, found[key][1] + 1 if key in found else 1)
+    return found
+
+
+def specs_of(site: Site, result: int) -> tuple[PartitionSpec, ...]:
+    """The spec of one result under each strategy."""
+    return tuple(strategy.outputs[result] for strategy in site.strategies)
+
+
+def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
+    """The spec that a link's value must have at its head, under each strategy of the head."""
+    if link.operand < 0:
+        return specs_of(head, 0)
+    return tuple(strategy.inputs[link.operand] for strategy in head.strategies)
+
+
+def _call_costs(site: Site, prices: Prices) -> Floats:
+    return np.array([prices.call_time(site, strategy) for strategy in site.strategies])
+
+
+def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
+    tail, head = space.sites[link.tail], space.sites[link.head]
+    return prices.reshard_table(tail.results[link.result], specs_of(tail, link.result), needs_of(head, link))
+
+
+def _accumulate(into: dict[int, Floats], key: int, sizes: Floats) -> None:
+    into[key] = into[key] + sizes if key in into else sizes

@@ -1,0 +1,110 @@
+"""When each value of a program is in memory, and so how many bytes are in use at each point, as a function of the plan.
+
+Each owned value occupies memory from the node that computes it to its last use, uses through views included.
+Parameters, buffers and inputs are there from the start; parameters also carry optimizer state. A value that is
+resharded on its way into a node is a copy, which lives for that node, or, if the node is a view or a hub, as long as the
+view's own result does. What leaves the program is resharded as soon as it is computed, and what comes of that stays
+to the end. Points are program positions; folded blocks keep their own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.ir.program import InputKind
+from passes.enumerate_strategies import Link, SearchSpace, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From which point to which point (both inclusive) something is in memory."""
+
+    birth: int
+    death: int
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Lifetimes by value and by link.
+
+    Args:
+        points: number of program points.
+        values: (site, result) to lifetime, for values that own memory.
+        copies: index of a link to the lifetime of the copy that a reshard on it makes (where the link leaves the program:
+            of what leaves, resharded or not).
+        state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
+        parameters: the placeholders that are parameters.
+    """
+
+    points: int
+    values: Mapping[tuple[str, int], Interval]
+    copies: Mapping[int, Interval]
+    state_bytes_per_parameter_byte: float
+    parameters: frozenset[str]
+
+
+def find_lifetimes(space: SearchSpace, state_bytes_per_parameter_byte: float) -> Liveness:
+    """The lifetimes of all values and copies of a search space."""
+    order = {name: position for position, name in enumerate(space.sites)}
+    last = len(order) - 1
+    readers: dict[tuple[str, int], list[Link]] = defaultdict(list)
+    for link in space.links:
+        readers[link.tail, link.result].append(link)
+    deaths = _deaths(space, readers, order, last)
+    values, copies = {}, {}
+    for name, site in space.sites.items():
+        birth = 0 if site.is_input else order[name]
+        for result in range(len(site.results)):
+            if not site.is_alias:
+                values[name, result] = Interval(birth, deaths[name, result])
+    for index, link in enumerate(space.links):
+        copies[index] = _copy_lifetime(space.sites[link.head], link, order, deaths, last)
+    parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
+    return Liveness(last + 1, values, copies, state_bytes_per_parameter_byte, parameters)
+
+
+def _deaths(
+    space: SearchSpace, readers: Mapping[tuple[str, int], list[Link]], order: Mapping[str, int], last: int
+) -> dict[tuple[str, int], int]:
+    """The last use of every value; a view's uses are uses of what it views."""
+    deaths: dict[tuple[str, int], int] = {}
+    for name in reversed(space.sites):
+        site = space.sites[name]
+        for result in range(len(site.results)):
+            uses = [_use(space.sites[link.head], link, order, deaths) for link in readers[name, result]]
+            deaths[name, result] = last if site.is_input else max(uses, default=order[name])
+    return deaths
+
+
+def _use(head: Site, link: Link, order: Mapping[str, int], deaths: Mapping[tuple[str, int], int]) -> int:
+    if leaves_program(head, link):
+        return order[link.tail]
+    if head.is_alias and link.operand == 0:
+        return max(deaths[head.name, result] for result in range(len(head.results)))
+    return order[head.name]
+
+
+def _copy_lifetime(
+    head: Site, link: Link, order: Mapping[str, int], deaths: Mapping[tuple[str, int], int], last: int
+) -> Interval:
+    if leaves_program(head, link):
+        return Interval(order[link.tail], last)
+    return Interval(order[head.name], _use(head, link, order, deaths))
+
+
+def leaves_program(head: Site, link: Link) -> bool:
+    """Whether a link carries a gradient, an update or a result out of the program."""
+    return link.operand < 0 or head.node is None
+
+
+def usage(points: int, intervals: list[tuple[Interval, float]]) -> np.ndarray:
+    """Bytes in use at each point, given lifetimes and bytes."""
+    change = np.zeros(points + 1)
+    for interval, size in intervals:
+        change[interval.birth] += size
+        change[interval.death + 1] -= size
+    return np.cumsum(change)[:-1]

@@ -1,0 +1,150 @@
+"""The order of the passes, as data, and the two things that are made with them: plans and lowered programs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import NodePlan, ParameterPlan, Plan
+from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
+from autoshard.ir.reshard import StepCost
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster
+from passes.baselines import price_baselines
+from passes.build_assignment import PlanningProblem, build_problem
+from passes.canonicalize import Canonicalize
+from passes.constraints import allowed_options
+from passes.enumerate_strategies import EnumerateStrategies
+from passes.fold_blocks import fold_blocks
+from passes.insert_hubs import InsertHubs
+from passes.liveness import find_lifetimes
+from passes.lower import Lower, result_key
+from passes.predict import predict
+from passes.price import Prices, StepPrice, local_bytes
+from passes.search import Search
+from passes.split_phases import SplitPhases
+
+logger = logging.getLogger(__name__)
+
+PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHubs())
+"""What brings a traced program into the form that is planned and lowered, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What a user may ask of a plan.
+
+    Args:
+        constraints: glob of qualified names to the spec they must have.
+        memory_budget: bytes per device, None for no limit.
+        time_budget_s: seconds for the search.
+        state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
+        strict: refuse operators without a sharding rule.
+        with_baselines: price the known recipes too.
+    """
+
+    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    memory_budget: float | None = None
+    time_budget_s: float = 60.0
+    state_bytes_per_parameter_byte: float = 0.0
+    strict: bool = False
+    with_baselines: bool = True
+
+
+def prepare(program: Program) -> Program:
+    """The program in the form that is planned and lowered."""
+    for rewrite in PREPARATION:
+        program = rewrite(program)
+    return program
+
+
+def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
+    """The plan of least predicted step time that fits.
+
+    Raises:
+        DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
+    """
+    start = time.monotonic()
+    planning = planning_problem(program, mesh, cluster, options)
+    allowed = allowed_options(planning, options.constraints)
+    search = Search(options.memory_budget, options.time_budget_s)
+    solution = search(planning, allowed)
+    baselines = price_baselines(planning, search, allowed) if options.with_baselines else {}
+    plan = _plan_of(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    return replace(plan, baselines=baselines, search_time_s=time.monotonic() - start)
+
+
+def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
+    """The assignment problem whose solutions are the plans of a program."""
+    space = EnumerateStrategies(mesh, options.strict)(prepare(program))
+    liveness = find_lifetimes(space, options.state_bytes_per_parameter_byte)
+    return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space))
+
+
+def lower_program(program: Program, plan: Plan, cluster: Cluster | None = None) -> PhasedProgram:
+    """The per-rank program of a plan, cut into forward and backward.
+
+    Args:
+        program: as traced.
+        plan: made for this program.
+        cluster: where it runs; decides between reshards of equal effect. None goes by bytes sent.
+
+    Raises:
+        PlanMismatchError: the plan is of another program.
+    """
+    step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
+    return SplitPhases()(Lower(plan, step_cost)(prepare(program)))
+
+
+def _plan_of(
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    objective: float,
+    lower_bound: float | None,
+    cluster: Cluster,
+    options: PlanOptions,
+) -> Plan:
+    program = planning.space.program
+    strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}
+    nodes = {
+        name: NodePlan(strategies[name].inputs, strategies[name].outputs)
+        for name, site in planning.space.sites.items()
+        if site.node is not None
+    }
+    return Plan(
+        mesh=planning.space.mesh,
+        program_digest=program.digest(),
+        inputs={
+            slot.name: describe(program.nodes[slot.node].meta["val"])
+            for slot in program.inputs_of(InputKind.INPUT)
+        },
+        nodes=nodes,
+        outputs={result_key(slot): _result_spec(planning, choice, slot) for slot in program.outputs},
+        parameters=_parameters(planning, nodes),
+        predicted=predict(planning, choice),
+        objective=objective,
+        lower_bound=lower_bound,
+        search_time_s=0.0,
+        hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
+        memory_budget=None if options.memory_budget is None else int(options.memory_budget),
+        replicated_operators=planning.space.replicated_operators,
+    )
+
+
+def _result_spec(planning: PlanningProblem, choice: Sequence[int], slot: OutputSlot) -> PartitionSpec:
+    if slot.kind == OutputKind.OUTPUT:
+        return planning.strategy(slot.name, choice).inputs[0]
+    return planning.strategy(planning.space.owner(slot), choice).outputs[0]
+
+
+def _parameters(planning: PlanningProblem, nodes: Mapping[str, NodePlan]) -> dict[str, ParameterPlan]:
+    space = planning.space
+    result = {}
+    for slot in space.program.inputs_of(InputKind.PARAMETER):
+        value, spec = space.sites[slot.node].results[0], nodes[slot.node].outputs[0]
+        result[slot.name] = ParameterPlan(spec, value.shape, local_bytes(value, spec, space.mesh))
+    return result

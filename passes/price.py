@@ -1,0 +1,131 @@
+"""Price a search space with the cost models: seconds per strategy and per reshard, bytes per value.
+
+Times are a roofline for calls and latency-bandwidth terms for collectives (see `cost_models`). Computation and
+communication are summed: overlap is the timeline's business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import describe
+from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
+from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy
+from autoshard.rules.hub import hub
+from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
+from cost_models.compute import memory_time, work_time
+from cost_models.hardware import Cluster
+from cost_models.operators import work
+from cost_models.topology import GroupLinks
+from cost_models.work import TensorInfo
+from passes.assignment import Floats
+from passes.enumerate_strategies import Site, ValueInfo, operands_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """Seconds of one reshard step on a cluster, whose ranks the mesh numbers row by row."""
+
+    cluster: Cluster
+    mesh: Mesh
+
+    def __call__(self, step: ReshardStep) -> float:
+        group = self.cluster.group_links(dict(self.mesh.axes), (step.axis,))
+        copied = memory_time(step.bytes_before + step.bytes_after, self.cluster.device)
+        return _collective_time(step, group) + copied
+
+
+def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
+    match step.kind:
+        case ReshardKind.ALL_GATHER:
+            return all_gather_time(step.bytes_before * step.axis_size, group)
+        case ReshardKind.REDUCE_SCATTER:
+            return reduce_scatter_time(step.bytes_before, group)
+        case ReshardKind.ALL_REDUCE:
+            return all_reduce_time(step.bytes_before, group)
+        case ReshardKind.ALL_TO_ALL:
+            return all_to_all_time(step.bytes_before, group)
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of strategies and reshards for one cluster and mesh, computed once each."""
+
+    cluster: Cluster
+    mesh: Mesh
+    _calls: dict[Any, float] = field(default_factory=dict, repr=False)
+    _reshards: dict[Any, Floats] = field(default_factory=dict, repr=False)
+
+    @property
+    def step_price(self) -> StepPrice:
+        """The price of a reshard step, for `plan_reshard`."""
+        return StepPrice(self.cluster, self.mesh)
+
+    def call_time(self, site: Site, strategy: Strategy) -> float:
+        """Seconds that a call takes on each rank under a strategy; nothing for placeholders and results."""
+        node = site.node
+        if node is None or node.op != "call_function" or node.target is hub:
+            return 0.0
+        inputs = tuple(
+            _local(_info(operand.meta["val"]), spec, self.mesh)
+            for operand, spec in zip(operands_of(node), strategy.inputs, strict=True)
+        )
+        outputs = tuple(_local(v, s, self.mesh) for v, s in zip(site.results, strategy.outputs, strict=True))
+        arguments = fx.map_arg(node.args, lambda argument: None)
+        key = (str(node.target), inputs, outputs, repr(arguments))
+        if key not in self._calls:
+            done = work(operator_name(node), inputs, outputs, tuple(arguments))
+            self._calls[key] = work_time(done, self.cluster.device)
+        return self._calls[key]
+
+    def reshard_table(
+        self, value: ValueInfo, sources: tuple[PartitionSpec, ...], targets: tuple[PartitionSpec, ...]
+    ) -> Floats:
+        """Seconds from each source to each target spec, [sources, targets]."""
+        key = (value.shape, value.itemsize, sources, targets)
+        if key not in self._reshards:
+            self._reshards[key] = reshard_costs(
+                sources, targets, value.shape, self.mesh, value.itemsize, self.step_price
+            )
+        return self._reshards[key]
+
+
+def local_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> int:
+    """Bytes of a value on each rank."""
+    return math.prod(spec.local_shape(value.shape, mesh)) * value.itemsize
+
+
+def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> Floats:
+    """Bytes of a value on each rank under each of `specs`."""
+    return np.array([local_bytes(value, spec, mesh) for spec in specs], dtype=np.float64)
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name by which the cost models know a call's operator: "aten.mm.default"."""
+    return (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else getattr(node.target, "__name__", "")
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The cost models' name of a dtype: "bf16"."""
+    return describe(torch.empty((), dtype=dtype, device="meta")).partition("[")[0]
+
+
+def _info(value: torch.Tensor) -> ValueInfo:
+    return ValueInfo(tuple(value.shape), value.dtype)
+
+
+def _local(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> TensorInfo:
+    return TensorInfo(spec.local_shape(value.shape, mesh), value.itemsize, dtype_name(value.dtype))

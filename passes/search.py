@@ -1,0 +1,129 @@
+"""Search: the cheapest choice of strategies that fits in memory.
+
+Memory binds at few program points, and which ones is not known before. So the search adds rows as it goes: solve; find the
+point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends because
+each round adds a point, and there are finitely many; the last solution is optimal, as every problem solved on the way
+was a relaxation of the full one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.printer import format_bytes
+from passes.assignment import Assignment, Solution
+from passes.build_assignment import PlanningProblem
+from passes.solve_milp import smallest_peak, solve_milp
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """The search under a memory limit.
+
+    Args:
+        memory_limit_bytes: per rank, or None for no limit.
+        time_budget_s: seconds for all rounds together.
+    """
+
+    memory_limit_bytes: float | None = None
+    time_budget_s: float = 60.0
+
+    def __call__(
+        self, planning: PlanningProblem, allowed: Mapping[int, np.ndarray] | None = None
+    ) -> Solution:
+        """A cheapest choice that fits.
+
+        Args:
+            planning: the problem.
+            allowed: variable to a mask of its options; absent variables are free.
+
+        Raises:
+            DoesNotFitError: no choice fits; says the smallest limit that one would fit in.
+        """
+        limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
+        problem = dataclasses.replace(_restrict(planning.assignment, allowed or {}), limit=limit)
+        deadline = time.monotonic() + self.time_budget_s
+        points: set[int] = set()
+        while True:
+            solution = solve_milp(problem, time_limit_s=max(1.0, deadline - time.monotonic()))
+            if solution is None:
+                raise self._does_not_fit(planning, problem, points)
+            new = _over_limit(planning, solution, limit) - points
+            if not new:
+                return solution
+            points |= new
+            problem = _with_rows(planning, problem, new)
+
+    def _does_not_fit(
+        self, planning: PlanningProblem, problem: Assignment, points: set[int]
+    ) -> DoesNotFitError:
+        peak = _smallest_limit(planning, problem, points)
+        limit = self.memory_limit_bytes or 0
+        return DoesNotFitError(
+            f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per device; "
+            f"the smallest that would do is {peak:.0f} bytes ({format_bytes(peak)}). {_largest(planning)} Use more devices, "
+            "a smaller batch, or fewer constraints.",
+            smallest_bytes=int(peak),
+        )
+
+
+def peak_memory(planning: PlanningProblem, solution: Solution) -> tuple[int, int]:
+    """The largest number of bytes in use on a rank, and the program point where that is."""
+    used = planning.usage(solution.choice)
+    point = int(np.argmax(used))
+    return int(used[point]), point
+
+
+def _restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
+    costs = list(problem.costs)
+    for variable, mask in allowed.items():
+        costs[variable] = np.where(mask, costs[variable], np.inf)
+    return dataclasses.replace(problem, costs=tuple(costs))
+
+
+def _over_limit(planning: PlanningProblem, solution: Solution, limit: float) -> set[int]:
+    """The points of the highest peaks over the limit: of each run of points over it, the highest."""
+    used = planning.usage(solution.choice)
+    over = np.flatnonzero(used > limit)
+    if not len(over):
+        return set()
+    runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
+    peaks = sorted((int(run[np.argmax(used[run])]) for run in runs), key=lambda point: -used[point])
+    return set(peaks[:4])
+
+
+def _with_rows(planning: PlanningProblem, problem: Assignment, points: set[int]) -> Assignment:
+    rows = tuple(planning.memory_row(point) for point in sorted(points))
+    return dataclasses.replace(problem, rows=(*problem.rows, *rows))
+
+
+def _smallest_limit(planning: PlanningProblem, problem: Assignment, points: set[int]) -> float:
+    """The smallest limit under which a choice exists, by the same rounds with the peak as the objective."""
+    while True:
+        peak = smallest_peak(problem)
+        if not np.isfinite(peak):
+            return peak
+        fitting = solve_milp(dataclasses.replace(problem, limit=peak))
+        if fitting is None:
+            return peak
+        new = _over_limit(planning, fitting, peak) - points
+        if not new:
+            return peak
+        points = points | new
+        problem = _with_rows(planning, problem, new)
+
+
+def _largest(planning: PlanningProblem) -> str:
+    sizes = {
+        (name, result): float(np.min(planning.space.sites[name].results[result].itemsize))
+        * float(np.prod(planning.space.sites[name].results[result].shape))
+        for name, result in planning.liveness.values
+    }
+    largest = sorted(sizes, key=lambda key: -sizes[key])[:3]
+    names = ", ".join(f"{name} ({format_bytes(sizes[name, result])})" for name, result in largest)
+    return f"The largest tensors, before they are split: {names}."
