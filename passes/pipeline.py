@@ -74,7 +74,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     search = Search(options.memory_budget, options.time_budget_s)
     solution = search(planning, allowed)
     baselines = price_baselines(planning, search, allowed) if options.with_baselines else {}
-    plan = _plan_of(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    plan = plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     return replace(plan, baselines=baselines, search_time_s=time.monotonic() - start)
 
 
@@ -100,7 +100,7 @@ def lower_program(program: Program, plan: Plan, cluster: Cluster | None = None) 
     return SplitPhases()(Lower(plan, step_cost)(prepare(program)))
 
 
-def _plan_of(
+def plan_of_choice(
     planning: PlanningProblem,
     choice: Sequence[int],
     objective: float,
@@ -108,6 +108,7 @@ def _plan_of(
     cluster: Cluster,
     options: PlanOptions,
 ) -> Plan:
+    """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
     program = planning.space.program
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}
     nodes = {
