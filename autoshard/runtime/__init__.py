@@ -1,0 +1,1 @@
+"""Running: the simulator, torch.distributed, and the modules a user holds."""

@@ -1,0 +1,216 @@
+"""The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`.
+
+Parameters are DTensors, and each rank keeps its shard. Local tensors are taken out of them and put into them
+at the boundary of a program; the program itself, reshards at the boundary included, is plain operators and
+collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from autoshard.errors import MeshError
+from autoshard.ir.emit import emit_reshard
+from autoshard.ir.local import running_at
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.reshard import plan_reshard
+from autoshard.ir.spec import PartitionSpec
+from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.boundary import matches_dtensor, pad_local, unpad_local
+from autoshard.runtime.engine import Loaded
+from autoshard.runtime.parameters import replace_parameters, swap_parameter
+from autoshard.runtime.process_groups import ProcessGroups, bind
+
+T = TypeVar("T")
+
+REPLICATED = PartitionSpec()
+
+
+class DistributedEngine:
+    """This process is one rank of `device_mesh`. A local value is a tensor.
+
+    Args:
+        device_mesh: the mesh, with names for its dims; this process must be on it.
+        wrap: applied to each bound graph before it runs, e.g. a compiler.
+    """
+
+    def __init__(
+        self, device_mesh: DeviceMesh, wrap: Callable[[fx.GraphModule], Callable] | None = None
+    ) -> None:
+        if device_mesh.get_coordinate() is None:
+            raise MeshError(
+                f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()})."
+            )
+        self.device_mesh = device_mesh
+        self.groups = ProcessGroups(device_mesh)
+        self._wrap = wrap
+        self._reshards: dict[tuple, Loaded] = {}
+
+    @property
+    def mesh(self) -> Mesh:
+        """See `Engine`."""
+        return self.groups.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """See `Engine`."""
+        kind = self.device_mesh.device_type
+        return (
+            torch.device(kind)
+            if kind == "cpu"
+            else torch.device(kind, torch.accelerator.current_device_index())
+        )
+
+    @cached_property
+    def _control(self) -> ControlGroup:
+        return ControlGroup(self.device_mesh.mesh.flatten().tolist())
+
+    def load(self, graph_module: fx.GraphModule) -> Loaded:
+        """See `Engine`."""
+        bound = bind(graph_module, self.groups)
+        run_bound = bound if self._wrap is None else self._wrap(bound)
+        coordinates = self.groups.coordinates
+
+        @torch.no_grad()
+        def run(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            with running_at(coordinates):
+                return tuple(run_bound(*values))
+
+        return run
+
+    def read(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        if tuple(tensor.shape) != slot.shape:
+            raise MeshError(
+                f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}."
+            )
+        if isinstance(tensor, DTensor):
+            value, spec = self._take_out(tensor)
+        else:
+            value, spec = tensor.detach().contiguous(), REPLICATED
+        return self._reshard(value, spec, slot.spec, slot)
+
+    def write(self, value: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        return self._reshard(value, slot.spec, REPLICATED, slot)
+
+    def write_sharded(self, value: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        return self._put_in(value, slot, storage_spec(slot.spec, self.mesh))
+
+    def write_like(self, value: torch.Tensor, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
+        """See `Engine`."""
+        if not isinstance(like, DTensor):
+            return self.write(value, slot)
+        return self._put_in(value, slot, PartitionSpec.from_placements(like.placements, self.mesh))
+
+    def adopt(self, model: nn.Module) -> None:
+        """See `Engine`: parameters become DTensors, for now with a copy on each rank."""
+        replace_parameters(model, self._replicate)
+
+    def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
+        """See `Engine`: each rank keeps its shard."""
+        for name, parameter in model.named_parameters():
+            placements = storage_spec(specs.get(name, REPLICATED), self.mesh).to_placements(self.mesh)
+            if isinstance(parameter, DTensor) and parameter.placements != placements:
+                swap_parameter(parameter, self._shard(parameter, placements))
+
+    def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Engine`."""
+        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """See `Engine`."""
+        self._control.agree(facts)
+
+    def share(self, compute: Callable[[], T]) -> T:
+        """See `Engine`."""
+        return self._control.share(compute)
+
+    def _replicate(self, parameter: torch.Tensor) -> torch.Tensor:
+        if isinstance(parameter, DTensor):
+            self._check_mesh(parameter)
+            return parameter
+        everywhere = [Replicate()] * len(self.mesh.axes)
+        return DTensor.from_local(parameter.detach(), self.device_mesh, everywhere, run_check=False)
+
+    def _shard(self, parameter: DTensor, placements: Sequence) -> DTensor:
+        """The shards of a parameter that every rank holds whole, in memory of their own."""
+        whole = parameter.detach().full_tensor()
+        shards = distribute_tensor(whole, self.device_mesh, placements, src_data_rank=None)
+        local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
+        return self._from_local(local, tuple(whole.shape), placements)
+
+    def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
+        """The padded local value of a DTensor, and its spec."""
+        self._check_mesh(tensor)
+        spec = PartitionSpec.from_placements(tensor.placements, self.mesh)
+        shape = tuple(tensor.shape)
+        if not matches_dtensor(spec, shape, self.mesh):
+            return tensor.detach().full_tensor(), REPLICATED
+        with torch.no_grad():
+            local = tensor.to_local().detach()
+        return pad_local(local.contiguous(), spec, self.mesh, shape), spec
+
+    def _put_in(self, value: torch.Tensor, slot: LocalSlot, spec: PartitionSpec) -> DTensor:
+        """The DTensor with the placements of `spec`, of a padded local value that lies as its slot says."""
+        placements = spec.to_placements(self.mesh)
+        if not matches_dtensor(spec, slot.shape, self.mesh):
+            return distribute_tensor(
+                self.write(value, slot), self.device_mesh, placements, src_data_rank=None
+            )
+        local = self._reshard(value, slot.spec, spec, slot)
+        local = unpad_local(local, spec, self.mesh, slot.shape, self.groups.rank)
+        return self._from_local(local, slot.shape, placements)
+
+    def _from_local(self, local: torch.Tensor, shape: tuple[int, ...], placements: Sequence) -> DTensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _reshard(
+        self, value: torch.Tensor, source: PartitionSpec, target: PartitionSpec, slot: LocalSlot
+    ) -> torch.Tensor:
+        if source == target:
+            return value
+        key = (source, target, slot.shape, slot.dtype)
+        if key not in self._reshards:
+            graph_module = reshard_program(source, target, slot.shape, slot.dtype, self.mesh)
+            self._reshards[key] = DistributedEngine.load(self, graph_module)
+        return self._reshards[key]([value])[0]
+
+    def _check_mesh(self, tensor: DTensor) -> None:
+        if tensor.device_mesh != self.device_mesh:
+            raise MeshError(
+                f"A DTensor of shape={tuple(tensor.shape)} lies on {tensor.device_mesh}, but the model was compiled "
+                f"for {self.device_mesh}. Make it on the same DeviceMesh (sharded.device_mesh)."
+            )
+
+
+def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The spec nearest to `spec` that torch placements can say: the axes of a dim in the order of the mesh."""
+    order = {axis: index for index, axis in enumerate(mesh.axis_names)}
+    dims = (tuple(sorted(axes, key=order.__getitem__)) for axes in spec.dims)
+    return PartitionSpec(*dims, partial={axis: reduction.value for axis, reduction in spec.partial})
+
+
+def reshard_program(
+    source: PartitionSpec, target: PartitionSpec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh
+) -> fx.GraphModule:
+    """A lowered program that takes one local value from `source` to `target`."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    steps = plan_reshard(source, target, shape, mesh, itemsize=dtype.itemsize)
+    value = fx.Proxy(graph.placeholder("value"), tracer)
+    result = emit_reshard(value, steps, shape, mesh, dtype=dtype)
+    graph.output((result.node,))
+    return fx.GraphModule(nn.Module(), graph)

@@ -1,0 +1,138 @@
+"""Engines: where the ranks of a lowered program run.
+
+An engine holds *local values*. In one process per rank that is the rank's tensor; in the simulator it is a
+list of tensors, one per rank. A local value has the padded local shape of its spec (see
+`autoshard.ir.spec`). The boundary between local values and what a user holds (parameters, inputs, results)
+is the engine's too, and nothing but an engine knows which kind of value it has at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import fx, nn
+
+from autoshard.errors import MeshError
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec
+from autoshard.runtime.boundary import shard_all, unshard
+from autoshard.runtime.simulator import simulate
+
+T = TypeVar("T")
+
+LocalValue = Any
+"""`torch.Tensor` in a process of its own; `list[torch.Tensor]`, one per rank, in the simulator."""
+
+Loaded = Callable[[Sequence[LocalValue]], tuple[LocalValue, ...]]
+"""A graph made ready to run: local values of its placeholders to local values of its results."""
+
+
+class Engine(Protocol):
+    """Where programs run. Every method that communicates is called by all ranks, in the same order."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh whose ranks run."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which values live."""
+        ...
+
+    def load(self, graph_module: fx.GraphModule) -> Loaded:
+        """Make a lowered graph ready to run; the graph itself is not changed."""
+        ...
+
+    def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
+        """The local value of what a user holds: a global tensor, or a DTensor."""
+        ...
+
+    def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
+        """The global tensor of a local value."""
+        ...
+
+    def write_sharded(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
+        """The tensor of a local value that stays where it lies: a DTensor with processes, else a global tensor."""
+        ...
+
+    def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
+        """The tensor of a local value, as `like` is: a DTensor with its placements, else a global tensor."""
+        ...
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take over the parameters of `model`, before it is known how they will lie."""
+        ...
+
+    def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
+        """Lay the parameters of `model` out as `specs` (by qualified name) say, keeping their identity."""
+        ...
+
+    def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain tensor with the global value and shape of a parameter, buffer or input."""
+        ...
+
+    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`."""
+        ...
+
+    def share(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives on the first rank, on every rank; an error of it is raised on every rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatorEngine:
+    """All ranks of `mesh` in this process, in lock-step. Parameters stay the user's own."""
+
+    mesh: Mesh
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def load(self, graph_module: fx.GraphModule) -> Loaded:
+        """See `Engine`."""
+
+        def run(values: Sequence[LocalValue]) -> tuple[LocalValue, ...]:
+            return tuple(simulate(graph_module, self.mesh, values))
+
+        return run
+
+    def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
+        """See `Engine`."""
+        if tuple(tensor.shape) != slot.shape:
+            raise MeshError(
+                f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}."
+            )
+        return shard_all(tensor.detach(), slot.spec, self.mesh)
+
+    def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        return unshard(value, slot.spec, self.mesh, slot.shape)
+
+    def write_sharded(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        return self.write(value, slot)
+
+    def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
+        """See `Engine`."""
+        return self.write(value, slot)
+
+    def adopt(self, model: nn.Module) -> None:
+        """See `Engine`: the simulator leaves parameters as they are."""
+
+    def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
+        """See `Engine`: the simulator leaves parameters as they are."""
+
+    def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Engine`."""
+        return tensor.detach()
+
+    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """See `Engine`: one process agrees with itself."""
+
+    def share(self, compute: Callable[[], T]) -> T:
+        """See `Engine`."""
+        return compute()

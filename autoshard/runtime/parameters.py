@@ -1,0 +1,63 @@
+"""Parameters of a module tree: replaced, swapped, and lent out, with their qualified names and ties kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `replace(parameter)` in the place of each parameter, at all of its names; None changes nothing."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner, leaf, parameter in list(_places(model)):
+        if parameter not in made:
+            made[parameter] = _as_parameter(replace(parameter), parameter)
+        if made[parameter] is not parameter:
+            setattr(owner, leaf, made[parameter])
+
+
+def swap_parameter(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Give `parameter` the layout and memory of `value`; the object stays, and optimizers that hold it go on."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
+@contextmanager
+def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within, `model` holds `lend(parameter)` instead of each parameter; afterwards its own again."""
+    before = list(_places(model))
+    replace_parameters(model, lambda parameter: lend(parameter))
+    try:
+        yield
+    finally:
+        for owner, leaf, parameter in before:
+            setattr(owner, leaf, parameter)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """A cheap digest of a tensor's value: shape, type, sum, and a sample of its elements."""
+    flat = tensor.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLES)][: 2 * _SAMPLES]
+    content = [tuple(tensor.shape), tensor.dtype]
+    if not tensor.is_meta and flat.numel():
+        content += [sample.double().tolist(), flat.sum(dtype=torch.float64).item()]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+
+
+_SAMPLES = 64
+
+
+def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    if value is like:
+        return like
+    return nn.Parameter(value, requires_grad=like.requires_grad)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Each place that holds a parameter: the module, the name there, the parameter (tied ones several times)."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        yield model.get_submodule(path), leaf, parameter

@@ -1,0 +1,119 @@
+"""The process groups of a mesh, under the names that lowered programs use for them.
+
+A lowered program names a group by the mesh axes it runs along, major to minor, joined by commas: "model", or
+"data,model". `bind` writes a rank's own process groups and place on the mesh into a copy of such a graph,
+which torch's functional collectives can then run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.ir.local import axis_index
+from autoshard.ir.mesh import Mesh
+
+_FUNCTIONAL = torch.ops._c10d_functional
+_COLLECTIVES = frozenset(
+    {
+        _FUNCTIONAL.all_reduce.default,
+        _FUNCTIONAL.all_gather_into_tensor.default,
+        _FUNCTIONAL.reduce_scatter_tensor.default,
+        _FUNCTIONAL.all_to_all_single.default,
+    }
+)
+_INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod}
+)
+
+
+class ProcessGroups:
+    """The process groups along the axes of a torch `DeviceMesh`.
+
+    Groups over several axes are made when first asked for, by all ranks in the same order: ranks run the same
+    program text, so they ask alike. `rank` is this process's number on the mesh.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        self.mesh = Mesh.from_device_mesh(device_mesh)
+        self._device_mesh = device_mesh
+        self._ranks: list[int] = device_mesh.mesh.flatten().tolist()
+        self.rank = self._ranks.index(dist.get_rank())
+        self._names: dict[str, str] = {}
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's index along each axis."""
+        return self.mesh.coordinates(self.rank)
+
+    def name(self, axes: str) -> str:
+        """The name, known to torch, of this rank's process group along `axes` (joined by commas)."""
+        if axes not in self._names:
+            self._names[axes] = self._group(tuple(axes.split(","))).group_name
+        return self._names[axes]
+
+    def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        if len(axes) == 1:
+            return self._device_mesh.get_group(axes[0])
+        mine: dist.ProcessGroup | None = None
+        for members in self.mesh.groups(*axes):
+            group = _new_group([self._ranks[member] for member in members])
+            if self.rank in members:
+                mine = group
+        assert mine is not None, f"rank {self.rank} is in no group along {axes}"
+        return mine
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group in which `ranks` are numbered in the given order; torch below 2.13 numbers them by rank only."""
+    if ranks == sorted(ranks):
+        return dist.new_group(ranks)
+    return dist.new_group(ranks, sort_ranks=False)
+
+
+def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
+    """A copy of a lowered graph for this rank.
+
+    Before → after: group names of mesh axes → of process groups; `axis_index("model")` and the integer
+    arithmetic on it → numbers.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    coordinates = groups.coordinates
+    for node in graph_module.graph.nodes:
+        copies[node] = _bind_node(node, graph, copies, coordinates, groups)
+    return fx.GraphModule(graph_module, graph)
+
+
+def _bind_node(
+    node: fx.Node,
+    graph: fx.Graph,
+    copies: dict[fx.Node, Any],
+    coordinates: dict[str, int],
+    groups: ProcessGroups,
+) -> Any:
+    """The copy of a node, or the number that it stands for on this rank."""
+    if node.target is axis_index:
+        return coordinates[str(node.args[0])]
+    args = fx.map_arg(node.args, copies.__getitem__)
+    if node.target in _INTEGER_OPERATORS and all(isinstance(argument, int) for argument in args):
+        return node.target(*args)
+    kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
+    if node.target in _COLLECTIVES:
+        args, kwargs = _with_group(args, kwargs, groups)
+    made = graph.create_node(node.op, node.target, tuple(args), dict(kwargs), node.name)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
+    """The arguments of a collective with the group's own name: `group_name` is the last one."""
+    if "group_name" in kwargs:
+        return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
+    return (*args[:-1], groups.name(args[-1])), kwargs

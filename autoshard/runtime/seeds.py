@@ -1,0 +1,45 @@
+"""Seeds of random operators: the same on every rank without communication, and for every mesh."""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+class SeedSequence:
+    """One seed per training call, from torch's initial seed and the number of calls so far.
+
+    After `torch.manual_seed(s)` with another `s` than before, the module starts the sequence of `s`; with
+    the same `s`,
+    `restart` does. Ranks must set equal seeds; they compare them when they compile and when the seed changes.
+    """
+
+    def __init__(self) -> None:
+        self.base = torch.initial_seed()
+        self.count = 0
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether torch was given another seed since."""
+        return torch.initial_seed() != self.base
+
+    def restart(self, count: int = 0) -> None:
+        """Go on after `count` calls of the sequence of torch's present seed."""
+        self.base, self.count = torch.initial_seed(), count
+
+    def draw(self) -> torch.Tensor:
+        """The next seed: a 0-dim int64 tensor."""
+        self.count += 1
+        return torch.tensor(_mix(self.base + self.count * _GOLDEN) >> 1, dtype=torch.int64)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(value: int) -> int:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014, figure 18): neighbours become unrelated."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,153 @@
+"""A whole training step: forward, backward, clipping, update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import TraceError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.runtime.sharded_module import ShardedModule
+
+
+class TrainStep:
+    """Calling it trains `sharded` on one batch. Made by `autoshard.compile(..., optimizer=...)`.
+
+    Args:
+        sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
+        optimizer: an optimizer over the parameters of `sharded`.
+        max_grad_norm: gradients are scaled down to this norm over all parameters, or None.
+        micro_batches: the batch is cut along dim 0 into so many equal parts, whose gradients are averaged:
+            the same as the whole batch where the loss is a mean over the batch in which each part weighs the
+            same.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        self.sharded = sharded
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.micro_batches = micro_batches
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the step runs on."""
+        return self.sharded.mesh
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the step's program, or None before the first call."""
+        return self.sharded.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One step on a global batch; returns the global loss, a scalar without gradient."""
+        losses = [self._backward(part) for part in self._parts(args, kwargs)]
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of model, optimizer and random numbers, to go on from."""
+        return {
+            "model": self.sharded.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": {"calls": self.sharded.seeds.count},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.sharded.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sharded.seeds.restart(state["random"]["calls"])
+
+    def _backward(self, part: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.Tensor:
+        args, kwargs = part
+        loss = find_loss(self.sharded(*args, **kwargs))
+        loss = loss if self.micro_batches == 1 else loss / self.micro_batches
+        loss.backward()
+        return loss.detach()
+
+    def _parts(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The call of each micro-batch."""
+        if self.micro_batches == 1:
+            return [(args, kwargs)]
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        size = _batch_size(leaves, self.micro_batches)
+        cut = [_cut(leaf, size, self.micro_batches) for leaf in leaves]
+        return [pytree.tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)]
+
+
+def find_loss(outputs: Any) -> torch.Tensor:
+    """The first floating scalar among a model's outputs; `TraceError` where there is none."""
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
+            return leaf
+    shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    raise TraceError(
+        f"A training step needs a loss, but the model returns no floating scalar; it returns tensors of "
+        f"shapes={shapes}. Return the loss, or pass loss_fn=."
+    )
+
+
+def _batch_size(leaves: list[Any], parts: int) -> int:
+    """The size of dim 0 that the tensors of a call share."""
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
+    if len(sizes) != 1 or next(iter(sizes)) % parts:
+        raise TraceError(
+            f"micro_batches={parts} cuts dim 0 of every input into {parts} equal parts, but the inputs have sizes "
+            f"{sorted(sizes)} there. Give all inputs one batch size that {parts} divides."
+        )
+    return next(iter(sizes))
+
+
+def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return [leaf] * parts
+    return list(leaf.split(size // parts))
+
+
+def rebind_optimizer(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
+) -> None:
+    """Let `optimizer`, made over a model's parameters, update the ones that took their place.
+
+    Groups, their options and attached schedulers stay.
+
+    Args:
+        optimizer: any torch optimizer.
+        before, after: the parameters that were and that are, by qualified name.
+
+    Raises:
+        TraceError: the optimizer has parameters of another model, or has already taken steps.
+    """
+    taken = {id(parameter): after[name] for name, parameter in before.items()}
+    kept = {id(parameter): parameter for parameter in after.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [item for item in group["params"] if id(item) not in taken and id(item) not in kept]
+        if strangers:
+            raise TraceError(
+                f"optimizer={type(optimizer).__name__} holds {len(strangers)} parameters in group {number} that are "
+                f"not the model's, the first of shape={tuple(strangers[0].shape)}. Make it with model.parameters()."
+            )
+        group["params"] = [taken.get(id(item), item) for item in group["params"]]
+    stale = [parameter for parameter in optimizer.state if id(parameter) not in kept]
+    if stale:
+        raise TraceError(
+            f"optimizer={type(optimizer).__name__} has already taken steps on the unsharded model. Compile with a "
+            "fresh optimizer, then load its state with load_state_dict."
+        )
