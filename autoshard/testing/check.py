@@ -1,0 +1,161 @@
+"""`check_plan`: run a plan on the simulator beside one device, and compare everything a user can see."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard import api
+from autoshard.errors import VerificationError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+
+ABSOLUTE_FLOOR = 1e-6
+"""Differences below this are rounding, whatever the scale of the values."""
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One value on the mesh beside the same on one device.
+
+    Args:
+        name: "output:0", "gradient layers.0.weight", "parameter layers.0.weight".
+        difference: largest absolute difference of an element; infinite where one of the two is missing.
+        scale: largest absolute value of an element on one device.
+    """
+
+    name: str
+    difference: float
+    scale: float
+
+    def is_close(self, tolerance: float) -> bool:
+        """Whether the difference is at most `tolerance` of the scale, or below the floor."""
+        return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `check_plan` compared, and the plan that ran."""
+
+    plan: Plan
+    comparisons: tuple[Comparison, ...]
+    tolerance: float
+
+    @property
+    def differing(self) -> tuple[Comparison, ...]:
+        """The values that differ by more than rounding."""
+        return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the mesh computed what one device computes."""
+        return not self.differing
+
+    def raise_if_different(self) -> None:
+        """Raise `VerificationError` naming every value that differs."""
+        if not self.is_equal:
+            raise VerificationError(str(self))
+
+    def __str__(self) -> str:
+        if self.is_equal:
+            return f"{len(self.comparisons)} values on {self.plan.mesh} equal one device."
+        lines = [f"  {item.name}: off by {item.difference:.2e} at scale {item.scale:.2e}" for item in self.differing]
+        return "\n".join([f"values on {self.plan.mesh} that differ from one device:", *lines])
+
+
+def check_plan(
+    model: nn.Module,
+    mesh: Mesh,
+    inputs: Inputs,
+    *,
+    plan: Plan | None = None,
+    steps: int = 1,
+    tolerance: float = 1e-5,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> CheckReport:
+    """Train a copy of a model for some steps on simulated ranks and another on one device, and compare.
+
+    Compared are the outputs and gradients of the last step, and parameters and buffers after it.
+
+    Args:
+        model: any module without randomness (put it in `eval()` if it has dropout); left as it is.
+        mesh: the mesh to simulate.
+        inputs: positional arguments, or keyword arguments as a mapping.
+        plan: the plan to run; None plans.
+        steps: optimizer steps, at least 1.
+        tolerance: largest difference relative to the largest element of each value.
+        make_optimizer: from parameters to an optimizer; gradient descent at 0.01 if None.
+
+    Returns:
+        A report; nothing is raised for values that differ (see `CheckReport.raise_if_different`).
+    """
+    make_optimizer = make_optimizer or _gradient_descent
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    alone, original = copy.deepcopy(model), copy.deepcopy(model)
+    sharded = api.compile(original, mesh, example_inputs=inputs, plan=plan)
+    expected = _train(alone, args, kwargs, steps, make_optimizer)
+    actual = _train(sharded, args, kwargs, steps, make_optimizer)
+    if sharded.plan is None:
+        raise AssertionError("a module that ran has a plan")
+    names = dict.fromkeys((*expected, *actual))
+    compared = tuple(_compare(name, actual.get(name), expected.get(name)) for name in names)
+    return CheckReport(sharded.plan, compared, tolerance)
+
+
+def _gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def _train(
+    network: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    steps: int,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+) -> dict[str, torch.Tensor]:
+    """Train, and give what a user can see afterwards, by name."""
+    has_gradients = any(parameter.requires_grad for parameter in network.parameters())
+    optimizer = make_optimizer(network.parameters()) if has_gradients else None
+    seen: dict[str, torch.Tensor] = {}
+    for _ in range(steps):
+        outputs = [leaf for leaf in pytree.tree_leaves(network(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        seen = {f"output:{index}": output.detach().clone() for index, output in enumerate(outputs)}
+        if optimizer is not None:
+            optimizer.zero_grad()
+            _loss(outputs).backward()
+            seen |= _gradients(network)
+            optimizer.step()
+    seen |= {f"parameter {name}": parameter.detach() for name, parameter in network.named_parameters()}
+    return seen | {f"buffer {name}": buffer for name, buffer in network.named_buffers()}
+
+
+def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """The first scalar that has a gradient, or a sum of all outputs whose weights differ by element."""
+    differentiable = [output for output in outputs if output.requires_grad]
+    for output in differentiable:
+        if output.ndim == 0:
+            return output
+    weighted = [(output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum() for output in differentiable]
+    return torch.stack(weighted).sum()
+
+
+def _gradients(network: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = network.named_parameters()
+    return {f"gradient {name}": parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
+
+
+def _compare(name: str, actual: torch.Tensor | None, expected: torch.Tensor | None) -> Comparison:
+    if actual is None or expected is None or actual.shape != expected.shape:
+        return Comparison(name, float("inf"), 0.0)
+    if not expected.numel():
+        return Comparison(name, 0.0, 0.0)
+    difference = (actual.detach().double() - expected.detach().double()).abs().max()
+    return Comparison(name, float(difference.nan_to_num(float("inf"))), float(expected.detach().double().abs().max()))

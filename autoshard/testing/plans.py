@@ -1,0 +1,62 @@
+"""Hypothesis strategy for plans: any legal one, not only the one that the planner would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from hypothesis import strategies as st
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.testing.blocks import Draw
+from autoshard.testing.programs import DrawnProgram
+from autoshard.tracing import trace
+from cost_models.hardware import Cluster
+from passes.build_assignment import PlanningProblem, build_problem
+from passes.enumerate_strategies import EnumerateStrategies
+from passes.liveness import find_lifetimes
+from passes.pipeline import PlanOptions, plan_of_choice, prepare
+from passes.price import Prices
+
+
+def plans(program: DrawnProgram | Program, mesh: Mesh) -> st.SearchStrategy[Plan]:
+    """Legal plans of a program: for each node any strategy that its rule admits.
+
+    Args:
+        program: a drawn program, which is traced, or a traced one.
+        mesh: the mesh to plan for; ranks are priced as shares of a laptop.
+    """
+    traced = trace(program.model, program.inputs) if isinstance(program, DrawnProgram) else program
+    cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)
+    return st.composite(_draw_plan)(_unfolded_problem(traced, mesh, cluster), cluster)
+
+
+def _unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> PlanningProblem:
+    """The planning problem with a variable of its own for every site, alike or not."""
+    space = EnumerateStrategies(mesh)(prepare(program))
+    alone = {name: name for name in space.sites}
+    return build_problem(space, Prices(cluster, mesh), find_lifetimes(space, 0.0), alone)
+
+
+def _draw_plan(draw: Draw, planning: PlanningProblem, cluster: Cluster) -> Plan:
+    """Decide the variables in program order, each among the options that its neighbours so far leave."""
+    assignment = planning.assignment
+    choice: dict[int, int] = {}
+    for variable in range(len(assignment.costs)):
+        options = np.flatnonzero(_allowed(planning, variable, choice))
+        choice[variable] = int(options[draw(st.integers(0, len(options) - 1))])
+    decided = tuple(choice[variable] for variable in range(len(choice)))
+    return plan_of_choice(planning, decided, assignment.cost_of(decided), None, cluster, PlanOptions())
+
+
+def _allowed(planning: PlanningProblem, variable: int, choice: Mapping[int, int]) -> np.ndarray:
+    """The options of a variable that cost a finite time beside what is decided."""
+    cost = planning.assignment.costs[variable]
+    for edge in planning.assignment.edges:
+        if edge.head == variable and edge.tail in choice:
+            cost = cost + edge.cost[choice[edge.tail], :]
+        elif edge.tail == variable and edge.head in choice:
+            cost = cost + edge.cost[:, choice[edge.head]]
+    return np.isfinite(cost)
