@@ -7,7 +7,7 @@ One phase of a ring over n members (reduce-scatter or all-gather; `bytes` is the
 A group of per_node x nodes pipelines its traffic through the fabric of each node and the network at once: latencies
 add, the slower of the two bandwidths decides. Each algorithm that the library offers is priced, and the fastest counts.
 `ramp`: bandwidth saturates slowly with size, as chunks fill the pipeline; with t the bandwidth term and r the time of
-`ramp_bytes` at full speed, pipelining with the best chunk size costs 2 * sqrt(t * r) more, but never more than t itself.
+`ramp_bytes` at full speed, pipelining with the best chunk size costs 2 * sqrt(t * r) more, and at most t itself.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from cost_models.topology import GroupLinks, Link
 
 def all_gather_time(gathered_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-gather; `gathered_bytes` is the full result on each rank (n times each rank's shard)."""
-    return _started(group, gathered_bytes, _ring_phase(gathered_bytes, group), phases=1)
+    return _started(group, _ring_phase(gathered_bytes, group), phases=1)
 
 
 def reduce_scatter_time(input_bytes: float, group: GroupLinks) -> float:
     """Seconds of a reduce-scatter; `input_bytes` is the full operand on each rank (n times each rank's result)."""
-    return _started(group, input_bytes, _ring_phase(input_bytes, group), phases=1)
+    links = [link for link in (group.intra, group.inter) if link is not None]
+    phases = max((link.reduce_scatter_phases for link in links), default=1.0)
+    return _started(group, phases * _ring_phase(input_bytes, group), phases=phases)
 
 
 def all_reduce_time(operand_bytes: float, group: GroupLinks) -> float:
@@ -37,7 +39,7 @@ def all_reduce_time(operand_bytes: float, group: GroupLinks) -> float:
     * in the switch (NVLS): each device sends and receives (n + 1)/n * bytes, no steps.
     """
     fastest = min(2 * _ring_phase(operand_bytes, group), _tree(operand_bytes, group))
-    return _started(group, operand_bytes, fastest, phases=2)
+    return _started(group, fastest, phases=2)
 
 
 def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
@@ -45,22 +47,24 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
 
     Per rank (per_node - 1)/n of it crosses the node's fabric and (nodes - 1)/nodes the network, at the same time.
     """
+    _check(local_bytes)
     if group.size == 1:
-        return _started(group, local_bytes, 0.0, phases=0)
+        return 0.0
     inside = _transfer((group.per_node - 1) / group.size * local_bytes, group.intra)
     outside = _transfer((group.nodes - 1) / group.nodes * local_bytes, group.inter)
     steps = _steps(group.per_node - 1, group.nodes - 1, group)
-    return _started(group, local_bytes, steps + max(inside, outside), phases=1)
+    return _started(group, steps + max(inside, outside), phases=1)
 
 
 def broadcast_time(message_bytes: float, group: GroupLinks) -> float:
     """Seconds of a broadcast of `message_bytes`: a pipelined chain, each link carries the message once."""
+    _check(message_bytes)
     if group.size == 1:
-        return _started(group, message_bytes, 0.0, phases=0)
+        return 0.0
     inside = _transfer(message_bytes, group.intra) if group.per_node > 1 else 0.0
     outside = _transfer(message_bytes / group.per_node, group.inter) if group.nodes > 1 else 0.0
     steps = _steps(group.per_node - 1, group.nodes - 1, group)
-    return _started(group, message_bytes, steps + max(inside, outside), phases=1)
+    return _started(group, steps + max(inside, outside), phases=1)
 
 
 def point_to_point_time(message_bytes: float, link: Link) -> float:
@@ -71,6 +75,7 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
     """(n - 1)/n * bytes over the slower of the fabric and the node's share of the network."""
+    _check(full_bytes)
     if group.size == 1:
         return 0.0
     carried = (group.size - 1) / group.size * full_bytes
@@ -126,9 +131,8 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
     return latency + (outside * group.inter.latency_s if group.inter is not None else 0.0)
 
 
-def _started(group: GroupLinks, moved_bytes: float, time_s: float, phases: int) -> float:
+def _started(group: GroupLinks, time_s: float, phases: float) -> float:
     """Add the start of the slowest link used, once per phase; nothing at all for a group of one."""
-    _check(moved_bytes)
     starts = [link.start_s for link in (group.intra, group.inter) if link is not None]
     return time_s + phases * max(starts) if starts else 0.0
 

@@ -1,14 +1,15 @@
-"""Time of one operator on one device: the roofline (Williams, Waterman, Patterson 2009) with tile and wave quantisation.
+"""Time of one operator on one device: the roofline (Williams, Waterman, Patterson 2009) with tiles and waves.
 
     time = launch + max(arithmetic time, bytes / (memory bandwidth * efficiency))
 
 Matrix products (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation): the output is
-cut into tile_m x tile_n tiles, `units` processors compute one tile each at a time, and the last wave may be partly empty.
+cut into tile_m x tile_n tiles, `units` processors compute one tile each at a time, and the last wave may be part empty.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 
 from cost_models.errors import CostArgumentError
 from cost_models.hardware import Device
@@ -16,8 +17,7 @@ from cost_models.units import ceil_div
 from cost_models.work import Kind, MatmulShape, Work
 
 _MEMORY_BOUND = frozenset({Kind.POINTWISE, Kind.REDUCTION, Kind.GATHER})
-TILE_LOAD_SHARE = 0.2  # replaced by data below
-_ITEMSIZE = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1}
+ITEMSIZE = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
 
 def memory_time(bytes_moved: float, device: Device) -> float:
@@ -47,14 +47,14 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
     """Seconds of `batch` products [m, k] @ [k, n], launch included.
 
         waves = ceil(batch * ceil(m / tile_m) * ceil(n / tile_n) / units)
-        time = launch + max(waves * units * 2 * tile_m * tile_n * k / (peak * efficiency), bytes / bandwidth)
+        time = launch + max(waves * units * 2 * tile_m * tile_n * (k + fill) / rate, bytes / bandwidth)
 
-    over the tiles that a library offers (the device's own, its halves and quarters, down to 32 on a side) the fastest. A
-    smaller tile loads more per FLOP: its efficiency falls with the ratio of its perimeter per area (half of the loss hidden).
-    Empty products (a dim of size zero) take the launch alone.
+    over the tiles that a library offers (the device's own, and smaller ones down to 32 on a side) the fastest; `rate`
+    is peak * efficiency, less for a smaller tile; `fill` is tile_overhead_bytes / itemsize (see `MatmulCurve`).
     """
     shape = MatmulShape(m, n, k, batch)
-    moved = _ITEMSIZE[dtype] * batch * (m * k + k * n + m * n) if dtype in _ITEMSIZE else 0
+    device.peak(dtype)
+    moved = ITEMSIZE[dtype] * batch * (m * k + k * n + m * n)
     return device.launch_latency_s + max(_product_time(shape, dtype, device), memory_time(moved, device))
 
 
@@ -83,17 +83,18 @@ def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
     rate = device.matmul_rate(dtype)
     if curve.units == 1 and curve.tile_m == curve.tile_n == 1:
         return 2 * batch * m * n * k / rate
-    best = float("inf")
-    for tile_m, tile_n, slowdown in _tiles(curve.tile_m, curve.tile_n):
-        tiles = batch * ceil_div(m, tile_m) * ceil_div(n, tile_n)
-        waves = ceil_div(tiles, curve.units)
-        best = min(best, waves * curve.units * 2 * tile_m * tile_n * k * slowdown / rate)
-    return best
+    depth = k + curve.tile_overhead_bytes / ITEMSIZE[dtype]
+    best = inf
+    for tile_m, tile_n, cost in _tiles(curve.tile_m, curve.tile_n, curve.tile_load_share):
+        waves = ceil_div(batch * ceil_div(m, tile_m) * ceil_div(n, tile_n), curve.units)
+        best = min(best, waves * cost)
+    return best * curve.units * depth / rate
 
 
-@lru_cache(maxsize=64)
-def _tiles(tile_m: int, tile_n: int) -> tuple[tuple[int, int, float], ...]:
-    """(tile_m, tile_n, slowdown) of every tile a library offers."""
+@lru_cache(maxsize=256)
+def _tiles(tile_m: int, tile_n: int, load_share: float) -> tuple[tuple[int, int, float], ...]:
+    """(tile_m, tile_n, FLOPs per unit of k, slowdown included) of every tile that a library offers."""
     sizes = {(max(32, tile_m >> i), max(32, tile_n >> j)) for i in range(4) for j in range(4)}
     least = 1 / tile_m + 1 / tile_n
-    return tuple(sorted((a, b, 1 + TILE_LOAD_SHARE * max(0.0, (1 / a + 1 / b) / least - 1)) for a, b in sizes))
+    slowdown = {(a, b): 1 + load_share * max(0.0, (1 / a + 1 / b) / least - 1) for a, b in sizes}
+    return tuple(sorted((a, b, 2 * a * b * slowdown[a, b]) for a, b in sizes))

@@ -1,11 +1,11 @@
 """Hardware TOML files: a tree of constants, each with value, unit, source and date.
 
-    name = "h100_sxm"
-    [memory_bytes]
-    value = 85_524_150_681
-    unit = "B"
-    source = "nvidia-smi total 79.65 GiB, ..."
-    date = "2026-11-20"
+name = "h100_sxm"
+[memory_bytes]
+value = 85_524_150_681
+unit = "B"
+source = "nvidia-smi total 79.65 GiB, ..."
+date = "2026-11-20"
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HardwareFile:
     def text(self, key: str) -> str:
         """A top-level string. Raises HardwareFileError if it is missing."""
         if key not in self.texts:
-            raise HardwareFileError(f"{self.origin}: {key!r} is missing; add `{key} = \"...\"` at its top.")
+            raise HardwareFileError(f'{self.origin}: {key!r} is missing; add `{key} = "..."` at its top.')
         return self.texts[key]
 
     def number(self, path: str, unit: str) -> float:
@@ -50,7 +50,8 @@ class HardwareFile:
         constant = self.constants.get(path)
         if constant is None:
             raise HardwareFileError(
-                f"{self.origin}: constant {path!r} is missing; add a table [{path}] with {', '.join(FIELDS)} (unit {unit!r})."
+                f"{self.origin}: constant {path!r} is missing; "
+                f"add a table [{path}] with {', '.join(FIELDS)} (unit {unit!r})."
             )
         if constant.unit != unit:
             raise HardwareFileError(f"{self.origin}: {path!r} has unit={constant.unit!r}; this model reads {unit!r}.")
@@ -91,7 +92,9 @@ def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterato
 def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
     missing = [field for field in FIELDS if not table.get(field) and table.get(field) != 0]
     if missing:
-        raise HardwareFileError(f"{origin}: constant {path!r} lacks {', '.join(missing)}; each has {', '.join(FIELDS)}.")
+        raise HardwareFileError(
+            f"{origin}: constant {path!r} lacks {', '.join(missing)}; each has {', '.join(FIELDS)}."
+        )
     value = table["value"]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise HardwareFileError(f"{origin}: constant {path!r} has value={value!r}; a number is needed.")
@@ -108,7 +111,8 @@ def load(folder: str, name: str) -> HardwareFile:
     if name not in names(folder):
         raise UnknownHardwareError(
             f"No hardware {name!r} in cost_models/data/{folder}. Known: {', '.join(names(folder))}. "
-            f"Add cost_models/data/{folder}/{name}.toml, or measure this machine with `autoshard calibrate` and use Cluster.load(path)."
+            f"Add cost_models/data/{folder}/{name}.toml, "
+            "or measure this machine with `autoshard calibrate` and use Cluster.load(path)."
         )
     return read(DATA / folder / f"{name}.toml")
 

@@ -72,7 +72,7 @@ def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work
 
 @operator_cost("aten.convolution_backward.default")
 def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (grad, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask).
+    """arguments: (grad, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, mask).
 
     One product the size of the forward for each of grad_input and grad_weight that is asked for.
     """
@@ -84,7 +84,9 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
     return _products(inputs, outputs, (product,) * wanted)
 
 
-def _attention(inputs: Tensors, outputs: Tensors, q: TensorInfo, k: TensorInfo, v: TensorInfo, causal: bool, factor: float) -> Work:
+def _attention(
+    inputs: Tensors, outputs: Tensors, q: TensorInfo, k: TensorInfo, v: TensorInfo, causal: bool, factor: float
+) -> Work:
     *batch, queries, depth = q.shape
     keys = k.shape[-2]
     flops = factor * 2 * prod(batch) * queries * keys * (depth + v.shape[-1]) * (0.5 if causal else 1.0)
@@ -112,7 +114,8 @@ BACKWARD = {
 def _register_attention(name: str, position: int, first: int, factor: float) -> None:
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         causal = bool(arguments[position]) if len(arguments) > position else False
-        return _attention(inputs, outputs, *inputs[first : first + 3], causal, factor)
+        q, k, v = inputs[first : first + 3]
+        return _attention(inputs, outputs, q, k, v, causal, factor)
 
     operator_cost(name)(count)
 
@@ -121,4 +124,3 @@ for _name, _position in FORWARD.items():
     _register_attention(_name, _position, first=0, factor=1.0)
 for _name, _position in BACKWARD.items():
     _register_attention(_name, _position, first=1, factor=2.5)
-

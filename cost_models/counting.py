@@ -15,7 +15,7 @@ _FLOATS = frozenset({"f64", "f32", "bf16", "f16", "f8"})
 
 
 def operator_cost(*names: str) -> Callable[[Counter], Counter]:
-    """Register a counter (inputs, outputs, arguments) -> Work for operators. A second entry for a name raises ValueError."""
+    """Register a counter (inputs, outputs, arguments) -> Work. A second entry for a name raises ValueError."""
 
     def register(counter: Counter) -> Counter:
         for name in names:

@@ -1,7 +1,7 @@
 """Hardware: devices, links and clusters, read from sourced data files or measured by `calibration`.
 
 Assumes two levels: devices of a node share a fast fabric (`intra`), nodes a network (`inter`). Ranks are
-row-major over the mesh axes, the last axis fastest; node i holds ranks [i * devices_per_node, (i + 1) * devices_per_node).
+row-major over the mesh axes, the last axis fastest; with d devices per node, node i holds ranks [i * d, (i + 1) * d).
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from cost_models.topology import GroupLinks, Link, group_links
 class MatmulCurve:
     """How matrix products use a device: `units` processors (SMs) each compute a tile_m x tile_n tile at a time.
 
+    A tile's fill and drain cost as much as `tile_overhead_bytes` more of each row of its operands (k * itemsize).
+    Smaller tiles load more per FLOP; `tile_load_share` of that excess is not hidden.
     `efficiency`: by dtype name, the fraction of peak reached in the limit of large sizes (power and issue limits).
     """
 
     units: int
     tile_m: int
     tile_n: int
+    tile_overhead_bytes: float
+    tile_load_share: float
     efficiency: Mapping[str, float] = field(hash=False)
 
 
@@ -128,7 +132,7 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def axis_links(self, mesh_axes: Mapping[str, int]) -> dict[str, GroupLinks]:
-        """For each mesh axis, the links that a group along it uses. Raises TopologyError for a mesh larger than this."""
+        """For each mesh axis, the links that a group along it uses. Raises TopologyError if the mesh is too large."""
         return {axis: self.group_links(mesh_axes, (axis,)) for axis in mesh_axes}
 
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
@@ -192,7 +196,8 @@ def _check_shape(kind: NodeType, nodes: int, per_node: int) -> None:
         )
     if nodes > 1 and kind.inter is None:
         raise UnknownHardwareError(
-            f"Node type {kind.name!r} has no network, so nodes={nodes!r} cannot be priced; add the [inter.*] tables to its file."
+            f"Node type {kind.name!r} has no network, so nodes={nodes!r} cannot be priced; "
+            "add the [inter.*] tables to its file."
         )
 
 
@@ -208,34 +213,31 @@ def _device(file: HardwareFile, name: str) -> Device:
             units=int(file.number("matmul.units", "1")),
             tile_m=int(file.number("matmul.tile_m", "1")),
             tile_n=int(file.number("matmul.tile_n", "1")),
+            tile_overhead_bytes=file.number("matmul.tile_overhead", "B"),
+            tile_load_share=file.number("matmul.tile_load_share", "1"),
             efficiency=file.family("matmul.efficiency", "1"),
         ),
         attention_efficiency=file.number("attention_efficiency", "1"),
     )
 
 
-_LINK_UNITS = {
-    "bandwidth": "B/s", "efficiency": "1", "in_network_efficiency": "1", "latency": "s", "start": "s", "ramp": "B",
-}  # fmt: skip
+_LINK_FIELDS = {  # key in a file: (field of Link, unit)
+    "bandwidth": ("bandwidth_bytes_per_s", "B/s"),
+    "efficiency": ("efficiency", "1"),
+    "in_network_efficiency": ("in_network_efficiency", "1"),
+    "latency": ("latency_s", "s"),
+    "start": ("start_s", "s"),
+    "ramp": ("ramp_bytes", "B"),
+    "reduce_scatter_phases": ("reduce_scatter_phases", "1"),
+}
 
 
 def _link(file: HardwareFile, level: str) -> Link:
-    values = {key: file.number(f"{level}.{key}", unit) for key, unit in _LINK_UNITS.items()}
-    return Link(
-        bandwidth_bytes_per_s=values["bandwidth"],
-        efficiency=values["efficiency"],
-        in_network_efficiency=values["in_network_efficiency"],
-        latency_s=values["latency"],
-        start_s=values["start"],
-        ramp_bytes=values["ramp"],
-    )
+    return Link(**{name: file.number(f"{level}.{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()})
 
 
 def _link_numbers(level: str, link: Link) -> dict[str, tuple[float, str]]:
-    values = (
-        link.bandwidth_bytes_per_s, link.efficiency, link.in_network_efficiency, link.latency_s, link.start_s, link.ramp_bytes,
-    )  # fmt: skip
-    return {f"{level}.{key}": (value, unit) for (key, unit), value in zip(_LINK_UNITS.items(), values, strict=True)}
+    return {f"{level}.{key}": (getattr(link, name), unit) for key, (name, unit) in _LINK_FIELDS.items()}
 
 
 def _cluster_numbers(cluster: Cluster) -> dict[str, tuple[float, str]]:
@@ -252,6 +254,8 @@ def _cluster_numbers(cluster: Cluster) -> dict[str, tuple[float, str]]:
         "matmul.units": (unit.matmul.units, "1"),
         "matmul.tile_m": (unit.matmul.tile_m, "1"),
         "matmul.tile_n": (unit.matmul.tile_n, "1"),
+        "matmul.tile_overhead": (unit.matmul.tile_overhead_bytes, "B"),
+        "matmul.tile_load_share": (unit.matmul.tile_load_share, "1"),
         **{f"matmul.efficiency.{dtype}": (value, "1") for dtype, value in unit.matmul.efficiency.items()},
         "attention_efficiency": (unit.attention_efficiency, "1"),
         **_link_numbers("intra", cluster.node.intra),

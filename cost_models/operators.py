@@ -14,16 +14,19 @@ from cost_models.counting import FREE, TABLE, compute_dtype, memory_bound, numel
 from cost_models.errors import UnknownOperatorError
 from cost_models.work import Kind, TensorInfo, Work
 
-CONTRACTIONS = frozenset(
-    "aten.einsum aten.tensordot aten.cdist aten._cdist_forward aten._cdist_backward aten.chain_matmul aten.addbmm aten.ger"
-    " aten.outer aten.addr aten.vdot aten.inner aten.kron aten.bilinear aten._trilinear aten._scaled_mm aten._grouped_mm"
-    " aten._scaled_grouped_mm aten._int_mm aten._sparse_mm aten.linalg_multi_dot aten.linalg_inv_ex aten.linalg_solve_ex"
-    " aten._linalg_solve_ex aten._linalg_svd aten._linalg_eigh aten.linalg_qr aten.linalg_cholesky_ex aten.linalg_lu"
-    " aten.linalg_lu_factor_ex aten.linalg_matrix_exp aten.linalg_householder_product aten.linalg_pinv aten.lstm aten.gru"
-    " aten._thnn_fused_lstm_cell aten.mkldnn_rnn_layer aten._cudnn_rnn aten.miopen_rnn aten._native_multi_head_attention"
-    " aten._transformer_encoder_layer_fwd aten._fft_c2c aten._fft_r2c aten._fft_c2r aten.scaled_dot_product_attention"
-    " transformers.grouped_mm_fallback transformers.grouped_mm_fallback_backward".split()
-)
+_CONTRACTION_NAMES = """
+    aten.einsum aten.tensordot aten.cdist aten._cdist_forward aten._cdist_backward aten.chain_matmul
+    aten.addbmm aten.ger aten.outer aten.addr aten.vdot aten.inner aten.kron aten.bilinear aten._trilinear
+    aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten._int_mm aten._sparse_mm
+    aten.linalg_multi_dot aten.linalg_inv_ex aten.linalg_solve_ex aten._linalg_solve_ex aten._linalg_svd
+    aten._linalg_eigh aten.linalg_qr aten.linalg_cholesky_ex aten.linalg_lu aten.linalg_lu_factor_ex
+    aten.linalg_matrix_exp aten.linalg_householder_product aten.linalg_pinv aten.lstm aten.gru
+    aten._thnn_fused_lstm_cell aten.mkldnn_rnn_layer aten._cudnn_rnn aten.miopen_rnn
+    aten._native_multi_head_attention aten._transformer_encoder_layer_fwd aten._fft_c2c aten._fft_r2c
+    aten._fft_c2r aten.scaled_dot_product_attention transformers.grouped_mm_fallback
+    transformers.grouped_mm_fallback_backward
+"""
+CONTRACTIONS = frozenset(_CONTRACTION_NAMES.split())
 
 
 def work(
@@ -60,20 +63,28 @@ def work(
     return memory_bound(inputs, outputs, arguments)
 
 
-VIEWS = (
-    "t.default view.default view.dtype _unsafe_view.default reshape.default _reshape_alias.default transpose.int permute.default"
-    " expand.default expand_as.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims slice.Tensor select.int"
-    " split.Tensor split_with_sizes.default split.sizes chunk.default unbind.int detach.default alias.default narrow.default"
-    " as_strided.default diagonal.default unfold.default view_as_real.default view_as_complex.default real.default imag.default"
-    " movedim.int flatten.using_ints unflatten.int sym_size.int sym_numel.default sym_stride.int lift_fresh.default"
-    " view_as.default T.default mT.default numpy_T.default swapaxes.default positive.default"
-).split()
+_VIEW_NAMES = """
+    t.default view.default view.dtype _unsafe_view.default reshape.default _reshape_alias.default
+    transpose.int permute.default expand.default expand_as.default unsqueeze.default squeeze.default
+    squeeze.dim squeeze.dims slice.Tensor select.int split.Tensor split_with_sizes.default split.sizes
+    chunk.default unbind.int detach.default alias.default narrow.default as_strided.default
+    diagonal.default unfold.default view_as_real.default view_as_complex.default real.default imag.default
+    movedim.int flatten.using_ints unflatten.int sym_size.int sym_numel.default sym_stride.int
+    lift_fresh.default view_as.default T.default mT.default numpy_T.default swapaxes.default
+    positive.default
+"""
+VIEWS = tuple(_VIEW_NAMES.split())
 
 
 @operator_cost(
     *(f"aten.{name}" for name in VIEWS),
     *("operator.getitem", "_operator.getitem", "<built-in function getitem>", "getitem"),
-    *("_c10d_functional.wait_tensor.default", "prims.view_of.default", "aten.empty.memory_format", "aten.new_empty.default"),
+    *(
+        "_c10d_functional.wait_tensor.default",
+        "prims.view_of.default",
+        "aten.empty.memory_format",
+        "aten.new_empty.default",
+    ),
     *("aten.empty_like.default", "aten.new_empty_strided.default", "aten.empty_strided.default"),
 )
 def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
@@ -101,10 +112,18 @@ def lookup(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], argument
 
 
 @operator_cost("aten.embedding_dense_backward.default", "aten.embedding_backward.default")
-def embedding_backward(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """The whole local table's gradient is zeroed, then each row of grad_output is added: table + rows written, 2 rows read."""
+def embedding_backward(
+    inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]
+) -> Work:
+    """The local table's whole gradient is zeroed, then each row of grad_output is added to it (read twice)."""
     rows = size_bytes(inputs[:1])
-    return Work(numel(inputs[0]), 2 * rows + size_bytes(inputs[1:]), size_bytes(outputs) + rows, Kind.GATHER, compute_dtype(inputs))
+    return Work(
+        numel(inputs[0]),
+        2 * rows + size_bytes(inputs[1:]),
+        size_bytes(outputs) + rows,
+        Kind.GATHER,
+        compute_dtype(inputs),
+    )
 
 
 @operator_cost("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")

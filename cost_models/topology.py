@@ -27,6 +27,8 @@ class Link:
         latency_s: per step of an algorithm (hop).
         start_s: per collective, whatever the group.
         ramp_bytes: message size that scales how slowly bandwidth saturates (see `collectives`); 0 = at once.
+        reduce_scatter_phases: ring phases that a reduce-scatter takes: 1 (NCCL), about 2 where the library does it as
+            an all-reduce and a slice (Gloo).
     """
 
     bandwidth_bytes_per_s: float
@@ -35,6 +37,7 @@ class Link:
     latency_s: float
     start_s: float
     ramp_bytes: float
+    reduce_scatter_phases: float
 
     @property
     def reached_bytes_per_s(self) -> float:
@@ -83,7 +86,9 @@ def group_links(
     if per_node == 0:
         per_node, touched = 1, size
     if touched > 1 and inter is None:
-        raise UnknownHardwareError(f"A group over {axes!r} spans {touched} nodes, but the node type has no [inter.*] numbers.")
+        raise UnknownHardwareError(
+            f"A group over {axes!r} spans {touched} nodes, but the node type has no [inter.*] numbers."
+        )
     return GroupLinks(size, per_node, touched, intra if per_node > 1 else None, inter if touched > 1 else None)
 
 

@@ -18,7 +18,7 @@ class Kind(Enum):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's local shape, bytes per element and dtype name ("bf16", "f16", "f32", "f64", "f8", "i64", "bool", ...)."""
+    """A tensor's local shape, bytes per element and dtype name ("bf16", "f16", "f32", "f64", "f8", "i64", "bool")."""
 
     shape: tuple[int, ...]
     itemsize: int

@@ -1,0 +1,279 @@
+"""Measure this machine and give its `Cluster`: matrix products, memory, launch overhead, and the group's collectives.
+
+Call `calibrate` on all ranks at once, after `init_process_group`: ranks that share cores then slow each other down as
+they will in training, and that rate counts. So each number is a mean over sustained, back-to-back runs (a time slice
+lost to a neighbour is part of it), averaged over the ranks. Without a process group one rank is measured, alone.
+
+Fits: launch latency is the time of the smallest add; the rate of matrix products is the median over sizes. Collectives
+are those that lowered programs call (`_c10d_functional`), on the whole group and on all groups of two at once: with the
+phases of `collectives`, small ones give start and latency, large ones bandwidth, and the phases of a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from math import log
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from cost_models.collectives import all_gather_time, all_reduce_time, reduce_scatter_time
+from cost_models.compute import matmul_time
+from cost_models.hardware import Cluster, Device, MatmulCurve, NodeType
+from cost_models.topology import GroupLinks, Link
+from cost_models.units import MIB
+
+MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 1024))
+COLLECTIVE_BYTES = (4096, 65536, 4 * MIB, 16 * MIB)
+COPY_BYTES = 32 * MIB
+COLLECTIVES = {"all_reduce": all_reduce_time, "all_gather": all_gather_time, "reduce_scatter": reduce_scatter_time}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A measured cluster with what was measured: `residuals` maps a measurement to log(predicted / measured)."""
+
+    cluster: Cluster
+    measured_s: Mapping[str, float]
+    residuals: Mapping[str, float]
+    date: str
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster as TOML; each source line carries the median absolute residual."""
+        typical = statistics.median(abs(value) for value in self.residuals.values())
+        source = f"calibrate() on this machine, {self.cluster.size} ranks at once; median |log residual| {typical:.3f}"
+        self.cluster.save(path, source=source, date=self.date)
+
+
+def calibrate(*, name: str = "this_machine", memory_bytes: int | None = None, budget_s: float = 15.0) -> Calibration:
+    """Measure this machine within its present process group (all ranks must call), or alone without one.
+
+    Args:
+        name: name of the node type in the result.
+        memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
+        budget_s: rough limit of the whole; each measurement gets its share and runs at least twice.
+
+    Returns:
+        The same calibration on every rank.
+    """
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    measured = _measure_device(budget_s / 2 / (len(MATMUL_SIZES) + 4))
+    measured |= _measure_collectives(ranks, budget_s / 2) if ranks > 1 else {}
+    measured = _agree(measured, ranks)
+    cluster = _fit(name, measured, ranks, memory_bytes or _memory_bytes(ranks))
+    return Calibration(cluster, measured, _residuals(cluster, measured), datetime.now(UTC).date().isoformat())
+
+
+def _place() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _mean_time(action: Callable[[], object], share_s: float) -> float:
+    """Mean seconds of one action over `share_s` of back-to-back runs (at least two), after a warm-up."""
+    action()
+    _synchronize()
+    if distributed.is_initialized():
+        distributed.barrier()
+    runs, start = 0, time.perf_counter()
+    while runs < 2 or time.perf_counter() - start < share_s:
+        action()
+        runs += 1
+    _synchronize()
+    return (time.perf_counter() - start) / runs
+
+
+def _fixed_mean_time(action: Callable[[], object], runs: int) -> float:
+    """Mean seconds over a fixed number of runs: collectives need the same count on every rank."""
+    action()
+    distributed.barrier()
+    start = time.perf_counter()
+    for _ in range(runs):
+        action()
+    _synchronize()
+    return (time.perf_counter() - start) / runs
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _measure_device(share_s: float) -> dict[str, float]:
+    place = _place()
+    measured: dict[str, float] = {}
+    for dtype, kind in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+        for m, n, k in MATMUL_SIZES if dtype == "f32" else MATMUL_SIZES[2:3]:
+            left = torch.randn(m, k, device=place, dtype=kind)
+            right = torch.randn(k, n, device=place, dtype=kind)
+            action = _bind(torch.mm, left, right)
+            measured[f"matmul.{dtype}.{m}x{n}x{k}"] = _mean_time(action, share_s)
+    source = torch.randn(COPY_BYTES // 4, device=place)
+    measured["copy"] = _mean_time(_bind(torch.empty_like(source).copy_, source), share_s)
+    small = torch.randn(8, device=place)
+    measured["launch"] = _mean_time(lambda: [small + small for _ in range(100)], share_s) / 100
+    query = torch.randn(1, 4, 256, 64, device=place)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    measured["attention"] = _mean_time(_bind(attention, query, query, query), share_s)
+    return measured
+
+
+def _bind(function: Callable[..., object], *arguments: torch.Tensor) -> Callable[[], object]:
+    return lambda: function(*arguments)
+
+
+def _measure_collectives(ranks: int, budget_s: float) -> dict[str, float]:
+    """Seconds by "collective.group size.bytes", for the whole group and for pairs (all pairs at once)."""
+    sizes = sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
+    measured: dict[str, float] = {}
+    for size in sizes:
+        group = _group_of(size, ranks)
+        for message in COLLECTIVE_BYTES:
+            measured |= _measure_group(group, size, message, budget_s / (3 * len(sizes) * len(COLLECTIVE_BYTES)))
+        if size != ranks:
+            distributed.destroy_process_group(group)
+    return measured
+
+
+def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
+    """This rank's group among blocks of `size` neighbouring ranks."""
+    if size == ranks:
+        return distributed.group.WORLD
+    blocks = [list(range(first, first + size)) for first in range(0, ranks, size)]
+    return distributed.new_subgroups_by_enumeration(blocks)[0]
+
+
+def _measure_group(group: distributed.ProcessGroup, size: int, message: int, share_s: float) -> dict[str, float]:
+    ops, name = torch.ops._c10d_functional, group.group_name
+    full, part = torch.zeros(message // 4, device=_place()), torch.zeros(message // 4 // size, device=_place())
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "all_reduce": lambda: ops.all_reduce(full, "sum", name),
+        "all_gather": lambda: ops.all_gather_into_tensor(part, size, name),
+        "reduce_scatter": lambda: ops.reduce_scatter_tensor(full, "sum", size, name),
+    }
+    runs = max(2, min(20, int(share_s / (0.005 if message < MIB else 0.03))))
+    return {
+        f"{collective}.{size}.{part.numel() * size * 4}": _fixed_mean_time(
+            lambda call=call: ops.wait_tensor(call()), runs
+        )
+        for collective, call in calls.items()
+    }
+
+
+def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """The mean over ranks, the same on each."""
+    if ranks == 1:
+        return dict(measured)
+    values = torch.tensor(list(measured.values()), dtype=torch.float64, device=_place())
+    distributed.all_reduce(values)
+    return dict(zip(measured, (values / ranks).tolist(), strict=True))
+
+
+def _fit(name: str, measured: Mapping[str, float], ranks: int, memory_bytes: int) -> Cluster:
+    launch = measured["launch"]
+    rates = {dtype: _matmul_rate(measured, dtype, launch) for dtype in ("f32", "bf16")}
+    flops = 4 * 4 * 256 * 256 * 64
+    attention = min(1.0, flops / max(measured["attention"] - launch, 1e-9) / rates["f32"])
+    device = Device(
+        name=name,
+        peak_flops=rates,
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=2 * COPY_BYTES / max(measured["copy"] - launch, 1e-9),
+        memory_efficiency=1.0,
+        launch_latency_s=launch,
+        matmul=MatmulCurve(1, 1, 1, 0.0, 0.0, dict.fromkeys(rates, 1.0)),
+        attention_efficiency=attention,
+    )
+    return Cluster(NodeType(name, device, ranks, _fit_link(measured, ranks), None))
+
+
+def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> float:
+    """FLOP/s beyond the launch: the median over the sizes."""
+    rates = []
+    for key, seconds in measured.items():
+        if key.startswith(f"matmul.{dtype}."):
+            m, n, k = (int(size) for size in key.rsplit(".", 1)[1].split("x"))
+            rates.append(2 * m * n * k / max(seconds - launch_s, 1e-9))
+    return statistics.median(rates)
+
+
+def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
+    """One phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
+
+    1. The smallest collectives of two group sizes give start and latency (one size: all of it is start).
+    2. The large ones give bandwidth: the median over them.
+    3. The phases of a reduce-scatter: the median of its time over a phase's.
+    """
+    if ranks == 1:
+        return Link(1e12, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+    phases = [sample for sample in _samples(measured) if sample.collective != "reduce_scatter"]
+    small = {
+        n: statistics.mean(s.phase_s for s in phases if s.group == n and s.size_bytes < MIB)
+        for n in {s.group for s in phases}
+    }
+    least, most = min(small), max(small)
+    latency = max(0.0, (small[most] - small[least]) / (most - least)) if most > least else 0.0
+    start = max(0.0, small[most] - (most - 1) * latency)
+    speeds = [
+        (s.group - 1) / s.group * s.size_bytes / max(s.phase_s - start - (s.group - 1) * latency, 1e-9)
+        for s in phases
+        if s.size_bytes >= MIB
+    ]
+    ring = Link(statistics.median(speeds), 1.0, 0.0, latency, start, 0.0, 1.0)
+    ratios = [
+        s.seconds / reduce_scatter_time(s.size_bytes, GroupLinks(s.group, s.group, 1, ring, None))
+        for s in _samples(measured)
+        if s.collective == "reduce_scatter"
+    ]
+    return replace(ring, reduce_scatter_phases=max(1.0, statistics.median(ratios)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    collective: str
+    group: int
+    size_bytes: int
+    seconds: float
+
+    @property
+    def phase_s(self) -> float:
+        return self.seconds / (2 if self.collective == "all_reduce" else 1)
+
+
+def _samples(measured: Mapping[str, float]) -> list[_Sample]:
+    keys = [key.split(".") for key in measured]
+    return [
+        _Sample(key[0], int(key[1]), int(key[2]), seconds)
+        for key, seconds in zip(keys, measured.values(), strict=True)
+        if key[0] in COLLECTIVES
+    ]
+
+
+def _residuals(cluster: Cluster, measured: Mapping[str, float]) -> dict[str, float]:
+    """log(predicted / measured) of each matrix product and collective."""
+    residuals: dict[str, float] = {}
+    for sample in _samples(measured):
+        group = GroupLinks(sample.group, sample.group, 1, cluster.node.intra, None)
+        predicted = COLLECTIVES[sample.collective](sample.size_bytes, group)
+        residuals[f"{sample.collective}.{sample.group}.{sample.size_bytes}"] = log(predicted / sample.seconds)
+    for key, seconds in measured.items():
+        if key.startswith("matmul."):
+            _, dtype, sizes = key.split(".")
+            m, n, k = (int(size) for size in sizes.split("x"))
+            residuals[key] = log(matmul_time(m, n, k, 1, dtype, cluster.device) / seconds)
+    return residuals
+
+
+def _memory_bytes(ranks: int) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    return _host_memory_bytes() // ranks
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
