@@ -1,0 +1,49 @@
+"""autoshard: write a PyTorch model for one device, run it on many.
+
+`autoshard.compile(model, mesh)` makes a model run on a mesh; `autoshard.plan(model, cluster)` says how it
+would.
+"""
+
+from autoshard.api import compile, plan
+from autoshard.errors import (
+    AutoshardError,
+    DoesNotFitError,
+    InvalidSpecError,
+    MeshError,
+    NoShardingRuleError,
+    NotAvailableError,
+    PlanMismatchError,
+    RankMismatchError,
+    TraceError,
+    UnknownHardwareError,
+    VerificationError,
+)
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.spec import P, PartitionSpec
+from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.train_step import TrainStep
+from cost_models.hardware import Cluster
+
+__all__ = [
+    "AutoshardError",
+    "Cluster",
+    "DoesNotFitError",
+    "InvalidSpecError",
+    "Mesh",
+    "MeshError",
+    "NoShardingRuleError",
+    "NotAvailableError",
+    "P",
+    "PartitionSpec",
+    "Plan",
+    "PlanMismatchError",
+    "RankMismatchError",
+    "ShardedModule",
+    "TraceError",
+    "TrainStep",
+    "UnknownHardwareError",
+    "VerificationError",
+    "compile",
+    "plan",
+]

@@ -51,3 +51,7 @@ class UnknownHardwareError(AutoshardError):
 
 class KernelError(AutoshardError):
     """A Triton kernel was asked for inputs that it does not cover, or on a device that cannot run it."""
+
+
+class NotAvailableError(AutoshardError):
+    """An argument asks for what this release cannot do yet, or not here."""

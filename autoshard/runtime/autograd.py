@@ -90,9 +90,7 @@ def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> d
     }
 
 
-def _run_whole(
-    ctx: Any, executable: Executable, tangents: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _run_whole(ctx: Any, executable: Executable, tangents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients from the kept inputs, through a program with more tangents than the one that ran."""
     slots = ctx.call.executable.inputs
     for tensor, version, slot in zip(ctx.tensors, ctx.versions, slots, strict=True):
@@ -102,9 +100,7 @@ def _run_whole(
                 f"(version {version}, now {tensor._version}), and the gradient of an output other than the loss "
                 "needs its old value. Call backward before changing it, or clone it."
             )
-    by_name = {
-        (slot.slot.kind, slot.slot.name): tensor for slot, tensor in zip(slots, ctx.tensors, strict=True)
-    }
+    by_name = {(slot.slot.kind, slot.slot.name): tensor for slot, tensor in zip(slots, ctx.tensors, strict=True)}
     tensors = [by_name[slot.slot.kind, slot.slot.name] for slot in executable.inputs]
     _, saved = executable.run_forward(tensors)
     return executable.run_backward(saved, tangents, _wanted(ctx))

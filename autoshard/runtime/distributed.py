@@ -42,13 +42,9 @@ class DistributedEngine:
         wrap: applied to each bound graph before it runs, e.g. a compiler.
     """
 
-    def __init__(
-        self, device_mesh: DeviceMesh, wrap: Callable[[fx.GraphModule], Callable] | None = None
-    ) -> None:
+    def __init__(self, device_mesh: DeviceMesh, wrap: Callable[[fx.GraphModule], Callable] | None = None) -> None:
         if device_mesh.get_coordinate() is None:
-            raise MeshError(
-                f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()})."
-            )
+            raise MeshError(f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()}).")
         self.device_mesh = device_mesh
         self.groups = ProcessGroups(device_mesh)
         self._wrap = wrap
@@ -63,11 +59,7 @@ class DistributedEngine:
     def device(self) -> torch.device:
         """See `Engine`."""
         kind = self.device_mesh.device_type
-        return (
-            torch.device(kind)
-            if kind == "cpu"
-            else torch.device(kind, torch.accelerator.current_device_index())
-        )
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     @cached_property
     def _control(self) -> ControlGroup:
@@ -89,9 +81,7 @@ class DistributedEngine:
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
         if tuple(tensor.shape) != slot.shape:
-            raise MeshError(
-                f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}."
-            )
+            raise MeshError(f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}.")
         if isinstance(tensor, DTensor):
             value, spec = self._take_out(tensor)
         else:
@@ -164,9 +154,7 @@ class DistributedEngine:
         """The DTensor with the placements of `spec`, of a padded local value that lies as its slot says."""
         placements = spec.to_placements(self.mesh)
         if not matches_dtensor(spec, slot.shape, self.mesh):
-            return distribute_tensor(
-                self.write(value, slot), self.device_mesh, placements, src_data_rank=None
-            )
+            return distribute_tensor(self.write(value, slot), self.device_mesh, placements, src_data_rank=None)
         local = self._reshard(value, slot.spec, spec, slot)
         local = unpad_local(local, spec, self.mesh, slot.shape, self.groups.rank)
         return self._from_local(local, slot.shape, placements)

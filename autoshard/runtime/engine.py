@@ -103,9 +103,7 @@ class SimulatorEngine:
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
         """See `Engine`."""
         if tuple(tensor.shape) != slot.shape:
-            raise MeshError(
-                f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}."
-            )
+            raise MeshError(f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}.")
         return shard_all(tensor.detach(), slot.spec, self.mesh)
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:

@@ -65,9 +65,7 @@ class Executable:
     @cached_property
     def updated_buffers(self) -> frozenset[str]:
         """Names of the buffers that a forward call changes."""
-        return frozenset(
-            slot.slot.name for slot in self.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE
-        )
+        return frozenset(slot.slot.name for slot in self.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE)
 
     @cached_property
     def has_seed(self) -> bool:
@@ -91,9 +89,7 @@ class Executable:
         values = [self.engine.read(tensor, slot) for tensor, slot in zip(tensors, self.inputs, strict=True)]
         results = self._forward(values)
         count = len(self.outputs)
-        outputs = [
-            self._write_output(value, slot) for value, slot in zip(results, self.outputs, strict=False)
-        ]
+        outputs = [self._write_output(value, slot) for value, slot in zip(results, self.outputs, strict=False)]
         return outputs, list(results[count:])
 
     def run_backward(

@@ -64,9 +64,7 @@ class Compiler(Protocol):
         """The program for a call. Called by all ranks."""
         ...
 
-    def guards_hold(
-        self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]
-    ) -> bool:
+    def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """Whether a program whose trace relied on values serves these inputs."""
         ...
 
@@ -142,9 +140,7 @@ class ShardedModule(nn.Module):
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
         executable, call = self._find(FlatCall.of(args, kwargs))
         tensors = self._gather_inputs(executable, call)
-        outputs = ProgramFunction.apply(
-            Call(executable, lambda: self._find_with_all_tangents(call)), *tensors
-        )
+        outputs = ProgramFunction.apply(Call(executable, lambda: self._find_with_all_tangents(call)), *tensors)
         return self._hand_out(executable, outputs)
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
@@ -193,9 +189,7 @@ class ShardedModule(nn.Module):
     def _compile(self, call: FlatCall, grad: bool, all_tangents: bool) -> Executable:
         signature = describe_call(call, grad=grad, training=self.training)
         if self._last is not None:
-            _LOGGER.info(
-                "planning anew for a call %s%s", signature, ", every output's gradient" * all_tangents
-            )
+            _LOGGER.info("planning anew for a call %s%s", signature, ", every output's gradient" * all_tangents)
         leaves = [self._example(leaf) for leaf in call.leaves]
         args, kwargs = call.assemble(leaves)
         model = self._original[0]

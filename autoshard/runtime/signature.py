@@ -53,9 +53,7 @@ def signature_of(call: FlatCall, model: nn.Module, *, grad: bool) -> Hashable:
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:
     """A short text of a call for people: `int64[4, 16], int64[4, 16], training`."""
     parts = [
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        if isinstance(leaf, torch.Tensor)
-        else repr(leaf)
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
         for leaf in call.leaves
     ]
     mode = ("training" if training else "evaluation") + ("" if grad else ", no gradients")

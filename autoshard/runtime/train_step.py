@@ -80,9 +80,7 @@ class TrainStep:
         loss.backward()
         return loss.detach()
 
-    def _parts(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The call of each micro-batch."""
         if self.micro_batches == 1:
             return [(args, kwargs)]
@@ -119,35 +117,3 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return [leaf] * parts
     return list(leaf.split(size // parts))
-
-
-def rebind_optimizer(
-    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
-) -> None:
-    """Let `optimizer`, made over a model's parameters, update the ones that took their place.
-
-    Groups, their options and attached schedulers stay.
-
-    Args:
-        optimizer: any torch optimizer.
-        before, after: the parameters that were and that are, by qualified name.
-
-    Raises:
-        TraceError: the optimizer has parameters of another model, or has already taken steps.
-    """
-    taken = {id(parameter): after[name] for name, parameter in before.items()}
-    kept = {id(parameter): parameter for parameter in after.values()}
-    for number, group in enumerate(optimizer.param_groups):
-        strangers = [item for item in group["params"] if id(item) not in taken and id(item) not in kept]
-        if strangers:
-            raise TraceError(
-                f"optimizer={type(optimizer).__name__} holds {len(strangers)} parameters in group {number} that are "
-                f"not the model's, the first of shape={tuple(strangers[0].shape)}. Make it with model.parameters()."
-            )
-        group["params"] = [taken.get(id(item), item) for item in group["params"]]
-    stale = [parameter for parameter in optimizer.state if id(parameter) not in kept]
-    if stale:
-        raise TraceError(
-            f"optimizer={type(optimizer).__name__} has already taken steps on the unsharded model. Compile with a "
-            "fresh optimizer, then load its state with load_state_dict."
-        )
