@@ -68,8 +68,10 @@ def emit_reshard(
         ValueError: `dtype` is neither given nor known, or has no such reduction.
     """
     emitter = _Emitter(mesh, tuple(shape), dtype or _dtype_of(value), on_node, [])
-    for position, step in enumerate(steps):
-        value = emitter.step(value, step, is_last=position == len(steps) - 1)
+    real = [index for index, step in enumerate(steps) if step.axis_size > 1]
+    for index, following in zip(real, [*real[1:], len(steps)], strict=True):
+        reached = steps[following - 1].target
+        value = emitter.step(value, steps[index], reached, is_last=following == len(steps))
     return value
 
 
@@ -141,15 +143,13 @@ class _Emitter:
     on_node: OnNode | None
     nodes: list[fx.Node]
 
-    def step(self, value: Any, step: ReshardStep, *, is_last: bool) -> Any:
-        """Emit one step and report its nodes."""
-        if step.axis_size == 1:
-            return value
+    def step(self, value: Any, step: ReshardStep, reached: PartitionSpec, *, is_last: bool) -> Any:
+        """Emit one step and report its nodes; steps over axes of size one after it lead to `reached`."""
         self.nodes.clear()
         value = self._local_value(value, step, is_last=is_last)
         if self.on_node is not None:
             for node in self.nodes:
-                self.on_node(node, step.target if node is self.nodes[-1] else None)
+                self.on_node(node, reached if node is self.nodes[-1] else None)
         return value
 
     def _local_value(self, value: Any, step: ReshardStep, *, is_last: bool) -> Any:

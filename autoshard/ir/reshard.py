@@ -5,8 +5,6 @@ axes take part in the search, also those on which the two specs agree: an all-re
 moves fewer bytes when another axis slices the value first and gathers it afterwards, and the plan does so
 where the cost says that it pays.
 
-A partial value never changes its reduction without being reduced: max addends of a sum mean nothing.
-
 The search assumes of `cost` that it is not negative, and that it depends on a step's kind, axis, reduction
 and bytes
 only: steps that agree in these are priced once.
@@ -22,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.errors import InvalidSpecError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec, Reduction
 from autoshard.ir.spec_graph import Move, ReshardKind, SpecGraph, spec_graph
@@ -117,7 +116,7 @@ def plan_reshard(
         texts.
 
     Raises:
-        InvalidSpecError: a spec does not fit the mesh or the shape.
+        InvalidSpecError: a spec does not fit the mesh or the shape, or mixes reductions.
         ValueError: `cost` gave a price that is negative or not finite.
 
     Example:
@@ -152,13 +151,13 @@ def reshard_costs(
         cost: the price of a step, as in `plan_reshard`.
 
     Raises:
-        InvalidSpecError: a spec does not fit the mesh or the shape.
+        InvalidSpecError: a spec does not fit the mesh or the shape, or mixes reductions.
         ValueError: `cost` gave a price that is negative or not finite.
     """
     if not sources or not targets:
         return np.zeros((len(sources), len(targets)))
-    for spec in {*sources, *targets}:
-        spec.check(mesh, len(shape))
+    for spec in dict.fromkeys((*sources, *targets)):
+        _check(spec, mesh, len(shape))
     graph = spec_graph(mesh, len(shape), _reductions(*sources, *targets))
     weights = _weights(graph, tuple(shape), itemsize, cost or bytes_sent)
     columns = list(dict.fromkeys(targets))
@@ -177,8 +176,8 @@ def _plan(
     itemsize: int,
     cost: StepCost,
 ) -> tuple[ReshardStep, ...]:
-    source.check(mesh, len(shape))
-    target.check(mesh, len(shape))
+    _check(source, mesh, len(shape))
+    _check(target, mesh, len(shape))
     if source == target:
         return ()
     graph = spec_graph(mesh, len(shape), _reductions(source, target))
@@ -224,6 +223,15 @@ def _step(graph: SpecGraph, edge: int, sizes: NDArray[np.int64]) -> ReshardStep:
         bytes_before=int(sizes[source]),
         bytes_after=int(sizes[target]),
     )
+
+
+def _check(spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
+    spec.check(mesh, ndim)
+    if len(_reductions(spec)) > 1:
+        raise InvalidSpecError(
+            f"{spec!r} awaits reductions of several kinds; they do not commute, so "
+            "reduce all but one kind first."
+        )
 
 
 def _reductions(*specs: PartitionSpec) -> tuple[Reduction, ...]:

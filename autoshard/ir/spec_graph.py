@@ -7,6 +7,9 @@ becomes the minor-most, as only then do ranks hold contiguous pieces. So an axis
 * where it holds copies: split a dim (slice), or become partial (one rank keeps the value);
 * where it is partial: be reduced (all-reduce), or be reduced and split a dim (reduce-scatter).
 
+All partial axes of a spec have one reduction: those of two kinds do not commute, so a spec that mixed them
+would not say what the value is. A partial value never changes its reduction without being reduced.
+
 The graph depends on the mesh, the rank of the tensor and the reductions only, so it is built once for each;
 weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958), all
 targets at once and vectorised over edges; it takes as many rounds as the longest shortest path has steps
@@ -118,7 +121,10 @@ def _moves_of_copies(
 ) -> Iterator[tuple[Move, State]]:
     for to_dim in range(len(stacks)):
         yield Move(ReshardKind.SLICE, axis, to_dim=to_dim), (_push(stacks, to_dim, axis), partial)
+    pending = {reduction for _, reduction in partial}
     for reduction in reductions:
+        if pending - {reduction}:
+            continue
         after = tuple(sorted((*partial, (axis, reduction))))
         yield Move(ReshardKind.MAKE_PARTIAL, axis, reduction=reduction), (stacks, after)
 

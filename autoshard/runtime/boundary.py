@@ -88,7 +88,7 @@ def unshard(
     spec.check(mesh, len(shape))
     _check_locals(locals_, spec, mesh, tuple(shape))
     value_at = _assembler(locals_, spec, mesh, tuple(shape))
-    value = value_at(0, 0)
+    value = value_at(0, 0).contiguous()
     if check:
         for rank in range(1, mesh.size):
             _check_copy(value, value_at(rank, 0), spec, mesh, rank)

@@ -1,0 +1,49 @@
+"""Meshes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.errors import MeshError
+from autoshard.ir.mesh import Mesh
+from autoshard.testing.strategies import meshes
+
+
+@given(meshes())
+def test_coordinates_and_ranks_round_trip(mesh: Mesh) -> None:
+    """`rank_at` is the inverse of `coordinates`, and ranks are numbered with the last axis fastest."""
+    places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    assert [mesh.rank_at(place) for place in places] == list(range(mesh.size))
+    assert [tuple(place.values()) for place in places] == sorted(tuple(place.values()) for place in places)
+
+
+@given(st.data())
+def test_groups_partition_the_ranks(data: st.DataObject) -> None:
+    """Every rank is in one group, at its own index along the axes."""
+    mesh = data.draw(meshes())
+    axes = data.draw(st.lists(st.sampled_from(mesh.axis_names), min_size=1, unique=True))
+    groups = mesh.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    for group in groups:
+        assert len(group) == mesh.shards(axes)
+        keys = [tuple(mesh.coordinates(rank)[axis] for axis in axes) for rank in group]
+        assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("axes", [{}, {"a b": 2}, {"data": 0}, {"data": True}])
+def test_malformed(axes: dict[str, int]) -> None:
+    """A mesh needs an axis, names that are identifiers, and sizes of at least one."""
+    with pytest.raises(MeshError):
+        Mesh(axes)
+
+
+def test_unknown_axis() -> None:
+    """Asking for an axis that is not there names those that are."""
+    with pytest.raises(MeshError, match="its axes are 'data'"):
+        Mesh({"data": 2}).axis_size("model")
+
+
+def test_rank_out_of_range() -> None:
+    """Ranks are counted from zero."""
+    with pytest.raises(MeshError, match="has ranks 0 to 1"):
+        Mesh({"data": 2}).coordinates(2)

@@ -1,0 +1,28 @@
+"""Reductions and their identities."""
+
+import pytest
+import torch
+
+from autoshard.ir.reduction import combine, identity_of
+from autoshard.ir.spec import Reduction
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("reduction", list(Reduction))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_identity_changes_no_bit(reduction: Reduction, dtype: torch.dtype) -> None:
+    """Combining with the identity, on either side, keeps every value, negative zero and extremes too."""
+    value = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), -float("inf")])
+    value = value.to(dtype) if dtype.is_floating_point else torch.tensor([0, 1, 100]).to(dtype)
+    other = torch.full_like(value, identity_of(reduction, dtype))
+    bits = value.view(torch.uint8)
+    assert torch.equal(combine(reduction, [value, other]).view(torch.uint8), bits)
+    assert torch.equal(combine(reduction, [other, value]).view(torch.uint8), bits)
+
+
+def test_bool_reductions_are_or_and_and() -> None:
+    """A sum of bools is `or`, a product `and`."""
+    addends = [torch.tensor([False, False, True]), torch.tensor([False, True, True])]
+    assert combine(Reduction.SUM, addends).tolist() == [False, True, True]
+    assert combine(Reduction.PRODUCT, addends).tolist() == [False, False, True]

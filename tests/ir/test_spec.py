@@ -1,0 +1,104 @@
+"""Partition specs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from autoshard.errors import InvalidSpecError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import P, PartitionSpec, Reduction
+from autoshard.testing.strategies import meshes, shapes, specs
+
+
+@given(st.data())
+def test_repr_and_parse_round_trip(data: st.DataObject) -> None:
+    """What `repr` prints, `parse` reads."""
+    spec = data.draw(specs(data.draw(meshes()), data.draw(st.integers(0, 4))))
+    assert PartitionSpec.parse(repr(spec)) == spec
+
+
+@given(st.data())
+def test_placements_round_trip(data: st.DataObject) -> None:
+    """Specs in the mesh's order become placements and come back."""
+    mesh = data.draw(meshes())
+    spec = data.draw(specs(mesh, data.draw(st.integers(0, 4)), mesh_order=True))
+    assert PartitionSpec.from_placements(spec.to_placements(mesh), mesh) == spec
+
+
+@given(st.data())
+def test_local_shapes_cover_the_tensor(data: st.DataObject) -> None:
+    """Local sizes times ranks cover each dim, and exactly so where the spec is even."""
+    mesh, shape = data.draw(meshes()), data.draw(shapes())
+    spec = data.draw(specs(mesh, len(shape)))
+    for dim, (size, local) in enumerate(zip(shape, spec.local_shape(shape, mesh), strict=True)):
+        assert local * mesh.shards(spec.axes_of(dim)) >= size
+    if spec.is_even(shape, mesh):
+        covered = (n * mesh.shards(spec.axes_of(d)) for d, n in enumerate(spec.local_shape(shape, mesh)))
+        assert tuple(covered) == shape
+
+
+def test_trailing_none_is_dropped() -> None:
+    """Specs are canonical: equal, with equal hashes."""
+    assert P("data", None) == P("data")
+    assert hash(P("data", None)) == hash(P(("data",)))
+
+
+def test_properties() -> None:
+    """A spec answers where each axis is."""
+    spec = P(("data", "model"), None, partial={"expert": "max"})
+    assert spec.axes == ("data", "model", "expert")
+    assert (spec.dim_of("model"), spec.dim_of("expert")) == (0, None)
+    assert spec.reduction_over("expert") is Reduction.MAX
+    assert spec.is_partial
+    assert not spec.is_fully_replicated
+
+
+def test_to_placements() -> None:
+    """Placements come one per axis of the mesh."""
+    mesh = Mesh({"data": 2, "model": 2, "expert": 2})
+    expected = (Shard(1), Replicate(), Partial("sum"))
+    assert P(None, "data", partial={"expert": "sum"}).to_placements(mesh) == expected
+
+
+def test_to_placements_refuses_another_order() -> None:
+    """Placements cannot say in which order axes split one dim."""
+    with pytest.raises(InvalidSpecError, match="in an order other than"):
+        P(("model", "data")).to_placements(Mesh({"data": 2, "model": 2}))
+
+
+def test_axis_used_twice() -> None:
+    """An axis splits one dim, or is partial."""
+    with pytest.raises(InvalidSpecError, match="'data' twice"):
+        P("data", partial={"data": "sum"})
+
+
+def test_unknown_reduction() -> None:
+    """Reductions are a closed set."""
+    with pytest.raises(InvalidSpecError, match="unknown reduction"):
+        P(partial={"data": "mean"})
+
+
+def test_dim_that_is_no_axis() -> None:
+    """A dim is an axis name, a tuple of them, or None."""
+    with pytest.raises(InvalidSpecError, match="a dim is an axis name"):
+        P((1,))  # type: ignore[arg-type]
+
+
+def test_unknown_axis() -> None:
+    """`check` names the axis that the mesh lacks."""
+    with pytest.raises(InvalidSpecError, match="names mesh axis 'model'"):
+        P("model").check(Mesh({"data": 2}), 1)
+
+
+def test_too_many_dims() -> None:
+    """`check` counts dims."""
+    with pytest.raises(InvalidSpecError, match="splits 2 dims"):
+        P(None, "data").check(Mesh({"data": 2}), 1)
+
+
+@pytest.mark.parametrize("text", ["P(", "Q()", "P(x)", "3", "P(other=1)"])
+def test_unreadable_text(text: str) -> None:
+    """`parse` says how specs are written."""
+    with pytest.raises(InvalidSpecError, match="cannot be read"):
+        PartitionSpec.parse(text)
