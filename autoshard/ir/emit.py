@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ def emit_reshard(
     """
     emitter = _Emitter(mesh, tuple(shape), dtype or _dtype_of(value), on_node, [])
     real = [index for index, step in enumerate(steps) if step.axis_size > 1]
-    for index, following in zip(real, [*real[1:], len(steps)], strict=True):
+    for index, following in pairwise([*real, len(steps)]):
         reached = steps[following - 1].target
         value = emitter.step(value, steps[index], reached, is_last=following == len(steps))
     return value
