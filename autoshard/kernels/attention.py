@@ -148,9 +148,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: floa
         raise ValueError(f"attention with dropout_p={dropout_p!r} needs a seed; found seed=None.")
 
 
-def _scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float, offset: Sequence[int]) -> Tensor:
     """[B, H, S, T] scores in the accumulation dtype, -inf where masked."""
     dtype = accumulation_dtype(q.dtype)
     scores = _merge(torch.matmul(_group(q.to(dtype) * scale, k), k.to(dtype).mT), q)
@@ -215,9 +213,7 @@ def _fake(
     return q.new_empty((*rows, v.shape[3])), q.new_empty(rows, dtype=accumulation_dtype(q.dtype))
 
 
-def _fake_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -232,8 +228,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[3]:
         raise NotImplementedError(
-            "autoshard::attention has no gradient for its mask; "
-            "use attention_composite for a mask that requires grad."
+            "autoshard::attention has no gradient for its mask; use attention_composite for a mask that requires grad."
         )
     nothing = (None,) * 8
     if grad_out is None:
@@ -243,9 +238,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor
     return *grads, *nothing
 
 
-_CONSTANTS = (
-    "float dropout_p, bool is_causal, float scale, SymInt site, SymInt[] offset, SymInt[] global_shape"
-)
+_CONSTANTS = "float dropout_p, bool is_causal, float scale, SymInt site, SymInt[] offset, SymInt[] global_shape"
 
 attention = define(
     "attention",

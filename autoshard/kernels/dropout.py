@@ -37,9 +37,7 @@ def dropout_reference(
     return torch.where(keep, scaled, 0.0).to(x.dtype).contiguous()
 
 
-def _fake(
-    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
-) -> Tensor:
+def _fake(x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -57,9 +57,7 @@ class Kernel:
         return self.replacement._schema.name
 
 
-def specimen(
-    function: Any, types: str, constants: Mapping[str, object], num_warps: int = 4
-) -> Specimen:
+def specimen(function: Any, types: str, constants: Mapping[str, object], num_warps: int = 4) -> Specimen:
     """A `Specimen` from the types of the run-time arguments in order, separated by spaces.
 
     A type `None` is an absent pointer; arguments after the last type are the `constexpr` ones.

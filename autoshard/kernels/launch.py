@@ -65,7 +65,12 @@ def require(name: str, reason: str | None) -> None:
 
 
 def launch(
-    kernel: Any, grid: Sequence[int], device: torch.device, *arguments: object, num_warps: int, **constants: object
+    kernel: Any,
+    grid: Sequence[int],
+    device: torch.device,
+    *arguments: object,
+    num_warps: int,
+    **constants: object,
 ) -> None:
     """Run a `@triton.jit` function over `grid` on `device`; an empty grid runs nothing.
 
@@ -76,7 +81,7 @@ def launch(
     if device.type != "cuda" and not is_interpreted:
         raise KernelError(
             f"Triton kernel {kernel.fn.__name__} needs tensors on a GPU; found device={str(device)!r}. "
-            "To run it in Triton's interpreter set TRITON_INTERPRET=1 before importing autoshard.kernels.registry."
+            "To run it in Triton's interpreter set TRITON_INTERPRET=1 before importing its module."
         )
     if 0 in grid:
         return

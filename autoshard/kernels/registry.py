@@ -17,10 +17,16 @@ from types import MappingProxyType
 
 from torch._ops import OpOverload
 
-from autoshard.kernels import triton_softmax
+from autoshard.kernels import (
+    triton_cross_entropy,
+    triton_dropout,
+    triton_layer_norm,
+    triton_rms_norm,
+    triton_softmax,
+)
 from autoshard.kernels.kernel import Kernel
 
-_MODULES = (triton_softmax,)
+_MODULES = (triton_cross_entropy, triton_dropout, triton_layer_norm, triton_rms_norm, triton_softmax)
 
 
 def _tabulate(kernels: Iterable[Kernel]) -> Mapping[OpOverload, tuple[Kernel, ...]]:

@@ -100,9 +100,7 @@ def why_not_softmax(x: Tensor, dim: int, half_to_float: bool) -> str | None:
     return _refuse_dim(x, dim) or refuse_dtypes(x=x) or refuse_columns(x.shape[-1])
 
 
-def why_not_softmax_backward(
-    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> str | None:
+def why_not_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> str | None:
     """Why the kernel cannot stand in for `aten::_softmax_backward_data`, or None."""
     reason = refuse_dtypes(grad_output=grad_output, output=output)
     return _refuse_dim(output, dim) or reason or refuse_columns(output.shape[-1])
@@ -135,15 +133,11 @@ def _softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype
     return grad
 
 
-def _softmax_backward_fake(
-    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> Tensor:
+def _softmax_backward_fake(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     return output.new_empty(output.shape, dtype=input_dtype)
 
 
-softmax = define(
-    "triton_softmax", "(Tensor self, int dim, bool half_to_float) -> Tensor", _softmax, _softmax_fake
-)
+softmax = define("triton_softmax", "(Tensor self, int dim, bool half_to_float) -> Tensor", _softmax, _softmax_fake)
 softmax_backward = define(
     "triton_softmax_backward",
     "(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor",

@@ -28,9 +28,7 @@ def test_equals_torch_in_float64(rows: int, classes: int, smoothing: float, seed
     logits, target = _case(rows, classes, torch.float64, seed)
     weight = torch.randn(rows, dtype=torch.float64)
     loss, lse = cross_entropy(logits, target, IGNORE, smoothing)
-    expected = F.cross_entropy(
-        logits, target, reduction="none", ignore_index=IGNORE, label_smoothing=smoothing
-    )
+    expected = F.cross_entropy(logits, target, reduction="none", ignore_index=IGNORE, label_smoothing=smoothing)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(lse, logits.logsumexp(1))
     (grad,) = torch.autograd.grad(loss, logits, weight)
@@ -44,9 +42,7 @@ def test_equals_torch_in_float32(smoothing: float) -> None:
     """In float32 loss and gradient agree with torch within 1e-6 relative."""
     logits, target = _case(33, 57, torch.float32)
     loss, _ = cross_entropy(logits, target, IGNORE, smoothing)
-    expected = F.cross_entropy(
-        logits, target, reduction="none", ignore_index=IGNORE, label_smoothing=smoothing
-    )
+    expected = F.cross_entropy(logits, target, reduction="none", ignore_index=IGNORE, label_smoothing=smoothing)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     grads = [torch.autograd.grad(value.sum(), logits)[0] for value in (loss, expected)]
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)

@@ -42,9 +42,7 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected:
 
 
 @given(shards(), st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**32 - 1))
-def test_shard_equals_slice_of_whole(
-    shard: tuple[list[int], list[int], list[int]], seed: int, site: int
-) -> None:
+def test_shard_equals_slice_of_whole(shard: tuple[list[int], list[int], list[int]], seed: int, site: int) -> None:
     """A shard's numbers are the slice of the whole array's, bit for bit."""
     shape, offset, whole = shard
     key = torch.tensor(seed)

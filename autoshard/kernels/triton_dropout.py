@@ -1,0 +1,140 @@
+"""Dropout, its mask from Philox at the global index: the same bits as `dropout.py` draws.
+
+Srivastava et al., "Dropout" (JMLR 2014); Salmon et al., "Parallel random numbers" (SC 2011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autoshard.kernels.dropout import dropout
+from autoshard.kernels.kernel import Kernel, specimen
+from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require, row_tile
+from autoshard.kernels.library import define
+from autoshard.kernels.philox import drop_threshold, keep_scale
+
+_MAX_DIMS = 4
+_MAX_BLOCK = 1024
+
+
+@triton.jit
+def dropout_kernel(
+    x_ptr,
+    seed_ptr,
+    out_ptr,
+    rows,
+    columns,
+    size_1,
+    size_2,
+    x_stride,
+    out_stride,
+    step_0,
+    step_1,
+    step_2,
+    start,
+    site,
+    threshold,
+    scale,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """x_ptr, out_ptr [rows, columns] with rows = [*, size_1, size_2]; seed_ptr [] int64.
+
+    Row (i, j, k), column l has global index start + i step_0 + j step_1 + k step_2 + l; the element is
+    dropped where its random word is below `threshold`, else multiplied by `scale`.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    column = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    seed = tl.load(seed_ptr)
+    outer = row // size_2
+    first = start + row % size_2 * step_2 + outer % size_1 * step_1 + outer // size_1 * step_0
+    index = first + column
+    low = (index & 0xFFFFFFFF).to(tl.uint32)
+    high = ((index >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zero = low ^ low
+    word, _, _, _ = tl.philox(seed, low, high, zero + tl.cast(site, tl.uint32), zero)
+    out = tl.where(word.to(tl.int64) >= threshold, x * scale, 0.0)
+    tl.store(out_ptr + row * out_stride + column, out, mask=inside)
+
+
+def why_not_dropout(
+    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
+) -> str | None:
+    """Why the kernel cannot stand in for `autoshard::dropout`, or None. Looks at `x` only."""
+    if not 1 <= x.dim() <= _MAX_DIMS:
+        return f"x has {x.dim()} dims; the kernel takes 1 to {_MAX_DIMS}."
+    return refuse_dtypes(x=x)
+
+
+def _dropout(
+    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
+) -> Tensor:
+    require("triton_dropout", why_not_dropout(x, seed, p, site, offset, global_shape))
+    out = _dropout_fake(x, seed, p, site, offset, global_shape)
+    if x.numel() == 0:
+        return out
+    columns = x.shape[-1]
+    matrix, result = as_rows(x, columns), out.view(-1, columns)
+    (_, size_1, size_2, _), (step_0, step_1, step_2), start = _place(x.shape, offset, global_shape)
+    tile = row_tile(columns, _MAX_BLOCK)
+    launch(
+        dropout_kernel,
+        (triton.cdiv(matrix.shape[0], tile.rows), triton.cdiv(columns, tile.columns)),
+        x.device,
+        *(matrix, seed, result, matrix.shape[0], columns, size_1, size_2),
+        *(matrix.stride(0), columns, step_0, step_1, step_2, start),
+        *(site, drop_threshold(p), keep_scale(p)),
+        BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns,
+        num_warps=tile.num_warps,
+    )
+    return out
+
+
+def _place(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int]
+) -> tuple[list[int], list[int], int]:
+    """(sizes of four dims, global steps of the first three, global index of the first element)."""
+    missing = _MAX_DIMS - len(shape)
+    sizes = [*[1] * missing, *shape]
+    wholes = [*[1] * missing, *global_shape]
+    steps = [1]
+    for whole in reversed(wholes[1:]):
+        steps.insert(0, steps[0] * whole)
+    start = sum(first * step for first, step in zip(offset, steps[missing:], strict=True))
+    return sizes, steps[:-1], start
+
+
+def _dropout_fake(
+    x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+triton_dropout = define(
+    "triton_dropout",
+    "(Tensor x, Tensor seed, float p, SymInt site, SymInt[] offset, SymInt[] global_shape) -> Tensor",
+    _dropout,
+    _dropout_fake,
+)
+
+KERNELS = (
+    Kernel(
+        dropout,
+        triton_dropout,
+        why_not_dropout,
+        (
+            specimen(
+                dropout_kernel,
+                "*bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i32 i64 fp32",
+                {"BLOCK_R": 2, "BLOCK_C": 1024},
+            ),
+        ),
+    ),
+)
