@@ -13,8 +13,12 @@ from torch.distributed.tensor import Placement
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import (  # noqa: F401  (each registers its rules)
     attention,
+    batch_norm,
+    convolution,
     creation,
+    images,
     indexing,
+    linear_algebra,
     losses,
     matmul,
     normalisation,

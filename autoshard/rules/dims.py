@@ -41,14 +41,12 @@ def broadcast_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def broadcast_dims(shape: Sequence[int], dims: Dims) -> Dims:
-    """The dims of an operand of `shape` that broadcasts to a tensor with `dims`: right aligned, size one without factor."""
+    """The dims of an operand of `shape` that broadcasts to a tensor with `dims`: right aligned, none for size one."""
     aligned = dims[len(dims) - len(shape) :]
     return tuple(ONE if size == 1 else dim for size, dim in zip(shape, aligned, strict=True))
 
 
-def elementwise(
-    shapes: Sequence[Sequence[int]], results: int = 1
-) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """The notation of an operator that broadcasts operands of `shapes` and acts on each element."""
     if len(shapes) == 1:
         dims = named(len(shapes[0]))

@@ -54,9 +54,7 @@ def emit_local(
         tuple of proxies (`result[i]` works on both).
     """
     if rule is None or rule.local is None or strategy is None or not strategy.splits(mesh):
-        return tracer.create_proxy(
-            "call_function", _STRIDE_FREE.get(target, target), tuple(args), dict(kwargs)
-        )
+        return tracer.create_proxy("call_function", _STRIDE_FREE.get(target, target), tuple(args), dict(kwargs))
     assert len(output_shapes) == len(rule.outputs), f"{target}: {len(rule.outputs)} results in the rule"
     context = FxLocalContext(target, rule, strategy.splits(mesh), mesh, tracer)
     return rule.local(context, *args, **kwargs)

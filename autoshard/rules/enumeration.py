@@ -109,9 +109,7 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
     return Strategy(tuple(s for s in inputs if s), tuple(s for s in outputs if s), tuple(choices))
 
 
-def _carries_agree(
-    rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
-) -> bool:
+def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
     """Addends may be reduced in any order only if all pending reductions of a result are the same."""
     reductions = {carry.reduction for carry in carried.values()}
     for output in range(len(rule.outputs)):
@@ -125,9 +123,7 @@ def _pending(
     """The reductions that operand `index` awaits: carried ones, and for an addend those of the reduced factors."""
     pending = {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
     if index in rule.added:
-        reduced = (
-            f for f in splits if any(rule.is_reduced(f, output) for output in range(len(rule.outputs)))
-        )
+        reduced = (f for f in splits if any(rule.is_reduced(f, output) for output in range(len(rule.outputs))))
         pending.update({axis: rule.reduce[factor].value for factor in reduced for axis in splits[factor]})
     return pending
 

@@ -117,18 +117,14 @@ def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
 
 
 @sharding_rule(aten.index_add.default)
-def index_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, **kwargs: Any
-) -> Rule | None:
+def index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Rule | None:
     if x.dim() == 0 or source.dim() == 0:
         return None
     dims, position = named(x.dim()), normal_dim(dim, x.dim())
     target = with_blocked(dims, [position])
     source_dims = (*dims[:position], ("i",), *dims[position + 1 :])
     index_dims = (("i",),) if index.dim() else ()
-    return Rule(
-        ((target, index_dims, source_dims), (target,)), reduce={"i": "sum"}, added=(0,), linear=[(0, 2)]
-    )
+    return Rule(((target, index_dims, source_dims), (target,)), reduce={"i": "sum"}, added=(0,), linear=[(0, 2)])
 
 
 @sharding_rule(aten.index_copy.default)
@@ -144,9 +140,7 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
     if x.dim() == 0:
         return None
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    return Rule(
-        ((dims, all_blocked(index.dim())), (dims,)), linear=[(0,)] if value == 0 and is_additive(x) else ()
-    )
+    return Rule(((dims, all_blocked(index.dim())), (dims,)), linear=[(0,)] if value == 0 and is_additive(x) else ())
 
 
 # An index of the result's shape along one dim.
@@ -154,7 +148,7 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
 
 @sharding_rule(aten.gather.default)
 def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Rule | None:
-    if x.dim() == 0 or index.dim() == 0:
+    if x.dim() == 0 or index.dim() != x.dim():
         return None
     position = normal_dim(dim, x.dim())
     source, index_dims = _aligned(x.shape, index.shape, position)
@@ -197,9 +191,7 @@ def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -
 @sharding_rule(aten.scatter.value)
 def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Rule | None:
     rule_dims = _scattered(x, dim, index)
-    return rule_dims and Rule(
-        rule_dims, linear=[(0,)] if value == 0 and is_additive(x) else (), blocked=("i",)
-    )
+    return rule_dims and Rule(rule_dims, linear=[(0,)] if value == 0 and is_additive(x) else (), blocked=("i",))
 
 
 @sharding_rule(aten.scatter_add.default)
@@ -228,7 +220,7 @@ def _scattered(
     x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None = None
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
     """The notation: the dim written to is blocked, `i` is the index along it."""
-    if x.dim() == 0 or index.dim() == 0 or (src is not None and src.dim() == 0):
+    if x.dim() == 0 or any(t is not None and t.dim() != x.dim() for t in (index, src)):
         return None
     position = normal_dim(dim, x.dim())
     shapes = [index.shape] if src is None else [index.shape, src.shape]
@@ -267,9 +259,7 @@ def index_put(
     return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,))
 
 
-def _indexed(
-    x: torch.Tensor, indices: Sequence[torch.Tensor | None]
-) -> tuple[Dims, tuple[Dims, ...], Dims] | None:
+def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Dims, tuple[Dims, ...], Dims] | None:
     """The dims of the operand, of each index, and of what they select; None for masks, whose counts depend on data."""
     present = [position for position, index in enumerate(indices) if index is not None]
     tensors = [index for index in indices if index is not None]
@@ -292,3 +282,19 @@ def _indexed(
 def take(x: torch.Tensor, index: torch.Tensor) -> Rule:
     dims = named(index.dim(), "i")
     return Rule(((all_blocked(x.dim()), dims), (dims,)), transparent=True)
+
+
+# Bags: sums of rows of a table.
+
+
+@sharding_rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(
+    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, per_sample_weights: torch.Tensor | None = None, *_: Any,
+) -> Rule | None:  # fmt: skip
+    """Columns of the table are independent; a maximum (mode 2) also yields which rows it came from."""
+    if mode == 2:
+        return None
+    columns = ((BLOCKED, ("d",)),)
+    others = ((BLOCKED,),) * (2 if per_sample_weights is None else 3)
+    return Rule(((*columns, *others), (*columns, *((BLOCKED,),) * 3)), whole={"d": (1, 2, 3)}, linear=())

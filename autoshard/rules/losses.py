@@ -21,14 +21,10 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 @sharding_rule(autoshard_ops.cross_entropy.default)
-def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float
-) -> Rule:
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float) -> Rule:
     dtype = _accumulation_dtype(logits)
 
-    def local(
-        context: LocalContext, logits: Any, target: Any, ignore_index: int, label_smoothing: float
-    ) -> Any:
+    def local(context: LocalContext, logits: Any, target: Any, ignore_index: int, label_smoothing: float) -> Any:
         if not context.is_split("c"):
             return context.default(logits, target, ignore_index, label_smoothing)
         return _split_cross_entropy(context, logits, target, ignore_index, label_smoothing, dtype)
@@ -67,9 +63,7 @@ def _split_cross_entropy(
 def cross_entropy_backward(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any
 ) -> Rule:
-    return Rule(
-        "n, n c, n, n -> n c", linear=[(0,)], local=_local_cross_entropy_backward(logits.dtype, lse.dtype)
-    )
+    return Rule("n, n c, n, n -> n c", linear=[(0,)], local=_local_cross_entropy_backward(logits.dtype, lse.dtype))
 
 
 def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype) -> Any:
@@ -87,9 +81,7 @@ def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype)
         if not context.is_split("c"):
             return context.default(grad, logits, target, lse, ignore_index, smoothing)
         is_ignored = call(aten.eq.Scalar, target, ignore_index)
-        scale = call(
-            aten._to_copy.default, call(aten.masked_fill.Scalar, grad, is_ignored, 0), dtype=accumulation
-        )
+        scale = call(aten._to_copy.default, call(aten.masked_fill.Scalar, grad, is_ignored, 0), dtype=accumulation)
         scale = call(aten.unsqueeze.default, scale, 1)  # [n, 1]
         x = call(aten._to_copy.default, logits, dtype=accumulation)
         result = call(aten.exp.default, call(aten.sub.Tensor, x, call(aten.unsqueeze.default, lse, 1)))
@@ -99,9 +91,7 @@ def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype)
         indices, elsewhere = local_indices(context, target, "c")
         elsewhere = call(aten.unsqueeze.default, elsewhere, 1)
         correction = call(aten.masked_fill.Scalar, call(aten.mul.Scalar, scale, smoothing - 1), elsewhere, 0)
-        result = call(
-            aten.scatter_add.default, result, 1, call(aten.unsqueeze.default, indices, 1), correction
-        )
+        result = call(aten.scatter_add.default, result, 1, call(aten.unsqueeze.default, indices, 1), correction)
         result = call(aten.masked_fill.Scalar, result, call(aten.unsqueeze.default, is_ignored, 1), 0)
         return call(aten._to_copy.default, result, dtype=dtype)
 
@@ -137,10 +127,10 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     x = (rows[0], ("c",), *rows[1:])
     operands = (x, rows, *(((("c",),),) if is_weighted else ()))
     if reduction == _NONE:
-        return Rule((operands, (rows, ())), blocked=("c",), whole={factor: (1,) for factor in names(rows)})
+        return Rule((operands, (rows, ())), blocked=("c",), whole=dict.fromkeys(names(rows), (1,)))
     if reduction == _SUM:
         return Rule((operands, ((), ())), blocked=("c",), reduce=dict.fromkeys(names(rows), "sum"))
-    whole = {factor: (0, 1) for factor in names(rows)}
+    whole = dict.fromkeys(names(rows), (0, 1))
     return Rule((operands, ((), ())), blocked=("c",), whole=whole, local=_local_nll_mean)
 
 
@@ -191,9 +181,7 @@ def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
 
 
 @sharding_rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
-def pointwise_loss(
-    x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, *args: Any, **kwargs: Any
-) -> Rule:
+def pointwise_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, *args: Any, **kwargs: Any) -> Rule:
     """A mean is a sum of the pieces' means, each divided by the number of pieces."""
     operands, (dims,) = elementwise([x.shape, target.shape])
     if reduction == _NONE:

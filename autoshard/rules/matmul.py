@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.rules.dims import broadcast_dims, named
+from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Dims, Rule, parse
 from autoshard.rules.registry import sharding_rule
 
@@ -101,12 +102,37 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> Rule:
 
 
 @sharding_rule(aten.linalg_solve_triangular.default)
-def solve_triangular(
-    a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, **kwargs: Any
-) -> Rule:
+def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, **kwargs: Any) -> Rule:
     """Batches are independent, and so are the right-hand sides: columns of `b`, or rows for `left=False`."""
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     free, _ = ("r",), ("_",)
     result = (*batch, _, free) if left else (*batch, free, _)
     operands = ((*broadcast_dims(a.shape[:-2], batch), _, _), broadcast_dims(b.shape, result))
     return Rule((operands, (result,)), linear=((1,),))
+
+
+# Products of groups of rows with a matrix each: mixtures of experts.
+
+
+@sharding_rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+def grouped_mm(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any, **__: Any
+) -> Rule | None:
+    """Rows up to offsets[e] belong to expert e; experts are blocked."""
+    if offsets is None or x.dim() != 2 or weight.dim() != 3:
+        return None
+    return Rule("s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped)
+
+
+@sharding_rule("transformers.grouped_mm_fallback_backward.default")
+def grouped_mm_backward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor) -> Rule:
+    reduce = {"n": "sum", "s": "sum"}
+    return Rule("s k, _ k n, _, s n -> s k, _ k n", reduce=reduce, linear=[(3,)], local=_local_grouped)
+
+
+def _local_grouped(context: LocalContext, x: Any, weight: Any, offsets: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Offsets count from the rank's first row."""
+    if context.is_split("s"):
+        shifted = context.call(aten.sub.Tensor, offsets, context.offset("s"))
+        offsets = context.call(aten.clamp.default, shifted, 0, context.local_size("s"))
+    return context.default(x, weight, offsets, *rest, **kwargs)

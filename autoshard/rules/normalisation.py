@@ -38,9 +38,7 @@ def layer_norm(
 
 
 @sharding_rule(aten._fused_rms_norm.default)
-def rms_norm(
-    x: torch.Tensor, normalized: Sequence[int], weight: torch.Tensor | None, eps: float | None
-) -> Rule:
+def rms_norm(x: torch.Tensor, normalized: Sequence[int], weight: torch.Tensor | None, eps: float | None) -> Rule:
     return _norm(x, normalized, [weight], statistics=1)
 
 
@@ -87,9 +85,7 @@ def _norm_backward(
     operands = (dims, dims, *[row_dims] * statistics, *(width for weight in weights if weight is not None))
     gradients = (dims, *[width] * len(weights))
     results = tuple(gradient for gradient, is_asked in zip(gradients, output_mask, strict=True) if is_asked)
-    return Rule(
-        (operands, results), reduce=dict.fromkeys(names(row_dims), "sum"), linear=[(0,)], blocked=names(width)
-    )
+    return Rule((operands, results), reduce=dict.fromkeys(names(row_dims), "sum"), linear=[(0,)], blocked=names(width))
 
 
 # Groups of channels.

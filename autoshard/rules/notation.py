@@ -134,9 +134,7 @@ def parse(notation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     sides = notation.split("->")
     if len(sides) != 2:
         raise InvalidSpecError(f"rule notation={notation!r} must have the form 'operands -> results'.")
-    left, right = (
-        tuple(_parse_operand(text) for text in side.split(",")) if side.strip() else () for side in sides
-    )
+    left, right = (tuple(_parse_operand(text) for text in side.split(",")) if side.strip() else () for side in sides)
     return left, right
 
 
@@ -172,14 +170,10 @@ def _name_anonymous(
 
 def _factor_sizes(rule: Rule, all_dims: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
     if len(all_dims) != len(shapes):
-        raise InvalidSpecError(
-            f"rule {rule.notation!r} names {len(all_dims)} tensors, the call has {len(shapes)}."
-        )
+        raise InvalidSpecError(f"rule {rule.notation!r} names {len(all_dims)} tensors, the call has {len(shapes)}.")
     known = dict(rule.sizes or {})
     pairs = [
-        (dim, size)
-        for dims, shape in zip(all_dims, shapes, strict=True)
-        for dim, size in _zip_dims(rule, dims, shape)
+        (dim, size) for dims, shape in zip(all_dims, shapes, strict=True) for dim, size in _zip_dims(rule, dims, shape)
     ]
     for dim, size in sorted(pairs, key=lambda pair: len(pair[0])):
         _solve_dim(rule, dim, size, known)

@@ -20,22 +20,24 @@ Linear = Sequence[Sequence[int]]
 
 # Overloads are named once; a packet stands for all its functional overloads.
 _NONLINEAR = """
-    __lshift__ __rshift__ __xor__ __and__ __or__ abs acos acosh angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift
-    bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh
-    digamma elu eq erf erfc erfinv exp exp2 expm1 float_power floor floor_divide fmax fmin fmod frac gcd ge gelu
-    gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf
-    isposinf lcm le leaky_relu lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not
-    logical_or logical_xor logit lt max.other maximum min.other minimum mish nan_to_num ne nextafter
-    polygamma pow reciprocal relu relu6 remainder round rsqrt selu sgn sigmoid sign signbit silu sin
-    sinc sinh softplus softshrink special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
-    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w
-    special_entr special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1 special_i1e
-    special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0
-    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
-    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
-    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
-    special_spherical_bessel_j0 special_zeta sqrt square tan tanh threshold trunc add.Scalar sub.Scalar rsub.Scalar
-    div.Tensor_mode div.Scalar_mode _prelu_kernel
+    __lshift__ __rshift__ __xor__ __and__ __or__ abs acos acosh angle asin asinh atan atan2 atanh bitwise_and
+    bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max
+    clamp_min clip copysign cos cosh digamma elu eq erf erfc erfinv exp exp2 expm1 float_power floor
+    floor_divide fmax fmin fmod frac gcd ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot
+    i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm le leaky_relu lgamma log log10 log1p log2
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt max.other maximum min.other
+    minimum mish nan_to_num ne nextafter polygamma pow reciprocal relu relu6 remainder round rsqrt selu sgn
+    sigmoid sign signbit silu sin sinc sinh softplus softshrink special_airy_ai special_bessel_j0
+    special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
+    special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr
+    special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1
+    special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
+    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+    special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta sqrt square tan tanh
+    threshold trunc add.Scalar sub.Scalar rsub.Scalar div.Tensor_mode div.Scalar_mode _prelu_kernel
     xlogy.Scalar_Self special_xlog1py.self_scalar
 """
 
@@ -68,9 +70,7 @@ def _overloads(names: str) -> Iterator[Any]:
 def _is_functional(operator: Any) -> bool:
     schema = operator._schema
     takes_tensor = any(isinstance(argument.type, torch.TensorType) for argument in schema.arguments)
-    return (
-        takes_tensor and not schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
-    )
+    return takes_tensor and not schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
 
 
 def _pointwise(names: str, linear: Callable[[Sequence[torch.Tensor]], Linear]) -> None:
@@ -114,9 +114,7 @@ def copy(x: torch.Tensor, **kwargs: Any) -> Rule:
 
 @sharding_rule(aten.copy.default)
 def copy_onto(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Rule:
-    return Rule(
-        elementwise([x.shape, source.shape]), linear=[(1,)] if _keeps_sums(source.dtype, x.dtype) else ()
-    )
+    return Rule(elementwise([x.shape, source.shape]), linear=[(1,)] if _keeps_sums(source.dtype, x.dtype) else ())
 
 
 @sharding_rule(aten._to_copy.default)
@@ -214,9 +212,7 @@ def bucketize(x: torch.Tensor, boundaries: torch.Tensor, **kwargs: Any) -> Rule:
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
     """The values of `x` do not matter, only its shape."""
-    return Rule(
-        elementwise([x.shape, value.shape]), linear=[(1,)] if _keeps_sums(value.dtype, x.dtype) else ()
-    )
+    return Rule(elementwise([x.shape, value.shape]), linear=[(1,)] if _keeps_sums(value.dtype, x.dtype) else ())
 
 
 @sharding_rule(aten.fill.Scalar)

@@ -43,9 +43,7 @@ def _reduction(
     dims, removed = named(x.dim()), _positions(x, dim)
     reduce = {factor: reduction for position in removed for factor in dims[position]}
     linear = [(0,)] if is_linear and is_additive(x) else ()
-    return Rule(
-        ((dims,), (without(dims, removed, keepdim=keepdim),)), reduce=reduce, linear=linear, local=local
-    )
+    return Rule(((dims,), (without(dims, removed, keepdim=keepdim),)), reduce=reduce, linear=linear, local=local)
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
@@ -145,9 +143,7 @@ def count_nonzero(x: torch.Tensor, dim: Sequence[int]) -> Rule:
 
 
 @sharding_rule(aten.linalg_vector_norm.default)
-def vector_norm(
-    x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: bool = False, **kwargs: Any
-) -> Rule:
+def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
     """Powers add up over pieces; norms of order infinity, one and zero are reductions of the pieces' norms."""
     reduction = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}.get(ord)
     if reduction is not None:
@@ -165,7 +161,7 @@ def vector_norm(
         return context.call(aten.pow.Tensor_Scalar, powers, 1 / ord)
 
     sides = ((dims,), (without(dims, removed, keepdim=keepdim),))
-    return Rule(sides, whole={factor: (0,) for factor in reduced}, local=local)
+    return Rule(sides, whole=dict.fromkeys(reduced, (0,)), local=local)
 
 
 # Reductions that need their dims whole.
@@ -209,9 +205,7 @@ def variance_and_mean(x: torch.Tensor, dim: DimList = None, *, keepdim: bool = F
 # Along one dim, keeping it.
 
 
-def _along(
-    x: torch.Tensor, dim: int, operands: int = 1, results: int = 1, *, is_linear: bool = False
-) -> Rule:
+def _along(x: torch.Tensor, dim: int, operands: int = 1, results: int = 1, *, is_linear: bool = False) -> Rule:
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
     linear = [(0,)] if is_linear and is_additive(x) else ()
     return Rule(((dims,) * operands, (dims,) * results), linear=linear)

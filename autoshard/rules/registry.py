@@ -21,7 +21,10 @@ _rules: dict[Any, RuleFunction] = {}
 
 
 def sharding_rule(*operators: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Register the decorated function as the sharding rule of `operators` (`torch.ops` overloads).
+    """Register the decorated function as the sharding rule of `operators`.
+
+    Operators are `torch.ops` overloads, or their names ("library.name.overload") where the library that defines
+    them may not be imported yet.
 
     Raises:
         ValueError: an operator already has a rule.
@@ -39,7 +42,11 @@ def sharding_rule(*operators: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 def has_rule(operator: Any) -> bool:
     """Whether `operator` has a sharding rule."""
-    return operator in _rules
+    return _find(operator) is not None
+
+
+def _find(operator: Any) -> RuleFunction | None:
+    return _rules.get(operator) or _rules.get(str(operator))
 
 
 def bound_rule(
@@ -52,7 +59,7 @@ def bound_rule(
         args, kwargs: the call's arguments, tensors as fake or meta tensors of global shape.
         outputs: the call's results, likewise; None entries of a tuple result are skipped.
     """
-    function = _rules.get(operator)
+    function = _find(operator)
     rule = function(*args, **kwargs) if function is not None else None
     if rule is None:
         return None

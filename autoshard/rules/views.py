@@ -45,9 +45,7 @@ def reshape_alias(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -
 
 
 @sharding_rule(aten.as_strided.default)
-def as_strided(
-    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Rule | None:
+def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Rule | None:
     """Only where it reshapes contiguous memory."""
     is_plain = x.is_contiguous() and x.numel() == math.prod(size) and list(stride) == _contiguous_stride(size)
     return _reshape(x, size, _local_view) if is_plain and not offset else None
@@ -75,9 +73,7 @@ def _reshape(x: torch.Tensor, size: Sequence[int], local: Callable[..., Any] | N
     if x.numel() == 0:
         return None
     source, result, sizes = common_factors(x.shape, size)
-    return moves(
-        source, result, sizes=sizes, blocked=[name for name in sizes if name.startswith("rest")], local=local
-    )
+    return moves(source, result, sizes=sizes, blocked=[name for name in sizes if name.startswith("rest")], local=local)
 
 
 def _infer_size(x: torch.Tensor, size: Sequence[int]) -> tuple[int, ...]:
@@ -272,9 +268,7 @@ def slice_tensor(
 
 
 @sharding_rule(aten.slice_backward.default)
-def slice_backward(
-    grad: torch.Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
-) -> Rule:
+def slice_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Rule:
     position = normal_dim(dim, grad.dim())
     cut = () if _is_whole(sizes[position], start, end, step) else (position,)
     dims = with_blocked(named(grad.dim()), cut)
@@ -402,16 +396,27 @@ def _padded(x: torch.Tensor, pad: Sequence[int]) -> Dims:
     return with_blocked(named(x.dim()), changed)
 
 
-@sharding_rule(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default,
-               aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)  # fmt: skip
+@sharding_rule(
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad1d.default,
+    aten.replication_pad2d.default,
+    aten.replication_pad3d.default,
+)
 def pad_copying(x: torch.Tensor, padding: Sequence[int]) -> Rule:
     dims = _padded(x, padding)
     return moves(dims, dims)
 
 
-@sharding_rule(aten.reflection_pad1d_backward.default, aten.reflection_pad2d_backward.default,
-               aten.reflection_pad3d_backward.default, aten.replication_pad1d_backward.default,
-               aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default)  # fmt: skip
+@sharding_rule(
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+)
 def pad_copying_backward(grad: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> Rule:
     dims = _padded(x, padding)
     return Rule(((dims, dims), (dims,)), linear=[(0,)])

@@ -1,0 +1,170 @@
+"""Rules of batch normalisation: channels are independent; a split of the batch needs the moments of the whole batch.
+
+In training the local form reduces the moments over the ranks itself, so that the statistics are those of the
+global batch, whatever the mesh. In evaluation rows are independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from autoshard.rules.dims import all_blocked
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Dims, Rewrite, Rule
+from autoshard.rules.registry import sharding_rule, tensor_operands
+
+aten = torch.ops.aten
+
+_CHANNELS: Dims = (("c",),)
+
+
+def _x_dims(x: torch.Tensor) -> Dims:
+    return (("n",), ("c",), *all_blocked(x.dim() - 2))
+
+
+@sharding_rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def batch_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
+) -> Rule | None:  # fmt: skip
+    """Not where it changes its running statistics: programs are functional."""
+    if training and running_mean is not None:
+        return None
+    return _forward(x, [weight, bias, running_mean, running_var], training, updates=False)
+
+
+@sharding_rule(aten._native_batch_norm_legit.no_stats)
+def batch_norm_without_statistics(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, training: bool, momentum: float, eps: float
+) -> Rule:
+    return _forward(x, [weight, bias], training, updates=False)
+
+
+@sharding_rule(aten._native_batch_norm_legit_functional.default)
+def batch_norm_functional(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor,
+    running_var: torch.Tensor, training: bool, momentum: float, eps: float,
+) -> Rule:  # fmt: skip
+    return _forward(x, [weight, bias, running_mean, running_var], training, updates=True)
+
+
+def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: bool, *, updates: bool) -> Rule:
+    """Results: output, mean and inverse deviation of the batch (empty in evaluation), new running statistics."""
+    dims = _x_dims(x)
+    operands = (dims, *[_CHANNELS for tensor in others if tensor is not None])
+    saved = _CHANNELS if training else all_blocked(1)
+    results = (dims, saved, saved, *([_CHANNELS] * 2 if updates else []))
+    whole = {"n": range(1, len(results)), **({} if training else {"c": (1, 2)})}
+    local = partial(_local_forward, dtype=_wide(x.dtype), updates=updates)
+    return Rule((operands, results), whole=whole, local=local if training else None)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which statistics are kept."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _local_forward(
+    context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtype: torch.dtype, updates: bool
+) -> Any:
+    """`rest`: running mean and variance unless the operator has none, training, momentum, eps."""
+    if not context.is_split("n"):
+        return context.default(x, weight, bias, *rest)
+    call = context.call
+    *running, _, momentum, eps = rest
+    mean, variance = _moments(context, call(aten._to_copy.default, x, dtype=dtype))
+    normalised = call(aten.native_batch_norm.default, x, weight, bias, mean, variance, False, 0.0, eps)
+    invstd = call(aten.rsqrt.default, call(aten.add.Scalar, variance, eps))
+    results = (normalised[0], mean, invstd)
+    if not updates:
+        return results
+    count = context.global_size("n") * math.prod(context.input_shape(0)[2:])
+    unbiased = call(aten.mul.Scalar, variance, count / max(count - 1, 1))
+    return (
+        *results,
+        call(aten.lerp.Scalar, running[0], mean, momentum),
+        call(aten.lerp.Scalar, running[1], unbiased, momentum),
+    )
+
+
+def _moments(context: LocalContext, x: Any) -> tuple[Any, Any]:
+    """Mean and variance of each channel over the global batch, in two passes; [c] each."""
+    call = context.call
+    shape = context.input_shape(0)
+    over = [0, *range(2, len(shape))]
+    mean = _global_mean(context, x, over)
+    centred = call(aten.sub.Tensor, x, call(aten.reshape.default, mean, _per_channel(shape)))
+    return mean, _global_mean(context, call(aten.mul.Tensor, centred, centred), over)
+
+
+def _global_mean(context: LocalContext, x: Any, over: Sequence[int]) -> Any:
+    mean = context.call(aten.mean.dim, x, over)
+    return context.call(aten.div.Scalar, context.all_reduce(mean, "sum", "n"), context.shards("n"))
+
+
+def _per_channel(shape: Sequence[int]) -> list[int]:
+    return [1, shape[1], *[1] * (len(shape) - 2)]
+
+
+@sharding_rule(aten.native_batch_norm_backward.default)
+def batch_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None, save_mean: torch.Tensor | None, save_invstd: torch.Tensor | None,
+    train: bool, eps: float, output_mask: Sequence[bool],
+) -> Rule:  # fmt: skip
+    dims = _x_dims(x)
+    statistics = [weight, running_mean, running_var, save_mean, save_invstd]
+    present = [_CHANNELS if len(tensor) else all_blocked(1) for tensor in tensor_operands(statistics, {})]
+    gradients = (dims, _CHANNELS, _CHANNELS)
+    results = tuple(g for g, is_asked in zip(gradients, output_mask, strict=True) if is_asked)
+    whole = {"n": range(int(output_mask[0]), len(results))} if train else None
+    return Rule(
+        ((dims, dims, *present), results),
+        reduce={"n": "sum"},
+        whole=whole,
+        linear=[(0,)],
+        local=_local_backward(x.dtype, weight.dtype if weight is not None else _wide(x.dtype)) if train else None,
+    )
+
+
+def _local_backward(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Rewrite:
+    def local(
+        context: LocalContext, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any,
+        mean: Any, invstd: Any, train: bool, eps: float, output_mask: Sequence[bool],
+    ) -> Any:  # fmt: skip
+        """xhat = (x - mean) invstd, dweight = sum(g xhat), dbias = sum(g) over the global batch of `count` elements;
+        dx = weight invstd (g - dbias / count - xhat dweight / count)."""
+        call = context.call
+        if not context.is_split("n"):
+            statistics = (running_mean, running_var, mean, invstd)
+            return context.default(grad, x, weight, *statistics, train, eps, output_mask)
+        shape = context.input_shape(1)
+        over, count = [0, *range(2, len(shape))], context.global_size("n") * math.prod(shape[2:])
+
+        def per_channel(values: Any) -> Any:
+            return call(aten.reshape.default, values, _per_channel(shape))
+
+        def total(values: Any) -> Any:
+            return context.all_reduce(call(aten.sum.dim_IntList, values, over), "sum", "n")
+
+        grad = call(aten._to_copy.default, grad, dtype=_wide(x_dtype))
+        scale = per_channel(invstd)
+        normal = call(aten.mul.Tensor, call(aten.sub.Tensor, x, per_channel(mean)), scale)
+        weight_grad, bias_grad = total(call(aten.mul.Tensor, grad, normal)), total(grad)
+        shares = [per_channel(call(aten.div.Scalar, whole, count)) for whole in (bias_grad, weight_grad)]
+        x_grad = call(aten.sub.Tensor, call(aten.sub.Tensor, grad, shares[0]), call(aten.mul.Tensor, normal, shares[1]))
+        if weight is not None:
+            scale = call(aten.mul.Tensor, scale, per_channel(weight))
+        x_grad = call(aten.mul.Tensor, x_grad, scale)
+        dtypes = (x_dtype, weight_dtype, weight_dtype)
+        return tuple(
+            call(aten._to_copy.default, gradient, dtype=dtype) if is_asked else None
+            for gradient, dtype, is_asked in zip((x_grad, weight_grad, bias_grad), dtypes, output_mask, strict=True)
+        )
+
+    return local

@@ -1,0 +1,149 @@
+"""Rules of pooling, resampling and windows: batch and channels are parallel, spatial dims are blocked.
+
+All backwards are linear in the gradient; averages and interpolations are linear in the operand too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.rules.dims import BLOCKED, all_blocked, moves, named
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Dims, Rule
+from autoshard.rules.registry import sharding_rule, tensor_operands
+
+aten = torch.ops.aten
+
+_LINEAR = ((0,),)
+
+
+def _planes(x: torch.Tensor, space: int) -> Dims:
+    """Parallel dims, then `space` blocked ones."""
+    return (*named(x.dim() - space), *all_blocked(space))
+
+
+def _window(space: int, results: int = 1, *, is_linear: bool = False) -> Callable[..., Rule]:
+    """The rule of operators whose tensor operands and results are all planes of `space` dims."""
+
+    def rule(*args: Any, **kwargs: Any) -> Rule:
+        operands = tuple(_planes(operand, space) for operand in tensor_operands(args, kwargs))
+        return Rule((operands, operands[:1] * results), linear=_LINEAR if is_linear else ())
+
+    return rule
+
+
+for _space, _max_pools in (
+    (2, [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default]),
+    (3, [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default]),
+):
+    sharding_rule(*_max_pools)(_window(_space, results=2))
+
+for _space, _linear in (
+    (1, [aten.avg_pool1d.default]),
+    (2, [aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d.default,
+         aten._adaptive_avg_pool2d_backward.default, aten.max_pool2d_with_indices_backward.default,
+         aten.adaptive_max_pool2d_backward.default]),
+    (3, [aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d.default,
+         aten._adaptive_avg_pool3d_backward.default, aten.max_pool3d_with_indices_backward.default,
+         aten.adaptive_max_pool3d_backward.default]),
+):  # fmt: skip
+    sharding_rule(*_linear)(_window(_space, is_linear=True))
+
+_RESAMPLERS = {
+    1: "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
+    2: "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    3: "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
+}  # fmt: skip
+
+
+def _resample_backward(space: int) -> Callable[..., Rule]:
+    def rule(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
+        dims = _planes(grad, space)
+        return Rule(((dims,), (dims,)), linear=_LINEAR, local=_local_resample_backward)
+
+    return rule
+
+
+def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
+    """The size of the operand names batch and channels."""
+    return context.default(grad, output_size, context.output_shape(), *rest)
+
+
+for _space, _names in _RESAMPLERS.items():
+    for _name in _names.split():
+        sharding_rule(getattr(aten, _name).default, getattr(aten, _name).vec)(_window(_space, is_linear=True))
+        sharding_rule(getattr(aten, f"{_name}_backward").default)(_resample_backward(_space))
+
+
+@sharding_rule(aten.im2col.default)
+def im2col(x: torch.Tensor, *_: Any) -> Rule:
+    """Channels are major in the columns, the window's elements minor."""
+    batch = named(x.dim() - 3, "n")
+    result = (*batch, ("c", "_"), BLOCKED)
+    return Rule((((*batch, ("c",), BLOCKED, BLOCKED),), (result,)), linear=_LINEAR)
+
+
+@sharding_rule(aten.col2im.default)
+def col2im(x: torch.Tensor, *_: Any) -> Rule:
+    batch = named(x.dim() - 2, "n")
+    result = (*batch, ("c",), BLOCKED, BLOCKED)
+    return Rule((((*batch, ("c", "_"), BLOCKED),), (result,)), linear=_LINEAR)
+
+
+@sharding_rule(aten.pixel_shuffle.default)
+def pixel_shuffle(x: torch.Tensor, upscale_factor: int) -> Rule:
+    wide, tall = _shuffled(x)
+    return moves(wide, tall, sizes=_pixels(upscale_factor), blocked=("p", "q"))
+
+
+@sharding_rule(aten.pixel_unshuffle.default)
+def pixel_unshuffle(x: torch.Tensor, downscale_factor: int) -> Rule:
+    wide, tall = _shuffled(x)
+    return moves(tall, wide, sizes=_pixels(downscale_factor), blocked=("p", "q"))
+
+
+def _shuffled(x: torch.Tensor) -> tuple[Dims, Dims]:
+    batch = named(x.dim() - 3, "n")
+    return (*batch, ("c", "p", "q"), ("h",), ("w",)), (*batch, ("c",), ("h", "p"), ("w", "q"))
+
+
+def _pixels(factor: int) -> dict[str, int]:
+    return {"p": factor, "q": factor}
+
+
+def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
+    """The dims of the operand, the grid and the result."""
+    blocked = all_blocked(space)
+    places = named(space, "p")
+    return (("n",), ("c",), *blocked), (("n",), *places, BLOCKED), (("n",), ("c",), *places)
+
+
+def _grid_sampler(space: int) -> Callable[..., Rule]:
+    def rule(x: torch.Tensor, grid: torch.Tensor, *_: Any) -> Rule:
+        x_dims, grid_dims, result = _grid_dims(space)
+        return Rule(((x_dims, grid_dims), (result,)), linear=_LINEAR)
+
+    return rule
+
+
+def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
+    """The operand's gradient is a sum over places, the grid's a sum over channels."""
+
+    def rule(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any) -> Rule:
+        x_dims, grid_dims, result = _grid_dims(space)
+        output_mask: Sequence[bool] = args[-1]
+        results = (*((x_dims,) if output_mask[0] else ()), grid_dims)
+        reduce = dict.fromkeys(("c", *(f"p{dim}" for dim in range(space))), "sum")
+        return Rule(((result, x_dims, grid_dims), results), reduce=reduce, linear=_LINEAR)
+
+    return rule
+
+
+sharding_rule(aten.grid_sampler_2d.default)(_grid_sampler(2))
+sharding_rule(aten.grid_sampler_3d.default)(_grid_sampler(3))
+sharding_rule(aten.grid_sampler_2d_backward.default)(_grid_sampler_backward(2))
+sharding_rule(aten.grid_sampler_3d_backward.default)(_grid_sampler_backward(3))

@@ -1,0 +1,95 @@
+"""Rules of batched linear algebra and of transforms: batches are parallel, the dims acted on are blocked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.rules.dims import BLOCKED, all_blocked, broadcast_dims, broadcast_shape, named, normal_dim, with_blocked
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import sharding_rule, tensor_operands
+
+aten = torch.ops.aten
+
+
+def _batched(
+    operands: Sequence[int], results: Sequence[int], linear: Sequence[Sequence[int]] = ()
+) -> Callable[..., Rule]:
+    """The rule of operators that act on the last dims: how many for each operand and for each result."""
+
+    def rule(*args: Any, **kwargs: Any) -> Rule:
+        tensors = tensor_operands(args, kwargs)
+        shapes = [x.shape[: x.dim() - own] for x, own in zip(tensors, operands, strict=True)]
+        batch = named(len(broadcast_shape(shapes)))
+        dims = [(*broadcast_dims(shape, batch), *all_blocked(own)) for shape, own in zip(shapes, operands, strict=True)]
+        return Rule((dims, [(*batch, *all_blocked(own)) for own in results]), linear=linear)
+
+    return rule
+
+
+for _operands, _results, _linear, _operators in (
+    ((2,), (2,), (), [aten.cholesky.default, aten.cholesky_inverse.default, aten.linalg_matrix_exp.default]),
+    ((2,), (2, 0), (), [aten.linalg_cholesky_ex.default, aten.linalg_inv_ex.default]),
+    ((2,), (0, 2, 1), (), [aten._linalg_det.default]),
+    ((2,), (0, 0, 2, 1), (), [aten._linalg_slogdet.default]),
+    ((2,), (2, 1, 0), (), [aten.linalg_lu_factor_ex.default]),
+    ((2,), (2, 2, 2), (), [aten.linalg_lu.default]),
+    ((2,), (1, 2), (), [aten._linalg_eigh.default, aten.linalg_eig.default]),
+    ((2,), (2, 2), (), [aten.linalg_qr.default]),
+    ((2,), (2, 1, 2), (), [aten._linalg_svd.default]),
+    ((2, 2), (2,), ((0,),), [aten.cholesky_solve.default]),
+):
+    sharding_rule(*_operators)(_batched(_operands, _results, _linear))
+
+
+@sharding_rule(aten._cdist_forward.default)
+def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
+    """Points are parallel on both sides, coordinates are blocked."""
+    batch = named(max(a.dim(), b.dim()) - 2, "b")
+    left, right = broadcast_dims(a.shape[:-2], batch), broadcast_dims(b.shape[:-2], batch)
+    return Rule((((*left, ("m",), BLOCKED), (*right, ("n",), BLOCKED)), ((*batch, ("m",), ("n",)),)))
+
+
+@sharding_rule(aten.linalg_cross.default)
+def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
+    dims = with_blocked(named(max(a.dim(), b.dim())), [normal_dim(dim, a.dim())])
+    operands = (broadcast_dims(a.shape, dims), broadcast_dims(b.shape, dims))
+    return Rule((operands, (dims,)), linear=[(0,), (1,)])
+
+
+@sharding_rule(aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
+def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
+    dims = with_blocked(named(x.dim()), [normal_dim(entry, x.dim()) for entry in dim])
+    return Rule(((dims,), (dims,)), linear=[(0,)])
+
+
+@sharding_rule(aten.searchsorted.Tensor)
+def searchsorted(sequence: torch.Tensor, x: torch.Tensor, *, sorter: torch.Tensor | None = None, **kwargs: Any) -> Rule:
+    """A sequence for all, or one for each row."""
+    dims = named(x.dim())
+    of_sequence = (BLOCKED,) if sequence.dim() == 1 else (*dims[:-1], BLOCKED)
+    operands = (of_sequence, dims) if sorter is None else (of_sequence, dims, of_sequence)
+    return Rule((operands, (dims,)))
+
+
+@sharding_rule(aten.isin.Tensor_Tensor)
+def isin(x: torch.Tensor, members: torch.Tensor, **kwargs: Any) -> Rule:
+    dims = named(x.dim())
+    return Rule(((dims, all_blocked(members.dim())), (dims,)))
+
+
+@sharding_rule(aten._weight_norm_interface.default)
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> Rule:
+    """Slices along `dim` have a norm each."""
+    dims = with_blocked(named(v.dim()), [position for position in range(v.dim()) if position != dim])
+    norm_dims = broadcast_dims(g.shape, dims)
+    return Rule(((dims, norm_dims), (dims, norm_dims)))
+
+
+@sharding_rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int) -> Rule:
+    dims = with_blocked(named(v.dim()), [position for position in range(v.dim()) if position != dim])
+    norm_dims = broadcast_dims(g.shape, dims)
+    return Rule(((dims, dims, norm_dims, norm_dims), (dims, norm_dims)), linear=[(0,)])

@@ -1,0 +1,161 @@
+"""Run one call under one strategy on all ranks, and compare with the call itself.
+
+The oracle of sharding rules: what a rule admits must compute what the call computes. Partial operands are
+cut into random addends, so that an operator that is not linear cannot pass by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.rules.emit_local import emit_local
+from autoshard.rules.enumeration import Strategy
+from autoshard.rules.notation import BoundRule
+from autoshard.rules.registry import tensor_operands
+from autoshard.runtime.boundary import shard, unshard
+from autoshard.runtime.simulator import simulate
+
+
+def run_strategy(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: BoundRule, strategy: Strategy, mesh: Mesh
+) -> list[Tensor]:
+    """The global results of a call that is run on every rank under `strategy`.
+
+    Args:
+        op: a `torch.ops` overload.
+        args, kwargs: its arguments, with real tensors of global shape.
+        rule: the call's rule.
+        strategy: one of `enumerate_strategies(rule, mesh)`.
+        mesh: the mesh, simulated.
+
+    Returns:
+        The tensor results in order (None results left out), put together from all ranks.
+
+    Raises:
+        AutoshardError: ranks that should hold copies differ.
+    """
+    expected = [leaf for leaf in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    shapes = [tuple(result.shape) for result in expected]
+    program, operands = local_program(op, args, kwargs, rule, strategy, mesh, shapes)
+    inputs = [_pieces(x, spec, mesh) for x, spec in zip(operands, strategy.inputs, strict=True)]
+    results = [leaf for leaf in _transposed(simulate(program, mesh, inputs), mesh) if leaf[0] is not None]
+    return [
+        unshard([_plain(piece) for piece in pieces], spec, mesh, shape, check=True)
+        for pieces, spec, shape in zip(results, strategy.outputs, shapes, strict=True)
+    ]
+
+
+def check_strategy(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: BoundRule, strategy: Strategy, mesh: Mesh
+) -> None:
+    """Raise `AssertionError` unless the call under `strategy` gives what the call gives."""
+    expected = [leaf for leaf in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    found = run_strategy(op, args, kwargs, rule, strategy, mesh)
+    coarsest = max(map(_tolerance, [*tensor_operands(args, kwargs), *expected]), default=0.0)
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        tolerance = coarsest if _tolerance(theirs) else 0.0
+        torch.testing.assert_close(
+            ours, _plain(theirs), equal_nan=True, check_stride=False, rtol=tolerance, atol=tolerance,
+            msg=lambda message, index=index: f"{op} result {index} under {strategy} on {mesh}:\n{message}",
+        )  # fmt: skip
+
+
+def local_program(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rule: BoundRule,
+    strategy: Strategy,
+    mesh: Mesh,
+    shapes: Sequence[Sequence[int]],
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The program of one rank for one call, and the global tensors that its placeholders stand for.
+
+    The program returns the flattened results; `shapes` are their global shapes.
+    """
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    operands: list[Tensor] = []
+
+    def placeholder(tensor: Tensor) -> fx.Proxy:
+        operands.append(tensor)
+        return fx.Proxy(graph.placeholder(f"operand_{len(operands)}"), tracer)
+
+    local_args, local_kwargs = pytree.tree_map_only(Tensor, placeholder, (tuple(args), dict(kwargs)))
+    result = emit_local(op, local_args, local_kwargs, rule, strategy, mesh, shapes, tracer=tracer)
+    leaves = pytree.tree_leaves(result, _is_none)
+    graph.output(tuple(leaf.node if isinstance(leaf, fx.Proxy) else leaf for leaf in leaves))
+    return fx.GraphModule(torch.nn.Module(), graph), operands
+
+
+def _transposed(outputs: Sequence[Any], mesh: Mesh) -> Iterator[list[Any]]:
+    """For each flat result, its value on each rank; a rank's value may itself be a tuple of results."""
+    by_rank = [pytree.tree_leaves([value[rank] for value in outputs], _is_none) for rank in range(mesh.size)]
+    return (list(values) for values in zip(*by_rank, strict=True))
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _pieces(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> list[Tensor]:
+    """What each rank holds of `tensor`, with random addends over the partial axes."""
+    whole = PartitionSpec(*spec.dims)
+    axes = [axis for axis, _ in spec.partial]
+    places = list(product(*(range(mesh.axis_size(axis)) for axis in axes)))
+    reductions = [reduction for _, reduction in spec.partial]
+    addends = dict(zip(places, _addends(_plain(tensor), reductions, len(places)), strict=True))
+    ranks = map(mesh.coordinates, range(mesh.size))
+    own = [addends[tuple(place[axis] for axis in axes)] for place in ranks]
+    return [shard(addend, whole, mesh, rank) for rank, addend in enumerate(own)]
+
+
+def _addends(tensor: Tensor, reductions: Sequence[Reduction], count: int) -> list[Tensor]:
+    """`count` tensors that reduce to `tensor`."""
+    if count == 1:
+        return [tensor]
+    cut = {
+        Reduction.SUM: _summands,
+        Reduction.MAX: lambda x, n: [torch.where(mask, x, torch.minimum(x, _noise(x))) for mask in _owners(x, n)],
+        Reduction.MIN: lambda x, n: [torch.where(mask, x, torch.maximum(x, _noise(x))) for mask in _owners(x, n)],
+        Reduction.PRODUCT: lambda x, n: [torch.where(mask, x, torch.ones_like(x)) for mask in _owners(x, n)],
+    }  # fmt: skip
+    (reduction,) = set(reductions)
+    return cut[reduction](tensor, count)
+
+
+def _summands(x: Tensor, count: int) -> list[Tensor]:
+    if x.dtype == torch.bool:
+        return [x & mask for mask in _owners(x, count)]
+    noise = [_noise(x) for _ in range(count - 1)]
+    return [*noise, x - sum(noise)]
+
+
+def _noise(x: Tensor) -> Tensor:
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return torch.randn_like(x)
+    return torch.randint(0, 2 if x.dtype in (torch.bool, torch.uint8) else 5, x.shape, device=x.device).to(x.dtype)
+
+
+def _owners(x: Tensor, count: int) -> list[Tensor]:
+    """Masks that are true at each element for one of `count` owners."""
+    owner = torch.randint(0, count, x.shape, device=x.device)
+    return [owner == index for index in range(count)]
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _tolerance(x: Tensor) -> float:
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        return 0.0
+    return {torch.float64: 1e-8, torch.complex128: 1e-8}.get(x.dtype, 1e-4)
