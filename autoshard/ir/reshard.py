@@ -164,7 +164,7 @@ def reshard_costs(
     distances = graph.distances_to([graph.node_of(spec) for spec in columns], weights)
     rows = [graph.node_of(spec) for spec in sources]
     position = {spec: number for number, spec in enumerate(columns)}
-    return distances.T[np.ix_(rows, [position[spec] for spec in targets])]
+    return distances[np.ix_(rows, [position[spec] for spec in targets])]
 
 
 @lru_cache(maxsize=2**16)
@@ -202,9 +202,7 @@ def _weights(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: Step
 def _price(step: ReshardStep, cost: StepCost) -> float:
     price = float(cost(step))
     if not math.isfinite(price) or price < 0:
-        raise ValueError(
-            f"cost={cost!r} gave price={price!r} for {step}; a price is finite and not negative."
-        )
+        raise ValueError(f"cost={cost!r} gave price={price!r} for {step}; a price is finite and not negative.")
     return price
 
 
@@ -218,8 +216,8 @@ def _step(graph: SpecGraph, edge: int, sizes: NDArray[np.int64]) -> ReshardStep:
         dim=move.dim,
         to_dim=move.to_dim,
         reduction=move.reduction,
-        source=graph.spec_of(source),
-        target=graph.spec_of(target),
+        source=graph.specs[source],
+        target=graph.specs[target],
         bytes_before=int(sizes[source]),
         bytes_after=int(sizes[target]),
     )
@@ -229,8 +227,7 @@ def _check(spec: PartitionSpec, mesh: Mesh, ndim: int) -> None:
     spec.check(mesh, ndim)
     if len(_reductions(spec)) > 1:
         raise InvalidSpecError(
-            f"{spec!r} awaits reductions of several kinds; they do not commute, so "
-            "reduce all but one kind first."
+            f"{spec!r} awaits reductions of several kinds; they do not commute, so reduce all but one kind first."
         )
 
 

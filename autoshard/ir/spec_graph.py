@@ -140,7 +140,7 @@ class SpecGraph:
     Args:
         mesh: the mesh.
         ndim: the number of dims.
-        states: the nodes, by index.
+        specs: the nodes, by index.
         moves: the edges' moves, sorted by the node they leave.
         sources, targets: the nodes that each edge joins, [edges].
         starts: index of each node's first edge, [nodes].
@@ -152,7 +152,7 @@ class SpecGraph:
 
     mesh: Mesh
     ndim: int
-    states: tuple[State, ...]
+    specs: tuple[PartitionSpec, ...]
     moves: tuple[Move, ...]
     sources: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -166,14 +166,9 @@ class SpecGraph:
         """The index of the node that stands for `spec`."""
         return self.index[state_of(spec, self.ndim)]
 
-    def spec_of(self, node: int) -> PartitionSpec:
-        """The spec that a node stands for."""
-        stacks, partial = self.states[node]
-        return PartitionSpec(*stacks, partial=dict(partial))
-
     def local_bytes(self, shape: Sequence[int], itemsize: int) -> NDArray[np.int64]:
         """Bytes of the padded local tensor under each spec, [nodes]."""
-        result = np.full(len(self.states), itemsize, dtype=np.int64)
+        result = np.full(len(self.specs), itemsize, dtype=np.int64)
         for dim, size in enumerate(shape):
             sizes = np.array([_padded_size(size, axes, self.mesh) for axes in self.stacks], dtype=np.int64)
             result *= sizes[self.stack_ids[:, dim]]
@@ -185,18 +180,18 @@ class SpecGraph:
         return range(int(self.starts[node]), int(end))
 
     def distances_to(self, targets: Sequence[int], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The length of the shortest path from every node to each of `targets`, [targets, nodes].
+        """The length of the shortest path from every node to each of `targets`, [nodes, targets].
 
         Args:
             targets: node indices.
             weights: the length of each edge, at least zero, [edges].
         """
-        result = np.full((len(targets), len(self.states)), np.inf)
-        result[np.arange(len(targets)), targets] = 0.0
+        result = np.full((len(self.specs), len(targets)), np.inf)
+        result[targets, np.arange(len(targets))] = 0.0
         if not self.moves:
             return result
         while True:
-            candidates = np.minimum.reduceat(result[:, self.targets] + weights, self.starts, axis=1)
+            candidates = np.minimum.reduceat(result[self.targets] + weights[:, None], self.starts, axis=0)
             shorter = np.minimum(result, candidates)
             if np.array_equal(shorter, result):
                 return result
@@ -204,15 +199,13 @@ class SpecGraph:
 
     def shortest_path(self, source: int, target: int, weights: NDArray[np.float64]) -> tuple[int, ...]:
         """The edges of a shortest path: of equal lengths the fewest edges, then the first by text."""
-        distance = self.distances_to([target], weights)[0]
+        distance = self.distances_to([target], weights)[:, 0]
         tight = weights + distance[self.targets] == distance[self.sources]
-        hops = self.distances_to([target], np.where(tight, 1.0, np.inf))[0]
+        hops = self.distances_to([target], np.where(tight, 1.0, np.inf))[:, 0]
         path: list[int] = []
         while source != target:
             best = [
-                edge
-                for edge in self.edges_from(source)
-                if tight[edge] and hops[self.targets[edge]] + 1 == hops[source]
+                edge for edge in self.edges_from(source) if tight[edge] and hops[self.targets[edge]] + 1 == hops[source]
             ]
             path.append(min(best, key=lambda edge: str(self.moves[edge])))
             source = int(self.targets[path[-1]])
@@ -222,34 +215,41 @@ class SpecGraph:
 @lru_cache(maxsize=128)
 def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> SpecGraph:
     """The graph of all specs with `ndim` dims on `mesh`; partial values are in `reductions`."""
+    index, edges = _explore(mesh, ndim, reductions)
+    stack_index: dict[tuple[str, ...], int] = {}
+    stack_ids = [[stack_index.setdefault(axes, len(stack_index)) for axes in state[0]] for state in index]
+    classes: dict[tuple[ReshardKind, str, Reduction | None], int] = {}
+    keys = [classes.setdefault((move.kind, move.axis, move.reduction), len(classes)) for move, _, _ in edges]
+    sources = np.array([source for _, source, _ in edges], dtype=np.int64)
+    return SpecGraph(
+        mesh=mesh,
+        ndim=ndim,
+        specs=tuple(PartitionSpec(*axes, partial=dict(partial)) for axes, partial in index),
+        moves=tuple(move for move, _, _ in edges),
+        sources=sources,
+        targets=np.array([target for _, _, target in edges], dtype=np.int64),
+        starts=np.searchsorted(sources, np.arange(len(index))),
+        classes=np.array(keys, dtype=np.int64),
+        stack_ids=np.array(stack_ids, dtype=np.int64),
+        stacks=tuple(stack_index),
+        index=index,
+    )
+
+
+def _explore(
+    mesh: Mesh, ndim: int, reductions: Sequence[Reduction]
+) -> tuple[dict[State, int], list[tuple[Move, int, int]]]:
+    """All states reached from the replicated one, breadth first, and the edges by the node they leave."""
     states: list[State] = [(((),) * ndim, ())]
     index = {states[0]: 0}
-    edges: list[tuple[Move, int, int]] = []
-    starts = []
-    for node, state in enumerate(states):  # grows while it is walked: breadth first
-        starts.append(len(edges))
+    edges = []
+    for node, state in enumerate(states):  # grows while it is walked
         for move, after in moves_from(state, mesh, reductions):
             if after not in index:
                 index[after] = len(states)
                 states.append(after)
             edges.append((move, node, index[after]))
-    stacks = tuple(dict.fromkeys(axes for state in states for axes in state[0]))
-    stack_index = {axes: number for number, axes in enumerate(stacks)}
-    classes: dict[tuple[ReshardKind, str, Reduction | None], int] = {}
-    keys = [classes.setdefault((move.kind, move.axis, move.reduction), len(classes)) for move, _, _ in edges]
-    return SpecGraph(
-        mesh=mesh,
-        ndim=ndim,
-        states=tuple(states),
-        moves=tuple(move for move, _, _ in edges),
-        sources=np.array([source for _, source, _ in edges], dtype=np.int64),
-        targets=np.array([target for _, _, target in edges], dtype=np.int64),
-        starts=np.array(starts, dtype=np.int64),
-        classes=np.array(keys, dtype=np.int64),
-        stack_ids=np.array([[stack_index[axes] for axes in state[0]] for state in states], dtype=np.int64),
-        stacks=stacks,
-        index=index,
-    )
+    return index, edges
 
 
 def _padded_size(size: int, axes: Sequence[str], mesh: Mesh) -> int:

@@ -15,7 +15,7 @@ def test_graph_holds_every_spec(data: st.DataObject) -> None:
     mesh, ndim = data.draw(meshes()), data.draw(st.integers(0, 3))
     spec = data.draw(specs(mesh, ndim, reductions=(Reduction.SUM, Reduction.MAX)))
     graph = spec_graph(mesh, ndim, (Reduction.MAX, Reduction.SUM))
-    assert graph.spec_of(graph.node_of(spec)) == spec
+    assert graph.specs[graph.node_of(spec)] == spec
 
 
 @given(st.data())
@@ -25,7 +25,7 @@ def test_local_bytes(data: st.DataObject) -> None:
     graph = spec_graph(mesh, len(shape), ())
     for node, size in enumerate(graph.local_bytes(shape, 1)):
         local = 1
-        for extent in graph.spec_of(node).local_shape(shape, mesh):
+        for extent in graph.specs[node].local_shape(shape, mesh):
             local *= extent
         assert size == local
 
