@@ -30,8 +30,9 @@ from cost_models.topology import GroupLinks, Link
 from cost_models.units import MIB
 
 MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 1024))
-COLLECTIVE_BYTES = (4096, 65536, 4 * MIB, 16 * MIB)
+COLLECTIVE_BYTES = (4096, 65536, MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 COLLECTIVES = {"all_reduce": all_reduce_time, "all_gather": all_gather_time, "reduce_scatter": reduce_scatter_time}
 
 
@@ -51,7 +52,7 @@ class Calibration:
         self.cluster.save(path, source=source, date=self.date)
 
 
-def calibrate(*, name: str = "this_machine", memory_bytes: int | None = None, budget_s: float = 15.0) -> Calibration:
+def calibrate(*, name: str = "this_machine", memory_bytes: int | None = None, budget_s: float = 12.0) -> Calibration:
     """Measure this machine within its present process group (all ranks must call), or alone without one.
 
     Args:
@@ -63,7 +64,7 @@ def calibrate(*, name: str = "this_machine", memory_bytes: int | None = None, bu
         The same calibration on every rank.
     """
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    measured = _measure_device(budget_s / 2 / (len(MATMUL_SIZES) + 4))
+    measured = _measure_device(budget_s / 2 / (len(MATMUL_SIZES) + 6))
     measured |= _measure_collectives(ranks, budget_s / 2) if ranks > 1 else {}
     measured = _agree(measured, ranks)
     cluster = _fit(name, measured, ranks, memory_bytes or _memory_bytes(ranks))
@@ -107,7 +108,7 @@ def _synchronize() -> None:
 def _measure_device(share_s: float) -> dict[str, float]:
     place = _place()
     measured: dict[str, float] = {}
-    for dtype, kind in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+    for dtype, kind in DTYPES.items():
         for m, n, k in MATMUL_SIZES if dtype == "f32" else MATMUL_SIZES[2:3]:
             left = torch.randn(m, k, device=place, dtype=kind)
             right = torch.randn(k, n, device=place, dtype=kind)
@@ -176,7 +177,7 @@ def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
 
 def _fit(name: str, measured: Mapping[str, float], ranks: int, memory_bytes: int) -> Cluster:
     launch = measured["launch"]
-    rates = {dtype: _matmul_rate(measured, dtype, launch) for dtype in ("f32", "bf16")}
+    rates = {dtype: _matmul_rate(measured, dtype, launch) for dtype in DTYPES}
     flops = 4 * 4 * 256 * 256 * 64
     attention = min(1.0, flops / max(measured["attention"] - launch, 1e-9) / rates["f32"])
     device = Device(
@@ -206,7 +207,7 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     """One phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
     1. The smallest collectives of two group sizes give start and latency (one size: all of it is start).
-    2. The large ones give bandwidth: the median over them.
+    2. The large ones give bandwidth: bytes over the time beyond start and latency (at least a tenth of the whole).
     3. The phases of a reduce-scatter: the median of its time over a phase's.
     """
     if ranks == 1:
@@ -219,12 +220,11 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     least, most = min(small), max(small)
     latency = max(0.0, (small[most] - small[least]) / (most - least)) if most > least else 0.0
     start = max(0.0, small[most] - (most - 1) * latency)
-    speeds = [
-        (s.group - 1) / s.group * s.size_bytes / max(s.phase_s - start - (s.group - 1) * latency, 1e-9)
-        for s in phases
-        if s.size_bytes >= MIB
-    ]
-    ring = Link(statistics.median(speeds), 1.0, 0.0, latency, start, 0.0, 1.0)
+    large = [s for s in phases if s.size_bytes >= MIB]
+    carried = sum((s.group - 1) / s.group * s.size_bytes for s in large)
+    excess = sum(s.phase_s - start - (s.group - 1) * latency for s in large)
+    bandwidth = carried / max(excess, 0.1 * sum(s.phase_s for s in large))
+    ring = Link(bandwidth, 1.0, 0.0, latency, start, 0.0, 1.0)
     ratios = [
         s.seconds / reduce_scatter_time(s.size_bytes, GroupLinks(s.group, s.group, 1, ring, None))
         for s in _samples(measured)

@@ -94,7 +94,7 @@ def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
 @lru_cache(maxsize=256)
 def _tiles(tile_m: int, tile_n: int, load_share: float) -> tuple[tuple[int, int, float], ...]:
     """(tile_m, tile_n, FLOPs per unit of k, slowdown included) of every tile that a library offers."""
-    sizes = {(max(32, tile_m >> i), max(32, tile_n >> j)) for i in range(4) for j in range(4)}
+    sizes = {(max(32, tile_m >> i), max(32, tile_n >> j)) for i in range(3) for j in range(3)}
     least = 1 / tile_m + 1 / tile_n
     slowdown = {(a, b): 1 + load_share * max(0.0, (1 / a + 1 / b) / least - 1) for a, b in sizes}
     return tuple(sorted((a, b, 2 * a * b * slowdown[a, b]) for a, b in sizes))

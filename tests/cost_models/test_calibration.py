@@ -1,7 +1,12 @@
 """tests cost_models/calibration.py."""
 
-from cost_models.calibration import calibrate
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.calibration import COLLECTIVES, _fit_link, calibrate
 from cost_models.hardware import Cluster
+from cost_models.topology import GroupLinks, Link
 
 
 def test_calibration_of_one_rank_gives_a_cluster_that_survives_saving(tmp_path):
@@ -12,3 +17,30 @@ def test_calibration_of_one_rank_gives_a_cluster_that_survives_saving(tmp_path):
     assert min(*unit.peak_flops.values(), unit.memory_bandwidth_bytes_per_s, unit.launch_latency_s) > 0
     found.save(tmp_path / "here.toml")
     assert Cluster.load(tmp_path / "here.toml") == found.cluster
+
+
+@given(
+    bandwidth=st.floats(1e9, 1e11),
+    latency=st.floats(0, 1e-3),
+    start=st.floats(1e-5, 1e-3),
+    phases=st.floats(1, 3),
+)
+def test_fitting_predicted_collectives_gives_the_link_back(bandwidth, latency, start, phases):
+    """Two group sizes tell start from latency; sizes are large enough to see the bandwidth."""
+    link = Link(bandwidth, 1.0, 0.0, latency, start, 0.0, phases)
+    measured = {
+        f"{name}.{n}.{size}": time(size, GroupLinks(n, n, 1, link, None))
+        for name, time in COLLECTIVES.items()
+        for n in (2, 4)
+        for size in (4, 2**34)
+    }
+    found = _fit_link(measured, 4)
+    assert found.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-3)
+    assert found.start_s + found.latency_s == pytest.approx(start + latency, rel=1e-2)
+    assert found.reduce_scatter_phases == pytest.approx(phases, rel=1e-2)
+
+
+def test_a_bandwidth_that_hides_in_noise_stays_finite():
+    """Large collectives measured no slower than small ones still give a finite bandwidth."""
+    measured = {f"{name}.2.{size}": 1e-3 for name in COLLECTIVES for size in (4096, 2**23)}
+    assert _fit_link(measured, 2).bandwidth_bytes_per_s < 1e12
