@@ -48,9 +48,7 @@ class HandCompiler:
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         self.requests.append(request)
         args = (*request.args, *request.kwargs.values())
-        return CompiledProgram(
-            two_layers(engine.mesh, args[0].shape[0], request), sharded_outputs=self.sharded_outputs
-        )
+        return CompiledProgram(two_layers(engine.mesh, args[0].shape[0], request), sharded_outputs=self.sharded_outputs)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         return True
@@ -117,9 +115,7 @@ def _forward(batch: int, mesh: Mesh) -> fx.GraphModule:
 
 def _backward(batch: int, mesh: Mesh, *, all_tangents: bool) -> fx.GraphModule:
     graph = fx.Graph()
-    first, second, x, h, y, dloss = (
-        graph.placeholder(name) for name in ("first", "second", "x", "h", "y", "dloss")
-    )
+    first, second, x, h, y, dloss = (graph.placeholder(name) for name in ("first", "second", "x", "h", "y", "dloss"))
     dy_in = graph.placeholder("dy") if all_tangents else None
     call = graph.call_function
     rows = _real_rows(graph, y, batch, mesh)

@@ -53,7 +53,7 @@ def test_it_has_the_names_and_objects_of_the_model() -> None:
     assert not sharded.eval().first.training
     assert not model.training
     with pytest.raises(AttributeError, match="nonsense"):
-        sharded.nonsense  # noqa: B018
+        sharded.nonsense
 
 
 def test_calls_of_one_kind_share_a_program(caplog: pytest.LogCaptureFixture) -> None:

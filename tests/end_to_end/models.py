@@ -1,0 +1,64 @@
+"""Small models from transformers, each with a batch that gives a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+VOCABULARY, BATCH, LENGTH = 48, 8, 8
+
+Inputs = dict[str, Any]
+
+
+def gpt2(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config), _causal_inputs()
+
+
+def llama(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, use_cache=False, attention_dropout=dropout,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config), _causal_inputs()
+
+
+def bert(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    inputs = _causal_inputs()
+    inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    inputs["attention_mask"][1, 5:] = 0
+    return BertForMaskedLM(config), inputs
+
+
+MODELS: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {"gpt2": gpt2, "llama": llama, "bert": bert}
+
+
+def _causal_inputs() -> Inputs:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    return {"input_ids": tokens, "labels": labels}

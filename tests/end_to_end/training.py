@@ -1,0 +1,61 @@
+"""Train a model for a few steps, and compare what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+RELATIVE, FLOOR = 1e-5, 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Losses of each step, gradients of the first, and parameters after the last, all global."""
+
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def train(model: nn.Module, inputs: Mapping[str, Any], steps: int = 3) -> Training:
+    """A plain PyTorch loop with AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses, gradients = [], {}
+    for step in range(steps):
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        if step == 0:
+            gradients = {name: whole(item.grad) for name, item in model.named_parameters() if item.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return Training(losses, gradients, {name: whole(item) for name, item in model.named_parameters()})
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global value, in memory of its own."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_equal(found: Training, expected: Training) -> None:
+    """Losses, gradients and parameters agree within the promise: 1e-5 of the tensor's size, 1e-6 at least."""
+    for step, (loss, reference) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        assert_close(loss, reference, f"loss of step {step}")
+    for kind in ("gradients", "parameters"):
+        mine, theirs = getattr(found, kind), getattr(expected, kind)
+        assert mine.keys() == theirs.keys()
+        for name, reference in theirs.items():
+            assert_close(mine[name], reference, f"{kind} {name}")
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equal within 1e-5 of the largest element, and 1e-6."""
+    difference = (found - expected).abs().max().item() if expected.numel() else 0.0
+    limit = max(RELATIVE * expected.abs().max().item(), FLOOR)
+    assert difference <= limit, f"{what}: differs by {difference:.3g}, limit {limit:.3g}"

@@ -1,0 +1,80 @@
+"""Run checks on Gloo processes: one start for many checks, with a deadline, so that nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Check = Callable[[], None]
+
+
+def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 300.0) -> dict[str, str]:
+    """Run each check, in order, in `ranks` processes of one Gloo group.
+
+    Returns:
+        For each check, what went wrong on the first rank on which something did, or "". Checks that the processes did
+        not come to say so.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_work, args=(rank, ranks, folder, dict(checks)), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + deadline_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in processes:
+            process.kill()
+            process.join()
+        return {name: _outcome(Path(folder), name, ranks) for name in checks}
+
+
+def report(outcomes: Mapping[str, str], name: str) -> None:
+    """Fail if the check did."""
+    if outcomes[name]:
+        pytest.fail(outcomes[name], pytrace=False)
+
+
+def _outcome(folder: Path, name: str, ranks: int) -> str:
+    found = []
+    for rank in range(ranks):
+        path = folder / f"{name}.{rank}"
+        text = path.read_text() if path.exists() else "did not finish"
+        if text:
+            found.append(f"rank {rank}: {text}")
+    # A rank that failed by itself says more than those that waited for it.
+    return min(found, key=lambda text: ("did not finish" in text, "RankMismatchError" in text, text), default="")
+
+
+def _work(rank: int, ranks: int, folder: str, checks: dict[str, Check]) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    for name, check in checks.items():
+        outcome = _run(check)
+        Path(folder, f"{name}.{rank}").write_text(outcome)
+        if outcome:
+            break  # ranks may be out of step now
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(check: Callable[[], Any]) -> str:
+    try:
+        check()
+    except BaseException:  # noqa: BLE001
+        return traceback.format_exc()
+    return ""

@@ -1,0 +1,262 @@
+"""The engine of torch.distributed on four Gloo processes, with a program written by hand."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.errors import MeshError, RankMismatchError
+from autoshard.ir.mesh import Mesh
+from autoshard.runtime.distributed import DistributedEngine
+from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.launch import make_engine
+from autoshard.runtime.optimizer_state import rebind_optimizer
+from autoshard.runtime.process_groups import bind
+from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.train_step import TrainStep
+from tests.runtime.handmade import WIDTH, HandCompiler, TwoLayers
+from tests.runtime.processes import report, run_checks
+
+
+def device_mesh(shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
+
+
+def pair(shape: tuple[int, int] = (2, 2), **options: list[str]) -> tuple[TwoLayers, ShardedModule]:
+    torch.manual_seed(0)
+    plain = TwoLayers()
+    return plain, ShardedModule(copy.deepcopy(plain), DistributedEngine(device_mesh(shape)), HandCompiler(**options))
+
+
+def batch(size: int = 4) -> torch.Tensor:
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_gradients(plain: nn.Module, sharded: nn.Module) -> None:
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+def check_loss_and_gradients() -> None:
+    """Also uneven: a batch of 5 over 2 and over 4, hidden 6 over 4."""
+    for shape, size in (((2, 2), 4), ((2, 2), 5), ((4, 1), 5), ((1, 4), 4)):
+        plain, sharded = pair(shape)
+        x = batch(size).requires_grad_()
+        x_sharded = batch(size).requires_grad_()
+        (loss, y), (loss_sharded, y_sharded) = plain(x), sharded(x_sharded)
+        assert not isinstance(loss_sharded, DTensor)
+        torch.testing.assert_close(loss_sharded, loss)
+        torch.testing.assert_close(y_sharded, y)
+        loss.backward()
+        loss_sharded.backward()
+        assert_same_gradients(plain, sharded)
+        torch.testing.assert_close(x_sharded.grad, x.grad)
+        torch.testing.assert_close(sharded.calls, plain.calls)
+
+
+def check_parameters_are_sharded_dtensors() -> None:
+    plain, sharded = pair()
+    before = dict(sharded.named_parameters())
+    sharded(batch())
+    weight = sharded.first.weight
+    assert list(sharded.state_dict()) == list(plain.state_dict())
+    assert before["first.weight"] is weight
+    assert weight.placements == (Replicate(), Shard(0))
+    assert weight.to_local().shape == (3, WIDTH)
+    assert weight.to_local().untyped_storage().nbytes() == weight.to_local().nbytes
+    torch.testing.assert_close(weight.full_tensor(), plain.first.weight)
+    assert sharded.config == {"hidden": 6}
+
+
+def check_optimizers_and_clipping() -> None:
+    plain, sharded = pair()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True) for model in (plain, sharded)]
+    for _ in range(3):
+        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(batch(5))[0].backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert isinstance(norm, DTensor)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(name).full_tensor(), parameter)
+
+
+def check_accumulation_retain_graph_and_late_outputs() -> None:
+    plain, sharded = pair()
+    for model in (plain, sharded):
+        loss, y = model(batch())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        loss, y = model(batch())
+        (0.5 * loss + (y**3).sum()).backward()
+    assert_same_gradients(plain, sharded)
+
+
+def check_no_dtensor_dispatch_in_a_step() -> None:
+    """Forward and backward run on local tensors; autograd's hand-over of a gradient is a detach."""
+    _, sharded = pair()
+    sharded(batch())[0].backward()
+    sharded.zero_grad()
+    with RecordDispatch() as recorded:
+        sharded(batch())[0].backward()
+    assert "_c10d_functional.all_reduce.default" in recorded.local
+    assert set(recorded.on_dtensors) <= {"aten.detach.default"}, recorded.on_dtensors
+
+
+class RecordDispatch(TorchDispatchMode):
+    """The operators that run, on plain tensors and on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local: list[str] = []
+        self.on_dtensors: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        (self.on_dtensors if DTensor in types else self.local).append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def check_state_dict_round_trip() -> None:
+    _, sharded = pair()
+    sharded(batch())
+    saved = {name: item.clone() for name, item in sharded.state_dict().items()}
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.mul_(2)
+    changed = sharded(batch())[0]
+    sharded.load_state_dict(saved)
+    assert not torch.equal(sharded(batch())[0], changed)
+    torch.testing.assert_close(sharded.first.weight.full_tensor(), saved["first.weight"].full_tensor())
+
+
+def check_distributed_checkpoint() -> None:
+    """Saved on 2 x 2, loaded on 1 x 4."""
+    plain, sharded = pair()
+    sharded(batch())
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder[0])
+    _, other = pair((1, 4))
+    other(batch())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=folder[0])
+    other.load_state_dict(state["model"])
+    torch.testing.assert_close(other(batch())[0], plain(batch())[0])
+    assert Path(folder[0]).exists()
+
+
+def check_dtensor_input_and_sharded_output() -> None:
+    plain, sharded = pair(gathers=["output:1"])
+    x = distribute_tensor(batch(), sharded._engine.device_mesh, [Replicate(), Shard(1)], src_data_rank=None)
+    x.requires_grad_()
+    y_plain = plain(batch())[1]
+    loss, y = sharded(x)
+    assert isinstance(y, DTensor)
+    assert y.placements == (Shard(0), Replicate())
+    torch.testing.assert_close(y.full_tensor(), y_plain)
+    loss.backward()
+    assert isinstance(x.grad, DTensor)
+    assert x.grad.placements == x.placements
+
+
+def check_groups_over_several_axes() -> None:
+    """A group over two axes, and numbers of the rank, are written into the graph."""
+    engine = DistributedEngine(device_mesh())
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    c10d = torch.ops._c10d_functional
+    both = graph.call_function(c10d.all_reduce.default, (x, "sum", "data,model"))
+    graph.output((graph.call_function(c10d.wait_tensor.default, (both,)),))
+    bound = bind(fx.GraphModule(nn.Module(), graph), engine.groups)
+    assert bound(torch.ones(2))[0].tolist() == [4.0, 4.0]
+    assert engine.groups.coordinates == {"data": dist.get_rank() // 2, "model": dist.get_rank() % 2}
+
+
+def check_train_step() -> None:
+    torch.manual_seed(0)
+    plain = TwoLayers()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.AdamW([{"params": [model.first.weight], "lr": 0.2}, {"params": [model.second.weight]}])
+    before = dict(model.named_parameters())
+    sharded = ShardedModule(model, DistributedEngine(device_mesh()), HandCompiler())
+    rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))
+    step = TrainStep(sharded, optimizer, max_grad_norm=1.0)
+    reference = torch.optim.AdamW([{"params": [plain.first.weight], "lr": 0.2}, {"params": [plain.second.weight]}])
+    for _ in range(3):
+        loss = step(batch())
+        expected = plain(batch())[0]
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        reference.step()
+        reference.zero_grad()
+        torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(name).full_tensor(), parameter)
+    state = step.state_dict()
+    step.load_state_dict(state)
+
+
+def check_meshes_and_processes() -> None:
+    """An abstract mesh finds the processes; a larger one is refused; a smaller one is simulated."""
+    assert isinstance(make_engine(Mesh({"data": 2, "model": 2}), torch.device("cpu")), DistributedEngine)
+    assert isinstance(make_engine(Mesh({"data": 1}), torch.device("cpu")), SimulatorEngine)
+    with pytest.raises(MeshError, match=r"has 8 ranks, but this run has 4 processes"):
+        make_engine(Mesh({"data": 8}), torch.device("cpu"))
+
+
+def check_ranks_with_different_models() -> None:
+    """Every rank names the parameter in which models differ."""
+    torch.manual_seed(dist.get_rank() // 2)
+    sharded = ShardedModule(TwoLayers(), DistributedEngine(device_mesh()), HandCompiler())
+    torch.manual_seed(0)
+    with pytest.raises(RankMismatchError, match=re.escape("parameter 'first.weight'")):
+        sharded(batch())
+
+
+def check_ranks_with_different_seeds() -> None:
+    """A seed that only one rank has is found when it compiles."""
+    torch.manual_seed(0)
+    sharded = ShardedModule(TwoLayers(), DistributedEngine(device_mesh()), HandCompiler())
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(RankMismatchError, match=re.escape("torch.initial_seed(): 0 on ranks [0], 1 on ranks [1]")):
+        sharded(batch())
+
+
+def check_an_error_of_the_first_rank_reaches_all() -> None:
+    engine = DistributedEngine(device_mesh())
+    assert engine.share(dist.get_rank) == 0
+
+    def fail() -> None:
+        raise MeshError("no plan")
+
+    with pytest.raises(MeshError, match="no plan"):
+        engine.share(fail)
+
+
+CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
+    """The check passes on every rank."""
+    report(outcomes, name)
