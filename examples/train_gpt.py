@@ -189,7 +189,7 @@ def main() -> None:
 
     sharded = autoshard.compile(model, mesh, example_inputs=tuple(part.to(device) for part in text.at(0)))
     plan = sharded.plan
-    console.print(str(plan), highlight=False)
+    console.print(str(plan), highlight=False, markup=False, soft_wrap=True)
     curve = train_with_bar("sharded   ", sharded, text, options.steps, device, console)
     if is_first:
         plan.save(options.plan)

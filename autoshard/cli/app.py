@@ -83,6 +83,7 @@ def plan(
         loaded.model,
         hardware,
         example_inputs=loaded.inputs,
+        mesh=None if mesh is None else parse_mesh(mesh),
         optimizer=optimizer,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
     )
