@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,14 +59,14 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
     return program
 
 
-def _finish(
-    copier: Copier, slots: tuple[InputSlot, ...], results: _Results, joint: JointGraph, call: Call
-) -> Program:
-    guards = tuple(
-        Guard(copier.node(node).name, value)
+def _finish(copier: Copier, slots: tuple[InputSlot, ...], results: _Results, joint: JointGraph, call: Call) -> Program:
+    pairs = [
+        (copier.node(node), value)
         for node, value in zip(results.guarded, joint.guarded_values, strict=True)
-    )
-    guard_program = _cut_out(copier, results.guarded) if guards else None
+        if any(ancestor.op == "placeholder" for ancestor in _live_nodes([copier.node(node)]))
+    ]
+    guards = tuple(Guard(node.name, value) for node, value in pairs)
+    guard_program = _cut_out(copier, [node for node, _ in pairs]) if pairs else None
     outputs = tuple(OutputSlot(copier.node(node).name, kind, name) for node, kind, name in results.outputs)
     copier.finish(tuple(copier.node(node) for node, _, _ in results.outputs))
     return Program(
@@ -111,9 +112,9 @@ def _input_slot(node: fx.Node, joint: JointGraph, call: Call) -> InputSlot:
             return InputSlot(node.name, *joint.slots[index])
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
             return InputSlot(node.name, InputKind.TANGENT, f"tangent:{joint.result.indices[index]}")
-        case aot.TangentAOTInput(
-            output=aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index))
-        ):
+        case aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index))):
+            if joint.slots[index][0] is not InputKind.BUFFER:
+                raise _changed_in_place(joint.slots[index], call)
             raise TraceError(
                 f"{_owner(joint.slots[index], call).capitalize()} is updated in forward with a value that requires "
                 f"grad; a program can only update buffers, with values that do not. Update it under torch.no_grad()."
@@ -127,6 +128,13 @@ def _owner(slot: tuple[InputKind, str], call: Call) -> str:
     if kind is InputKind.INPUT:
         return f"input {call.paths[int(name.removeprefix('input:'))]}"
     return f"{kind.value} {name!r}"
+
+
+def _changed_in_place(slot: tuple[InputKind, str], call: Call) -> TraceError:
+    return TraceError(
+        f"The model changes {_owner(slot, call)} in place in forward; a program can only update buffers. Work on a "
+        f"copy (`x = x.clone()`), or make it a buffer."
+    )
 
 
 def _read_results(graph: fx.Graph, joint: JointGraph, call: Call) -> _Results:
@@ -161,17 +169,12 @@ def _output_kind(what: Any, joint: JointGraph, call: Call) -> tuple[OutputKind, 
             kind, name = joint.slots[index]
             if kind is InputKind.BUFFER:
                 return OutputKind.BUFFER_UPDATE, name
-            raise TraceError(
-                f"The model changes {_owner(joint.slots[index], call)} in place in forward; a program can only "
-                f"update buffers. Work on a copy (`x = x.clone()`), or make it a buffer."
-            )
+            raise _changed_in_place(joint.slots[index], call)
     raise TraceError(f"AOTAutograd made a result that autoshard does not know: {what!r}.")
 
 
 def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], results: _Results) -> None:
-    forward_results = [
-        n for n, kind, _ in results.outputs if kind in (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
-    ]
+    forward_results = [n for n, kind, _ in results.outputs if kind in (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)]
     needed = _live_nodes([*forward_results, *results.guarded])
     after_tangent = {node for node, slot in inputs if slot.kind is InputKind.TANGENT}
     for node in graph.nodes:
@@ -179,6 +182,8 @@ def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], re
             after_tangent.add(node)
         is_forward = node not in after_tangent and (node in needed or node.op == "placeholder")
         node.meta["phase"] = "forward" if is_forward else "backward"
+        if node.target is operator.getitem:
+            node.meta["phase"] = node.args[0].meta["phase"]
 
 
 def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
@@ -205,9 +210,8 @@ def _copy_inputs(
     return tuple(slots)
 
 
-def _cut_out(copier: Copier, guarded: tuple[fx.Node, ...]) -> fx.GraphModule:
+def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of the program that computes the guarded values; its placeholders are named as the program's."""
-    roots = [copier.node(node) for node in guarded]
     live = _live_nodes(roots)
     graph, copies = fx.Graph(), {}
     for node in copier.graph.nodes:

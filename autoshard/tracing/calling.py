@@ -57,12 +57,14 @@ class Call:
 class Result:
     """What a traced call returned: filled by `FlatModule` when it runs.
 
-    `differentiable` are the leaf indices of the outputs that can be differentiated in the program.
+    `indices` are the leaf indices of the tensors, `constants` the other leaves; objects that a program cannot
+    return are None there, and their types are in `dropped`.
     """
 
     tree: pytree.TreeSpec | None = None
     indices: tuple[int, ...] = ()
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -184,16 +186,17 @@ def flatten_result(value: Any, result: Result) -> list[Tensor]:
     register_dataclasses(value)
     leaves, result.tree = pytree.tree_flatten(value)
     result.indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    result.constants = {i: _constant(leaf) for i, leaf in enumerate(leaves) if i not in result.indices}
+    others = {i: leaf for i, leaf in enumerate(leaves) if i not in result.indices}
+    result.constants = {i: leaf if _is_plain(leaf) else None for i, leaf in others.items()}
+    result.dropped = tuple(type(leaf).__qualname__ for leaf in others.values() if not _is_plain(leaf))
     return [leaves[i] for i in result.indices]
 
 
-def _constant(leaf: Any) -> Any:
-    if _is_plain(leaf):
-        return leaf
-    _LOGGER.warning(
-        "the model returns an object of type %s, which a program cannot return: it becomes None "
-        "(a key-value cache is switched off with use_cache=False)",
-        type(leaf).__qualname__,
-    )
-    return None
+def warn_of_dropped(result: Result) -> None:
+    """Say which objects of the model's result the program returns None for."""
+    for kind in result.dropped:
+        _LOGGER.warning(
+            "the model returns an object of type %s, which a program cannot return: it becomes None "
+            "(a key-value cache is switched off with use_cache=False)",
+            kind,
+        )

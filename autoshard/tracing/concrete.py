@@ -58,7 +58,8 @@ class ConcreteValues(TorchDispatchMode):
         self._twins = WeakTensorKeyDictionary()
         self._stale: set[int] = set()
         for traced, real in known:
-            self._twins[traced] = real
+            with _disable_current_modes():
+                self._twins[traced] = real.detach().clone()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,9 +90,7 @@ class ConcreteValues(TorchDispatchMode):
         return None if twin is None or _storage(twin) in self._stale else twin
 
     def _has_twins(self, arguments: Any) -> bool:
-        return all(
-            self._twin(leaf) is not None for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)
-        )
+        return all(self._twin(leaf) is not None for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
 
     def _pair(self, traced: Any, real: Any) -> None:
         for traced_leaf, real_leaf in zip(pytree.tree_leaves(traced), pytree.tree_leaves(real), strict=True):

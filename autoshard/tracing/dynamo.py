@@ -1,16 +1,59 @@
-"""Rung 3: Dynamo's graph of the call, for models whose Python cannot run under fake tensors."""
+"""Rung 3: Dynamo's graph of the call, for models whose Python cannot run under fake tensors (numpy, say).
+
+Dynamo reads the model's bytecode into a graph of torch functions, which then goes the way of rung 1. Modules
+are gone from that graph, so the program's nodes have no module path.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-from autoshard.tracing.calling import Call
-from autoshard.tracing.joint import JointGraph, TraceOptions
+from autoshard.errors import TraceError
+from autoshard.ir.program import InputKind
+from autoshard.tracing.calling import Call, call_model
+from autoshard.tracing.joint import JointGraph, TraceOptions, export_joint
 
 
-class NotYet(Exception):
-    pass
+class _CallModule(nn.Module):
+    """The call that Dynamo reads."""
+
+    def __init__(self, model: nn.Module, options: TraceOptions) -> None:
+        super().__init__()
+        self.model = model
+        self.options = options
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.options.call(self.model, args, kwargs)
 
 
 def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
-    raise NotYet("no dynamo")
+    """Capture the call with Dynamo, and export the joint graph of what it captured."""
+    args, kwargs = call.assemble(tuple(call.tensors.values()))
+    capture = dynamo_graph_capture_for_export(_CallModule(model, options))
+    with torch.set_grad_enabled(options.grad):
+        captured = capture(*args, **kwargs)
+    joint = export_joint(captured, call, replace(options, call=call_model))
+    return replace(joint, slots=_own_slots(joint, captured, model))
+
+
+def _own_slots(joint: JointGraph, captured: nn.Module, model: nn.Module) -> tuple[tuple[InputKind, str], ...]:
+    """The slots with the model's own names for the parameters and buffers that Dynamo renamed."""
+    own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held = {**dict(captured.named_parameters()), **dict(captured.named_buffers())}
+    return tuple((kind, _own_name(name, held, own)) for kind, name in joint.slots)
+
+
+def _own_name(name: str, held: dict[str, torch.Tensor], own: dict[int, str]) -> str:
+    if name not in held:
+        return name
+    if id(held[name]) not in own:
+        raise TraceError(
+            f"Dynamo captured the tensor {name!r}, which is no parameter or buffer of the model. Register it with "
+            f"register_buffer, or pass it in as an input."
+        )
+    return own[id(held[name])]

@@ -11,9 +11,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind, Program
 
 
-def check_guards(
-    program: Program, flat_inputs: Sequence[Tensor], state: Mapping[str, Tensor] | None = None
-) -> bool:
+def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping[str, Tensor] | None = None) -> bool:
     """Whether the values that the trace relied on are the same for other inputs.
 
     Args:

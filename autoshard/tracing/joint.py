@@ -29,11 +29,12 @@ from autoshard.tracing.semantic import keep_operators_whole, number_random_opera
 ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class JointGraph:
     """What rung 1 gives: AOTAutograd's graph, and how to read its results.
 
-    `slots` say what each flat input is. The graph's plain outputs are the model's outputs in `result`'s order, then one per guarded value.
+    `slots` say what each flat input is. The graph's plain outputs are the model's outputs in `result`'s order, then
+    one per guarded value.
     """
 
     graph_module: fx.GraphModule
@@ -72,9 +73,7 @@ class FlatModule(nn.Module):
     however many names it has), the call's tensors and the seed, so that tied parameters stay tied.
     """
 
-    def __init__(
-        self, model: nn.Module, call: Call, options: TraceOptions, state: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, call: Call, options: TraceOptions, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._model = (model,)  # in a tuple: not a submodule
         self._call = call
@@ -112,7 +111,7 @@ class FlatModule(nn.Module):
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
         if self._options.known is Known.STATE:
             pairs += [(traced_state[name], real) for name, real in self._state.items()]
-        return [(traced, real.detach().clone()) for traced, real in pairs if not real.is_meta]
+        return [(traced, real) for traced, real in pairs if not real.is_meta]
 
 
 def _keep_assigned(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -156,9 +155,7 @@ def export_joint(model: nn.Module, call: Call, options: TraceOptions) -> JointGr
     return JointGraph(joint.graph_module, slots, flat_module.result, tuple(flat_module.reads.values))
 
 
-def _contexts(
-    options: TraceOptions, mode: FakeTensorMode
-) -> Iterator[contextlib.AbstractContextManager[Any]]:
+def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextlib.AbstractContextManager[Any]]:
     yield torch.set_grad_enabled(options.grad)
     yield torch.compiler.set_stance("force_eager")
     yield _compiling_flag(options.as_compiled)
@@ -180,9 +177,7 @@ def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode) -> tuple[Tens
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor like `tensor`; within a fake mode."""
     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
-    return (
-        nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    )
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 @contextlib.contextmanager

@@ -112,9 +112,7 @@ def _attention(
 ) -> Tensor:
     """Scaled dot-product attention over [..., S, D]; leading dims are brought to [B, H]."""
     if is_causal and attn_mask is not None:
-        raise TraceError(
-            "scaled_dot_product_attention got both attn_mask and is_causal=True; give one of them."
-        )
+        raise TraceError("scaled_dot_product_attention got both attn_mask and is_causal=True; give one of them.")
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
     lead = _broadcast_lead(query, key, value, enable_gqa)
     q, k, v = (_to_four_dims(x, lead) for x in _match_heads(query, key, value, enable_gqa))
@@ -145,9 +143,7 @@ def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
 
 
-def _match_heads(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Repeat the heads of keys and values where the semantic operator cannot group them."""
     if not enable_gqa or key.size(-3) == value.size(-3):
         return query, key, value
@@ -176,9 +172,7 @@ def _mask_to_four_dims(mask: Tensor, lead_dims: int, q: Tensor, k: Tensor) -> Te
         return mask.unsqueeze(-3)
     if mask.dim() <= 4:
         return mask[(None,) * (4 - mask.dim())]
-    return mask.expand(*mask.shape[:-2], q.size(-2), k.size(-2)).reshape(
-        -1, mask.size(-3), q.size(-2), k.size(-2)
-    )
+    return mask.expand(*mask.shape[:-2], q.size(-2), k.size(-2)).reshape(-1, mask.size(-3), q.size(-2), k.size(-2))
 
 
 def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,10 +246,37 @@ def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[in
     return loss.sum() if reduction == _SUM else loss.reshape(shape)
 
 
-def _rms_norm(
-    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    return torch.ops.aten._fused_rms_norm.default(x, normalized_shape, weight, eps)[0]
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm as one operator forward and one backward; torch has both, but no derivative on all devices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = torch.ops.aten._fused_rms_norm.default(x, normalized_shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.normalized_shape = normalized_shape
+        ctx.mark_non_differentiable(rstd)
+        return out, rstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        x, rstd, weight = ctx.saved_tensors
+        mask = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        dx, dw = torch.ops.aten._fused_rms_norm_backward.default(grad, x, ctx.normalized_shape, rstd, weight, mask)
+        return dx if mask[0] else None, None, dw if mask[1] else None, None
+
+
+def _fused_rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Below autograd the operator is kept: NotImplemented is how a decomposition declines."""
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
+        return NotImplemented
+    return _RmsNorm.apply(x, normalized_shape, weight, eps)
+
+
+def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _RmsNorm.apply(x, normalized_shape, weight, eps)[0]
 
 
 _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
@@ -266,4 +287,5 @@ _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.feature_dropout_.default: _feature_dropout_,
     torch.ops.aten.cross_entropy_loss.default: _cross_entropy,
     torch.ops.aten.rms_norm.default: _rms_norm,
+    torch.ops.aten._fused_rms_norm.default: _fused_rms_norm,
 }

@@ -17,9 +17,7 @@ from torch import Tensor, fx
 from autoshard.ir.program import InputKind, InputSlot
 
 _ATEN = torch.ops.aten
-_IDENTITIES = frozenset(
-    {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default}
-)
+_IDENTITIES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default})
 _RESHAPES = frozenset(
     {
         _ATEN.view.default,
@@ -97,6 +95,9 @@ class Copier:
         if node.target is _ATEN.t.default:
             operand = self.node(node.args[0])
             return operand.args[0] if operand.target is _ATEN.t.default else None
+        if node.target is _ATEN.copy.default:
+            written = self.node(node.args[1])
+            return written if _is_alike(written.meta["val"], node.meta["val"]) else None
         if node.target is _ATEN.cat.default:
             kept = _without_empty([self.node(operand) for operand in node.args[0]])
             return kept[0] if len(kept) == 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype else None
@@ -124,6 +125,10 @@ class Copier:
         else:
             setattr(self.graph_module, name, value)
         return self.graph.create_node("get_attr", name, (), {}, name=name)
+
+
+def _is_alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
 
 
 def _base_name(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from autoshard.errors import TraceError
 from autoshard.ir.program import Program
 from autoshard.tracing.assemble import assemble_program
-from autoshard.tracing.calling import Call, LossCall, call_model, count_targets, take_apart
+from autoshard.tracing.calling import Call, LossCall, call_model, count_targets, take_apart, warn_of_dropped
 from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
@@ -61,12 +61,11 @@ def trace(
     call = take_apart(tuple(args), dict(kwargs or {}))
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=_model_call(model, args, loss_fn))
     joint = _capture(model, call, options)
+    warn_of_dropped(joint.result)
     return assemble_program(joint, model, call)
 
 
-def _model_call(
-    model: nn.Module, args: tuple[Any, ...], loss_fn: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def _model_call(model: nn.Module, args: tuple[Any, ...], loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
     return call_model if loss_fn is None else LossCall(loss_fn, count_targets(model, loss_fn, len(args)))
 
 

@@ -1,0 +1,144 @@
+"""Semantic operators: whole where they cover the call, ordinary operators that compute the same elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoshard.errors import TraceError
+from autoshard.ir.program import OutputKind
+from autoshard.tracing import trace
+from tests.tracing.running import assert_equals_eager, count_operators, run_program
+
+
+class Call(nn.Module):
+    """A function of a parameter and the inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], *shape: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(self.weight, *args, **kwargs)
+
+
+def _check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], whole: str, is_whole: bool = True) -> None:
+    program = trace(model, args, kwargs)
+    counts = count_operators(program)
+    assert (whole in counts) is is_whole, counts
+    assert_equals_eager(program, model, args, kwargs)
+
+
+_WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3), (5,)])
+def test_cross_entropy_is_whole(reduction: str, smoothing: float, shape: tuple[int, ...]) -> None:
+    """Hard targets of any shape go through the semantic operator, ignored ones too."""
+    target = torch.randint(0, 5, shape[:1] + shape[2:] if len(shape) > 1 else ())
+    if target.dim():
+        target.view(-1)[1] = 3
+        kwargs = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": 3}
+    else:
+        kwargs = {"reduction": reduction, "label_smoothing": smoothing}
+    _check(Call(F.cross_entropy, *shape), (target,), kwargs, "autoshard::cross_entropy")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("kind", ["weights", "probabilities", "weighted probabilities"])
+def test_other_cross_entropies_are_composites(reduction: str, smoothing: float, kind: str) -> None:
+    """Class weights and probabilities become ordinary operators with the same result."""
+    target = torch.tensor([0, 1, 4, -100, 2, 2]) if kind == "weights" else torch.rand(6, 5).softmax(-1)
+    weight = None if kind == "probabilities" else _WEIGHT
+    kwargs = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
+    _check(Call(F.cross_entropy, 6, 5), (target,), kwargs, "autoshard::cross_entropy", is_whole=False)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "kwargs"),
+    [
+        ((2, 4, 3, 8), (2, 4, 5, 8), {}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), {"is_causal": True}),
+        ((2, 4, 3, 8), (2, 2, 3, 8), {"is_causal": True, "enable_gqa": True}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), {"attn_mask": torch.rand(3, 5), "scale": 0.3}),
+        ((2, 4, 3, 8), (2, 4, 5, 8), {"attn_mask": torch.rand(2, 1, 3, 5) > 0.4}),
+        ((4, 3, 8), (4, 5, 8), {"attn_mask": torch.rand(4, 3, 5)}),
+        ((3, 8), (5, 8), {}),
+        ((2, 2, 4, 3, 8), (2, 2, 4, 5, 8), {"attn_mask": torch.rand(2, 2, 1, 3, 5)}),
+        ((2, 4, 3, 8), (2, 1, 5, 8), {}),
+        ((2, 4, 3, 8), (5, 8), {}),
+    ],
+)
+def test_attention_is_whole(q_shape: tuple[int, ...], k_shape: tuple[int, ...], kwargs: dict[str, Any]) -> None:
+    """Attention of any leading dims, masks and head groups is one operator."""
+    keys = torch.randn(k_shape, requires_grad=True), torch.randn(k_shape, requires_grad=True)
+    _check(Call(_attend, *q_shape), keys, kwargs, "autoshard::attention")
+
+
+def test_a_mask_that_requires_grad_is_differentiated() -> None:
+    """The mask gets its gradient through ordinary operators."""
+    model = Call(lambda mask, q, k: F.scaled_dot_product_attention(q, k, k, attn_mask=mask), 3, 5)
+    args = (torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8))
+    _check(model, args, {}, "autoshard::attention", is_whole=False)
+
+
+def test_norms_are_whole() -> None:
+    """RMS norm and layer norm are one operator forward and one backward."""
+    x = torch.randn(3, 4, requires_grad=True)
+    _check(Call(lambda w, x: F.rms_norm(x, (4,), w, 1e-5), 4), (x,), {}, "_fused_rms_norm")
+    _check(Call(lambda w, x: F.rms_norm(x, (4,), w), 4), (x,), {}, "_fused_rms_norm_backward")
+    _check(Call(lambda w, x: F.layer_norm(x, (4,), w), 4), (x,), {}, "native_layer_norm")
+
+
+@pytest.mark.parametrize("function", [F.dropout1d, F.dropout2d])
+def test_channel_dropout(function: Callable[..., Tensor]) -> None:
+    """Whole channels are dropped or kept and scaled."""
+    shape = (6, 5, 4) if function is F.dropout1d else (6, 5, 4, 2)
+    model = Call(lambda w: function(w, 0.5, True), *shape)
+    program = trace(model, ())
+    gradient = run_program(program, model, ())[(OutputKind.GRADIENT, "weight")]
+    assert count_operators(program)["autoshard::dropout"] >= 1
+    per_channel = gradient.flatten(2)
+    assert torch.equal(per_channel, per_channel[..., :1].expand_as(per_channel))
+    assert set(gradient.unique().tolist()) == {0.0, 2.0}
+
+
+def test_dropout_of_attention_takes_the_seed() -> None:
+    """Attention with dropout is one operator that takes the seed, and its own site."""
+    keys = torch.randn(2, 4, 5, 8)
+    model = Call(lambda q, k: F.dropout(_attend(q, k, k, dropout_p=0.1), 0.1), 2, 4, 5, 8)
+    program = trace(model, (keys,))
+    attention, dropout = (
+        next(node for node in program.graph.nodes if name in str(node.target))
+        for name in ("autoshard.attention", "autoshard.dropout")
+    )
+    assert attention.args[4].name == dropout.args[1].name == "seed"
+    assert (attention.args[8], dropout.args[3]) == (0, 1)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_nothing_and_everything(p: float) -> None:
+    """p of 0 is the identity and p of 1 is zero; neither is random."""
+    model = Call(lambda w: F.dropout(w, p), 5)
+    _check(model, (), {}, "autoshard::dropout", is_whole=False)
+
+
+def test_operators_are_as_before_after_a_trace() -> None:
+    """Nothing of torch is changed when no trace runs, not even after one that failed."""
+    before = dict(torch.ops.aten.dropout.default.py_kernels)
+    with pytest.raises(TraceError, match="has no attribute"):
+        trace(Call(lambda w: w.nothing, 3), ())
+    assert torch.ops.aten.dropout.default.py_kernels == before

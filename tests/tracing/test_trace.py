@@ -1,0 +1,358 @@
+"""`trace`: calls, slots, phases, names, and the errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from autoshard.errors import TraceError
+from autoshard.ir.program import InputKind, OutputKind
+from autoshard.tracing import check_guards, trace
+from tests.tracing.running import assert_equals_eager, count_operators, run_program
+
+
+class Mlp(nn.Module):
+    """Two layers with a batch norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.down = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.down(self.norm(self.up(x)))
+
+
+def test_buffers_are_updated() -> None:
+    """Running statistics and assigned buffers, non-persistent ones too, come out as updates."""
+    model, x = Mlp(), torch.randn(6, 4)
+    program = trace(model, (x,))
+    assert {s.name for s in program.outputs_of(OutputKind.BUFFER_UPDATE)} == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+        "calls",
+    }
+    assert_equals_eager(program, model, (x,))
+
+
+def test_loss_fn_takes_the_last_inputs_as_targets() -> None:
+    """`loss_fn(outputs, target)` gets the last positional input; only the loss has a tangent."""
+    model, x, y = Mlp().eval(), torch.randn(6, 4), torch.tensor([0, 1, 2, 3, -100, 1])
+    program = trace(model, (x, y), loss_fn=nn.CrossEntropyLoss())
+    assert [s.name for s in program.inputs_of(InputKind.TANGENT)] == ["tangent:0"]
+    assert_equals_eager(program, model, (x, y), call=lambda x, y: nn.functional.cross_entropy(model(x), y))
+
+
+@dataclasses.dataclass
+class Batch:
+    """A dataclass input and output."""
+
+    x: Tensor
+    scale: float
+    parts: list[Tensor]
+
+
+class Nested(nn.Module):
+    """Takes and gives nested values with constants among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, batch: Batch, *, mode: str, extra: dict[str, Tensor]) -> dict[str, object]:
+        y = self.weight * batch.x * batch.scale + batch.parts[0]
+        if mode == "add":
+            y = y + extra["bias"]
+        return {"batch": Batch(y, 2.0, [y.sum(0), batch.parts[0]]), "nothing": None, "mode": mode}
+
+
+def test_nested_inputs_and_outputs() -> None:
+    """Dataclasses, dicts and lists are flattened; leaves that are no tensors are constants."""
+    model = Nested()
+    args = (Batch(torch.randn(2, 3), 0.5, [torch.randn(2, 3, requires_grad=True)]),)
+    kwargs = {"mode": "add", "extra": {"bias": torch.randn(3)}}
+    program = trace(model, args, kwargs)
+    assert set(program.constants.values()) == {0.5, "add"}
+    assert set(program.output_constants.values()) == {2.0, None, "add"}
+    assert len(program.outputs_of(OutputKind.INPUT_GRADIENT)) == 1
+    assert_equals_eager(program, model, args, kwargs)
+
+
+class LossAndLogits(nn.Module):
+    """Returns a loss and logits, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y.square().mean(), y
+
+
+def test_tangents_are_for_losses_or_for_all() -> None:
+    """A loss alone is differentiated, unless all outputs are asked for or none."""
+    model, x = LossAndLogits(), torch.randn(2, 3)
+    assert [s.name for s in trace(model, (x,)).inputs_of(InputKind.TANGENT)] == ["tangent:0"]
+    every = trace(model, (x,), all_tangents=True)
+    assert [s.name for s in every.inputs_of(InputKind.TANGENT)] == ["tangent:0", "tangent:1"]
+    assert_equals_eager(every, model, (x,))
+    none = trace(model, (x,), grad=False)
+    assert not none.inputs_of(InputKind.TANGENT)
+    assert not none.outputs_of(OutputKind.GRADIENT)
+    assert {node.meta["phase"] for node in none.graph.nodes if node.op == "call_function"} == {"forward"}
+
+
+def test_without_parameters_that_require_grad_there_is_no_backward() -> None:
+    """A frozen model gives a forward-only program."""
+    model = LossAndLogits().requires_grad_(False)
+    program = trace(model, (torch.randn(2, 3),))
+    assert {s.kind for s in program.outputs} == {OutputKind.OUTPUT}
+
+
+def test_phases_split_at_the_tangent() -> None:
+    """No forward node depends on a backward node, and all gradients are backward."""
+    program = trace(Mlp(), (torch.randn(6, 4),))
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.meta["phase"] == "forward":
+            assert all(operand.meta["phase"] == "forward" for operand in node.all_input_nodes)
+    gradients = [program.nodes[slot.node] for slot in program.outputs_of(OutputKind.GRADIENT)]
+    assert {node.meta["phase"] for node in gradients} == {"backward"}
+
+
+def test_every_node_has_a_value_of_global_shape() -> None:
+    """`val` is set on all nodes, and nodes of multi-output operators hold tuples."""
+    program = trace(Mlp(), (torch.randn(6, 4),))
+    assert all("val" in node.meta for node in program.graph.nodes if node.op != "output")
+
+
+def test_lines_and_modules() -> None:
+    """Nodes name the line of this file, and the module, that issued them."""
+    program = trace(Mlp(), (torch.randn(6, 4),))
+    matmuls = [node for node in program.graph.nodes if node.target is torch.ops.aten.addmm.default]
+    assert [node.meta["module"] for node in matmuls] == ["up", "down"]
+    assert all(node.meta["source"].startswith("test_trace.py:") for node in matmuls)
+    assert all(node.meta["source"].endswith(" in forward") for node in matmuls)
+
+
+class Branch(nn.Module):
+    """Branches on the values of its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if mask.all():
+            return self.layer(x).sum()
+        return (self.layer(x) * mask[:, None]).sum()
+
+
+def test_a_branch_on_values_is_guarded() -> None:
+    """The branch taken on the example inputs is traced, and another mask asks for another trace."""
+    model, x = Branch(), torch.randn(3, 4)
+    ones, some = torch.ones(3, dtype=torch.bool), torch.tensor([True, False, True])
+    for mask, other in ((ones, some), (some, ones)):
+        program = trace(model, (x, mask))
+        assert_equals_eager(program, model, (x, mask))
+        assert check_guards(program, (x, mask))
+        assert not check_guards(program, (x, other))
+
+
+def test_without_values_a_branch_is_refused_with_its_line() -> None:
+    """A mask on meta has no values: the error names the line that asks for one."""
+    mask = torch.ones(3, dtype=torch.bool, device="meta")
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+ in forward reads a value from a tensor"):
+        trace(Branch(), (torch.randn(3, 4), mask))
+
+
+class StateBranch(nn.Module):
+    """Branches on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate if self.gate.item() > 0.5 else x - self.gate
+
+
+def test_a_branch_on_a_parameter_needs_the_state_to_check() -> None:
+    """A guard on a parameter is checked against the state, and asks for it."""
+    model, x = StateBranch(), torch.randn(3)
+    program = trace(model, (x,))
+    assert check_guards(program, (x,), {"gate": torch.ones(())})
+    assert not check_guards(program, (x,), {"gate": torch.zeros(())})
+    with pytest.raises(TraceError, match=r"depend on .'gate'., which `state` does not hold"):
+        check_guards(program, (x,))
+
+
+class Numpy(nn.Module):
+    """Goes through numpy, which fake tensors cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.from_numpy(np.tanh(x.numpy()))).sum()
+
+
+def test_dynamo_captures_what_fake_tensors_cannot_run() -> None:
+    """Numpy calls come by way of Dynamo, with the model's own names."""
+    model, x = Numpy(), torch.randn(2, 3)
+    program = trace(model, (x,))
+    assert [s.name for s in program.inputs_of(InputKind.PARAMETER)] == ["layer.weight", "layer.bias"]
+    assert_equals_eager(program, model, (x,))
+
+
+class Checkpointed(nn.Module):
+    """A dropout under an activation checkpoint."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        body = nn.Sequential(self.layer, nn.Dropout(0.5))
+        return checkpoint.checkpoint(body, x, use_reentrant=self.use_reentrant).sum()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_are_plain_calls(use_reentrant: bool) -> None:
+    """Nothing is computed twice: one dropout forward, one backward, with one site."""
+    program = trace(Checkpointed(use_reentrant), (torch.randn(4, 3),))
+    drops = [node for node in program.graph.nodes if "autoshard.dropout" in str(node.target)]
+    assert [node.args[3] for node in drops] == [0, 0]
+
+
+def test_tied_parameters_have_aliases() -> None:
+    """A parameter under two names is one slot, and its gradient is the sum."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3, bias=False)
+            self.b = nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)).sum()
+
+    model, x = Tied(), torch.randn(2, 3)
+    program = trace(model, (x,))
+    (slot,) = program.inputs_of(InputKind.PARAMETER)
+    assert (slot.name, slot.aliases) == ("a.weight", ("b.weight",))
+    assert_equals_eager(program, model, (x,))
+
+
+_SCRIPT = """
+from tests.tracing.test_trace import digest_of_two_traces
+print(digest_of_two_traces())
+"""
+
+
+def digest_of_two_traces() -> str:
+    """The digest of a small transformer, traced for the second time."""
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        x = torch.empty(2, 4, 8)
+    trace(layer, (x,))
+    return trace(layer, (x,)).digest()
+
+
+def test_text_does_not_depend_on_the_process() -> None:
+    """Another process with another hash seed gives the same text."""
+    other = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env={**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.strip() == digest_of_two_traces()
+
+
+def test_seeds_give_masks() -> None:
+    """The same seed gives the same dropout, another one another."""
+    model, x = nn.Dropout(0.5), torch.randn(50, requires_grad=True)
+    program = trace(model, (x,))
+    first, again, other = (run_program(program, model, (x,), seed=seed) for seed in (1, 1, 2))
+    key = (OutputKind.OUTPUT, "output:0")
+    assert torch.equal(first[key], again[key])
+    assert not torch.equal(first[key], other[key])
+    kept = first[key] != 0
+    assert torch.equal(first[(OutputKind.INPUT_GRADIENT, "input:0")], kept * 2.0)
+
+
+class _Failing(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("total", torch.zeros(3))
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "input":
+            x.add_(1.0)
+        if self.what == "parameter":
+            with torch.no_grad():
+                self.weight.add_(1.0)
+        if self.what == "random":
+            x = x + torch.rand_like(x)
+        if self.what == "grad buffer":
+            self.total.add_(self.weight)
+        if self.what == "raise":
+            raise ValueError("no such thing")
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("input", r"changes input args\[0\] in place"),
+        ("parameter", r"changes parameter 'weight' in place"),
+        ("random", r"random operator aten\.rand_like\.default at test_trace\.py:\d+ in forward"),
+        ("grad buffer", r"Buffer 'total' is updated in forward with a value that requires grad"),
+        ("raise", r"(?s)Cannot trace _Failing\..* raised ValueError.*fake tensors: ValueError: no such thing.*Dynamo"),
+    ],
+)
+def test_refusals_name_the_mistake(what: str, message: str) -> None:
+    """Each thing that a program cannot do is refused by name."""
+    with pytest.raises(TraceError, match=message):
+        trace(_Failing(what), (torch.randn(3),))
+
+
+def test_opaque_inputs_are_refused() -> None:
+    """An object that may hold tensors is no input."""
+
+    class Box:
+        pass
+
+    with pytest.raises(TraceError, match=r"Input args\[0\]\[1\] is an object of type .*Box"):
+        trace(Mlp(), ([torch.randn(2, 4), Box()],))
+
+
+def test_missing_targets_are_refused() -> None:
+    """A loss function that wants more targets than there are inputs is an error."""
+    with pytest.raises(TraceError, match="takes 2 targets after the outputs"):
+        trace(Mlp(), (torch.randn(2, 4),), loss_fn=lambda outputs, first, second: outputs.sum())
+
+
+def test_no_noise_is_left() -> None:
+    """Detaches, aliases and double transposes are gone."""
+    counts = count_operators(trace(Mlp(), (torch.randn(6, 4),)))
+    assert not counts.keys() & {"detach", "alias", "lift_fresh_copy", "copy"}

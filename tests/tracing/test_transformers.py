@@ -1,0 +1,127 @@
+"""Models from transformers trace whole, and the traced graph computes what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.ir.program import InputKind, OutputKind
+from autoshard.tracing import check_guards, trace
+from tests.tracing.running import assert_equals_eager, count_operators
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        max_position_embeddings=32,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=32,
+        max_position_embeddings=32,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def _batch(**more: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.clone(), **more}
+
+
+@pytest.mark.parametrize("make", [_gpt2, _llama, _bert])
+def test_loss_and_gradients_equal_eager(make: type) -> None:
+    """Loss, logits and all gradients of the traced graph are the eager model's."""
+    model, batch = make().eval(), _batch()
+    assert_equals_eager(trace(model, (), batch), model, (), batch)
+
+
+@pytest.mark.parametrize("make", [_gpt2, _llama, _bert])
+def test_attention_and_loss_stay_whole(make: type) -> None:
+    """There is one attention operator per layer, one cross-entropy, and one backward of each."""
+    counts = count_operators(trace(make().train(), (), _batch()))
+    assert counts["autoshard::attention"] == counts["autoshard::attention_backward"] == 2
+    assert counts["autoshard::cross_entropy"] == counts["autoshard::cross_entropy_backward"] == 1
+    assert not any("native_dropout" in name or "bernoulli" in name or "softmax" in name for name in counts)
+
+
+def test_dropout_in_training_takes_the_seed() -> None:
+    """GPT-2 in training mode has a seed and numbered dropouts; in eval mode neither."""
+    training = trace(_gpt2().train(), (), _batch())
+    assert count_operators(training)["autoshard::dropout"] == 2 * (1 + 2 * 2)
+    assert len(training.inputs_of(InputKind.SEED)) == 1
+    sites = [
+        node.args[3] for node in training.graph.nodes
+        if "autoshard.dropout" in str(node.target) and node.meta["phase"] == "forward"
+    ]  # fmt: skip
+    assert sites == sorted(set(sites))
+    assert not trace(_gpt2().eval(), (), _batch()).inputs_of(InputKind.SEED)
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    """GPT-2's output layer is its embedding: one slot with an alias, one gradient."""
+    program = trace(_gpt2(), (), _batch())
+    names = {slot.name: slot.aliases for slot in program.inputs_of(InputKind.PARAMETER)}
+    assert names["transformer.wte.weight"] == ("lm_head.weight",)
+    assert "lm_head.weight" not in names
+    assert [s.name for s in program.outputs_of(OutputKind.GRADIENT)].count("transformer.wte.weight") == 1
+
+
+@pytest.mark.parametrize("make", [_gpt2, _llama, _bert])
+def test_a_model_on_meta_traces_to_the_same_text(make: type) -> None:
+    """Neither parameters nor inputs need values."""
+    with torch.device("meta"):
+        meta = make().train()
+    batch = {name: tensor.to("meta") for name, tensor in _batch().items()}
+    assert trace(meta, (), batch).text() == trace(make().train(), (), _batch()).text()
+
+
+def test_padding_is_guarded() -> None:
+    """A mask of ones is traced away under a guard; a padded one is another program, and both are right."""
+    model = _llama().eval()
+    full = _batch(attention_mask=torch.ones(2, 8, dtype=torch.long))
+    padded = _batch(attention_mask=torch.ones(2, 8, dtype=torch.long).index_fill(1, torch.tensor([6, 7]), 0))
+    program = trace(model, (), full)
+    assert_equals_eager(program, model, (), full)
+    assert check_guards(program, list(full.values()))
+    assert not check_guards(program, list(padded.values()))
+    assert_equals_eager(trace(model, (), padded), model, (), padded)
+
+
+def test_nodes_know_their_module_and_line() -> None:
+    """Forward and backward nodes name the module that issued them, and a line of its code."""
+    program = trace(_llama(), (), _batch())
+    attentions = [node for node in program.graph.nodes if "autoshard.attention" in str(node.target)]
+    assert [node.meta["module"] for node in attentions] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+        "model.layers.1.self_attn",
+        "model.layers.0.self_attn",
+    ]
+    assert [node.meta["phase"] for node in attentions] == ["forward"] * 2 + ["backward"] * 2
+    assert all(node.meta["source"].startswith("sdpa_attention.py:") for node in attentions)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert all(node.meta["source"] for node in calls)
