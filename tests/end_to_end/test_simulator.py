@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import autoshard
 from autoshard import Mesh
+from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import Training, assert_equal, train
 
 MESHES = [Mesh({"model": 4}), Mesh({"data": 2, "model": 2}), Mesh({"data": 2, "context": 2, "model": 2})]
+SQUARE = Mesh({"data": 2, "model": 2})
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -21,7 +24,44 @@ def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh) -> None:
-    """Loss, gradients, and parameters after 3 steps of AdamW."""
+    """Under the plan that the planner chooses: loss, gradients, and parameters after 3 steps of AdamW."""
     name, expected = reference
     model, inputs = MODELS[name]()
     assert_equal(train(autoshard.compile(model, mesh), inputs), expected)
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "data and tensor", "fully sharded"])
+def test_experts_layouts_equal_one_device(reference: tuple[str, Training], layout: str) -> None:
+    """Under constraints that bring about data, tensor and fully sharded parallelism, and mixes."""
+    name, expected = reference
+    model, inputs = MODELS[name]()
+    constraints = layouts(name)[layout]
+    sharded = autoshard.compile(model, SQUARE, constraints=constraints)
+    assert_equal(train(sharded, inputs), expected)
+    assert set(constraints.values()) <= {*sharded.specs.values(), autoshard.P("data")}
+
+
+def test_evaluation_and_training_alternate() -> None:
+    """Training, evaluation and no_grad calls each run their program and agree with the model."""
+    model, inputs = MODELS["gpt2"]()
+    plain, _ = MODELS["gpt2"]()
+    sharded = autoshard.compile(model, SQUARE, constraints=layouts("gpt2")["tensor"])
+    sharded(**inputs)["loss"].backward()
+    plain(**inputs)["loss"].backward()
+    sharded.eval()
+    plain.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(**inputs)["logits"], plain(**inputs)["logits"], rtol=1e-5, atol=1e-6)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_through_logits_beside_a_loss() -> None:
+    """A loss of the user's own over the logits, although the model returns a loss too."""
+    model, inputs = MODELS["gpt2"]()
+    plain, _ = MODELS["gpt2"]()
+    sharded = autoshard.compile(model, SQUARE, constraints=layouts("gpt2")["data"])
+    for network in (sharded, plain):
+        network(**inputs)["logits"].square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6)

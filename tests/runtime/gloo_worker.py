@@ -41,7 +41,7 @@ def program(source: PartitionSpec, target: PartitionSpec, shape: tuple[int, ...]
 def bind_groups(graph_module: fx.GraphModule, group_name: str) -> None:
     """Put the process group's name where the axis is named."""
     for node in graph_module.graph.nodes:
-        if node.args and node.args[-1] == "data":
+        if "c10d" in str(node.target) and node.args[-1] == "data":
             node.args = (*node.args[:-1], group_name)
     graph_module.recompile()
 

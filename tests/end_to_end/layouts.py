@@ -1,0 +1,53 @@
+"""Constraints that bring about the layouts that experts write by hand, for the small models on data x model."""
+
+from __future__ import annotations
+
+from autoshard import P, PartitionSpec
+
+DATA = {"input:*": P("data")}
+
+TENSOR = {
+    "gpt2": {
+        "transformer.wte.weight": P("model"),
+        "transformer.h.*.attn.c_attn.weight": P(None, "model"),
+        "transformer.h.*.attn.c_proj.weight": P("model"),
+        "transformer.h.*.mlp.c_fc.weight": P(None, "model"),
+        "transformer.h.*.mlp.c_proj.weight": P("model"),
+    },
+    "llama": {
+        "model.embed_tokens.weight": P("model"),
+        "model.layers.*.self_attn.[qkv]_proj.weight": P("model"),
+        "model.layers.*.self_attn.o_proj.weight": P(None, "model"),
+        "model.layers.*.mlp.gate_proj.weight": P("model"),
+        "model.layers.*.mlp.up_proj.weight": P("model"),
+        "model.layers.*.mlp.down_proj.weight": P(None, "model"),
+        "lm_head.weight": P("model"),
+    },
+    "bert": {
+        "bert.embeddings.word_embeddings.weight": P("model"),
+        "bert.encoder.layer.*.attention.self.*.weight": P("model"),
+        "bert.encoder.layer.*.attention.output.dense.weight": P(None, "model"),
+        "bert.encoder.layer.*.intermediate.dense.weight": P("model"),
+        "bert.encoder.layer.*.output.dense.weight": P(None, "model"),
+    },
+}
+
+FULLY_SHARDED = {
+    "gpt2": {"transformer.wte.weight": P(("data", "model")), "transformer.h.*.c_*.weight": P("data", "model")},
+    "llama": {"model.embed_tokens.weight": P(("data", "model")), "model.layers.*_proj.weight": P("data", "model")},
+    "bert": {
+        "bert.embeddings.word_embeddings.weight": P(("data", "model")),
+        "bert.encoder.layer.*.dense.weight": P("data", "model"),
+    },
+}
+
+
+def layouts(name: str) -> dict[str, dict[str, PartitionSpec]]:
+    """Constraints of each layout for a model."""
+    return {
+        "chosen": {},
+        "data": DATA,
+        "tensor": TENSOR[name],
+        "data and tensor": {**DATA, **TENSOR[name]},
+        "fully sharded": {**DATA, **FULLY_SHARDED[name]},
+    }

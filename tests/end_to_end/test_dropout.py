@@ -1,0 +1,53 @@
+"""Dropout does not depend on the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, P, PartitionSpec
+from tests.end_to_end.layouts import layouts
+from tests.end_to_end.models import MODELS
+from tests.end_to_end.training import assert_equal, train
+
+SQUARE = Mesh({"data": 2, "model": 2})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_with_dropout_equals_a_mesh_of_one(name: str) -> None:
+    """The same seed gives the same masks under data and tensor parallelism as on one rank."""
+    trainings = []
+    for mesh, layout in ((Mesh({"data": 1, "model": 1}), "chosen"), (SQUARE, "data and tensor")):
+        model, inputs = MODELS[name](dropout=0.2)
+        sharded = autoshard.compile(model, mesh, constraints=layouts(name)[layout])
+        torch.manual_seed(7)
+        trainings.append(train(sharded, inputs))
+    assert_equal(trainings[1], trainings[0])
+
+
+@pytest.mark.parametrize("spec", [P(), P("data", "model"), P(("data", "model"))], ids=str)
+def test_keep_rate_and_scale(spec: PartitionSpec) -> None:
+    """Of the elements, 1 - p are kept, scaled by 1 / (1 - p); the gradient has the same mask."""
+    torch.manual_seed(3)
+    sharded = autoshard.compile(nn.Dropout(0.25), SQUARE, constraints={"input:0": spec})
+    x = torch.ones(200, 100, requires_grad=True)
+    y = sharded(x)
+    y.sum().backward()
+    kept = y != 0
+    assert abs(kept.float().mean().item() - 0.75) < 0.02
+    torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.75))
+    torch.testing.assert_close(x.grad, y.detach())
+
+
+def test_calls_draw_new_masks_and_evaluation_none() -> None:
+    """Two calls differ, a restarted sequence repeats, evaluation is the identity."""
+    torch.manual_seed(3)
+    sharded = autoshard.compile(nn.Dropout(0.5), SQUARE)
+    x = torch.ones(32, 32)
+    first, second = sharded(x), sharded(x)
+    assert not torch.equal(first, second)
+    sharded.seeds.restart()
+    assert torch.equal(sharded(x), first)
+    assert torch.equal(sharded.eval()(x), x)
