@@ -29,6 +29,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    # Read where a Triton kernel is decorated, so before any test imports autoshard's kernels.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is no CUDA device."""

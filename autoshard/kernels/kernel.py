@@ -8,6 +8,11 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from autoshard.kernels.launch import Tile
+
+# Specimens are made for rows of these many elements: several rows a program, one row, the longest.
+SPECIMEN_COLUMNS = (200, 4096, 16384)
+
 
 @dataclass(frozen=True, slots=True)
 class Specimen:
@@ -43,7 +48,7 @@ class Kernel:
         why_not: called with the operator's own arguments (fake tensors will do); None where the kernel
             applies, else the reason, one sentence. It does not look at the device: plans for a GPU are made
             on machines without one.
-        specimens: compilations that tests and cost models may ask for.
+        specimens: compilations that tests and cost models may ask for, one per `SPECIMEN_COLUMNS`.
     """
 
     operator: OpOverload
@@ -57,14 +62,18 @@ class Kernel:
         return self.replacement._schema.name
 
 
-def specimen(function: Any, types: str, constants: Mapping[str, object], num_warps: int = 4) -> Specimen:
+def specimen(function: Any, types: str, tile: Tile, **constants: object) -> Specimen:
     """A `Specimen` from the types of the run-time arguments in order, separated by spaces.
 
-    A type `None` is an absent pointer; arguments after the last type are the `constexpr` ones.
+    Args:
+        function: the `@triton.jit` function; its last two arguments are BLOCK_R and BLOCK_C.
+        types: triton types, e.g. `"*bf16 i32"`; None is an absent pointer.
+        tile: the values of BLOCK_R and BLOCK_C, and the warps.
+        constants: the values of the other `constexpr` arguments.
     """
-    names = list(function.arg_names)
-    given = types.split()
-    signature = {name: kind if kind != "None" else "constexpr" for name, kind in zip(names, given, strict=False)}
-    signature |= dict.fromkeys(names[len(given) :], "constexpr")
-    absent = {name: None for name, kind in zip(names, given, strict=False) if kind == "None"}
-    return Specimen(function, signature, absent | dict(constants), num_warps)
+    names, kinds = list(function.arg_names), types.split()
+    absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
+    signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")
+    signature |= dict.fromkeys(names[len(kinds) :], "constexpr")
+    blocks = {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
+    return Specimen(function, signature, absent | constants | blocks, tile.num_warps)

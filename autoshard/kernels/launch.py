@@ -34,7 +34,7 @@ def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
     """The tile for rows of `columns` elements; wider rows than `max_columns` are walked in blocks of that."""
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
-    return Tile(rows, width, num_warps=max(4, min(16, width // 1024)))
+    return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
 
 
 def as_rows(x: Tensor, columns: int) -> Tensor:
@@ -86,7 +86,7 @@ def launch(
     if 0 in grid:
         return
     with _current(device):
-        kernel[tuple(grid)](*arguments, **constants, num_warps=num_warps)
+        kernel[tuple(grid)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=True)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
-from autoshard.kernels.kernel import Kernel, specimen
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
 from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
@@ -53,8 +53,8 @@ def cross_entropy_forward_kernel(
     for step in range(STEPS):
         column = step * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        place = logits_ptr + row[:, None] * logits_stride + column[None, :]
-        x = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
+        block = logits_ptr + row[:, None] * logits_stride + column[None, :]
+        x = tl.load(block, mask=inside, other=-float("inf")).to(tl.float32)
         total += tl.sum(tl.where(inside, x, 0.0), axis=1)
         above = tl.maximum(maximum, tl.max(x, axis=1))
         # While a row has seen nothing but -inf, subtract 0: exp(-inf - 0) = 0, not NaN.
@@ -203,28 +203,32 @@ triton_cross_entropy_backward = define(
     _cross_entropy_backward_fake,
 )
 
-_TILE = {"BLOCK_R": 1, "BLOCK_C": 4096}
 KERNELS = (
     Kernel(
         cross_entropy,
         triton_cross_entropy,
         why_not_cross_entropy,
-        (
+        tuple(
             specimen(
-                cross_entropy_forward_kernel, "*bf16 *i64 *fp32 *fp32 i32 i32 i32 i32 fp32", {"STEPS": 31, **_TILE}
-            ),
+                cross_entropy_forward_kernel,
+                "*bf16 *i64 *fp32 *fp32 i32 i32 i32 i32 fp32",
+                row_tile(columns, _MAX_BLOCK),
+                STEPS=triton.cdiv(columns, _MAX_BLOCK),
+            )
+            for columns in SPECIMEN_COLUMNS
         ),
     ),
     Kernel(
         cross_entropy_backward,
         triton_cross_entropy_backward,
         why_not_cross_entropy_backward,
-        (
+        tuple(
             specimen(
                 cross_entropy_backward_kernel,
                 "*fp32 *bf16 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 fp32",
-                _TILE,
-            ),
+                row_tile(columns, _MAX_BLOCK),
+            )
+            for columns in SPECIMEN_COLUMNS
         ),
     ),
 )

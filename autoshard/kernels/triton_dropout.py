@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.dropout import dropout
-from autoshard.kernels.kernel import Kernel, specimen
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
 from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.philox import drop_threshold, keep_scale
@@ -129,12 +129,13 @@ KERNELS = (
         dropout,
         triton_dropout,
         why_not_dropout,
-        (
+        tuple(
             specimen(
                 dropout_kernel,
                 "*bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i32 i64 fp32",
-                {"BLOCK_R": 2, "BLOCK_C": 1024},
-            ),
+                row_tile(columns, _MAX_BLOCK),
+            )
+            for columns in SPECIMEN_COLUMNS
         ),
     ),
 )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import Kernel, specimen
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
 from autoshard.kernels.launch import (
     SUMMING_PROGRAMS,
     as_rows,
@@ -263,36 +263,38 @@ layer_norm_backward = define(
     _layer_norm_backward_fake,
 )
 
-_TILE = {"BLOCK_R": 1, "BLOCK_C": 4096}
-_ALL = {"HAS_WEIGHT": True, "HAS_GRAD": True, "HAS_GRAD_WEIGHT": True, "HAS_GRAD_BIAS": True, "STEPS": 32}
 KERNELS = (
     Kernel(
         torch.ops.aten.native_layer_norm.default,
         layer_norm,
         why_not_layer_norm,
-        (
+        tuple(
             specimen(
                 layer_norm_forward_kernel,
                 "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 i32 i32 i32 i32 fp32",
-                {"HAS_WEIGHT": True, "HAS_BIAS": True, **_TILE},
-            ),
-            specimen(
-                layer_norm_forward_kernel,
-                "*fp32 None None *fp32 *fp32 *fp32 i32 i32 i32 i32 fp32",
-                {"HAS_WEIGHT": False, "HAS_BIAS": False, "BLOCK_R": 16, "BLOCK_C": 128},
-            ),
+                row_tile(columns),
+                HAS_WEIGHT=True,
+                HAS_BIAS=True,
+            )
+            for columns in SPECIMEN_COLUMNS
         ),
     ),
     Kernel(
         torch.ops.aten.native_layer_norm_backward.default,
         layer_norm_backward,
         why_not_layer_norm_backward,
-        (
+        tuple(
             specimen(
                 layer_norm_backward_kernel,
                 "*bf16 *bf16 *fp32 *fp32 *bf16 *bf16 *fp32 *fp32 i32 i32 i32 i32 i32",
-                {**_ALL, **_TILE},
-            ),
+                row_tile(columns),
+                HAS_WEIGHT=True,
+                HAS_GRAD=True,
+                HAS_GRAD_WEIGHT=True,
+                HAS_GRAD_BIAS=True,
+                STEPS=32,
+            )
+            for columns in SPECIMEN_COLUMNS
         ),
     ),
 )

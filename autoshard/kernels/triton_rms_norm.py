@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import Kernel, specimen
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
 from autoshard.kernels.launch import (
     SUMMING_PROGRAMS,
     as_rows,
@@ -226,30 +226,36 @@ rms_norm_backward = define(
     _rms_norm_backward_fake,
 )
 
-_TILE = {"BLOCK_R": 1, "BLOCK_C": 4096}
 KERNELS = (
     Kernel(
         torch.ops.aten._fused_rms_norm.default,
         rms_norm,
         why_not_rms_norm,
-        (
+        tuple(
             specimen(
                 rms_norm_forward_kernel,
                 "*bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 fp32",
-                {"HAS_WEIGHT": True, **_TILE},
-            ),
+                row_tile(columns),
+                HAS_WEIGHT=True,
+            )
+            for columns in SPECIMEN_COLUMNS
         ),
     ),
     Kernel(
         torch.ops.aten._fused_rms_norm_backward.default,
         rms_norm_backward,
         why_not_rms_norm_backward,
-        (
+        tuple(
             specimen(
                 rms_norm_backward_kernel,
                 "*bf16 *bf16 *fp32 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32",
-                {"HAS_WEIGHT": True, "HAS_GRAD": True, "HAS_GRAD_WEIGHT": True, "STEPS": 32, **_TILE},
-            ),
+                row_tile(columns),
+                HAS_WEIGHT=True,
+                HAS_GRAD=True,
+                HAS_GRAD_WEIGHT=True,
+                STEPS=32,
+            )
+            for columns in SPECIMEN_COLUMNS
         ),
     ),
 )

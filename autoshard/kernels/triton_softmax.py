@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import Kernel, specimen
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
 from autoshard.kernels.launch import as_rows, launch, refuse_columns, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
@@ -145,18 +145,23 @@ softmax_backward = define(
     _softmax_backward_fake,
 )
 
-_TILE = {"BLOCK_R": 1, "BLOCK_C": 4096}
 KERNELS = (
     Kernel(
         torch.ops.aten._softmax.default,
         softmax,
         why_not_softmax,
-        (specimen(softmax_forward_kernel, "*bf16 *bf16 i32 i32 i32 i32", _TILE),),
+        tuple(
+            specimen(softmax_forward_kernel, "*bf16 *bf16 i32 i32 i32 i32", row_tile(columns))
+            for columns in SPECIMEN_COLUMNS
+        ),
     ),
     Kernel(
         torch.ops.aten._softmax_backward_data.default,
         softmax_backward,
         why_not_softmax_backward,
-        (specimen(softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32 i32 i32 i32", _TILE),),
+        tuple(
+            specimen(softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32 i32 i32 i32", row_tile(columns))
+            for columns in SPECIMEN_COLUMNS
+        ),
     ),
 )

@@ -1,22 +1,11 @@
-"""Triton kernels run in its interpreter here, unless there is a GPU; outputs start as NaN."""
+"""What tests of Triton kernels share: outputs start as NaN. `tests/conftest.py` turns the interpreter on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Read when a kernel is decorated, so before autoshard.kernels.registry is first imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """Where kernels run: the GPU, or the CPU through the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture

@@ -1,0 +1,88 @@
+"""The table of kernels: each stands in for its operator with the same arguments and results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoshard.kernels.registry import KERNELS, explain, find_kernel, kernels_of
+
+aten, autoshard = torch.ops.aten, torch.ops.autoshard
+
+
+def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch._ops.OpOverload, tuple]]:
+    """One call of every operator that has a kernel."""
+
+    def x(*shape: int) -> Tensor:
+        return torch.ones(shape, device=device, dtype=dtype)
+
+    def statistic(*shape: int) -> Tensor:
+        return torch.ones(shape, device=device)
+
+    target = torch.zeros(4, dtype=torch.int64, device=device)
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    rows, weight, three = x(2, 4, 6), x(6), statistic(2, 4, 1)
+    return [
+        (aten.native_layer_norm.default, (rows, [6], weight, weight, 1e-5)),
+        (
+            aten.native_layer_norm_backward.default,
+            (rows, rows, [6], three, three, weight, weight, [True, True, True]),
+        ),
+        (aten._fused_rms_norm.default, (rows, [6], weight, None)),
+        (aten._fused_rms_norm_backward.default, (rows, rows, [6], three, weight, [True, True])),
+        (aten._softmax.default, (rows, -1, False)),
+        (aten._softmax_backward_data.default, (rows, rows, 2, dtype)),
+        (autoshard.cross_entropy.default, (x(4, 6), target, -100, 0.1)),
+        (
+            autoshard.cross_entropy_backward.default,
+            (statistic(4), x(4, 6), target, statistic(4), -100, 0.1),
+        ),
+        (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
+    ]
+
+
+def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object, ...] | None]:
+    results = (results,) if isinstance(results, Tensor) else results
+    return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_replacement_gives_the_operators_results(index: int) -> None:
+    """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
+    operator, arguments = _calls("meta")[index]
+    kernel = find_kernel(operator, arguments)
+    assert kernel is not None
+    assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_replacement_takes_the_operators_arguments(index: int) -> None:
+    """A replacement's schema names the operator's arguments in the same order."""
+    operator, _ = _calls("meta")[index]
+    for kernel in kernels_of(operator):
+        ours = [argument.name for argument in kernel.replacement._schema.arguments]
+        assert ours == [argument.name for argument in operator._schema.arguments]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
+@pytest.mark.parametrize("index", range(9))
+def test_opcheck(index: int) -> None:
+    """Schema, real run and fake run of each replacement agree."""
+    operator, arguments = _calls("cpu")[index]
+    kernel = kernels_of(operator)[0]
+    torch.library.opcheck(kernel.replacement, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_every_kernel_is_called_here() -> None:
+    """The calls above cover the table."""
+    assert {operator for operator, _ in _calls("meta")} == set(KERNELS)
+
+
+def test_float64_has_no_kernel_and_explains_why() -> None:
+    """What does not apply is not found, and the reason can be asked for."""
+    arguments = (torch.ones(2, 3, dtype=torch.float64), -1, False)
+    assert find_kernel(aten._softmax.default, arguments) is None
+    reasons = explain(aten._softmax.default, arguments)
+    assert reasons["autoshard::triton_softmax"].startswith("x has dtype torch.float64")
+    assert kernels_of(aten.relu.default) == ()
