@@ -32,7 +32,11 @@ def identity_of(reduction: Reduction, dtype: torch.dtype) -> bool | int | float:
         return 1
     if not dtype.is_floating_point and not dtype.is_complex:
         return _integer_identity(reduction, dtype)
-    return {Reduction.SUM: -0.0, Reduction.MAX: float("-inf"), Reduction.MIN: float("inf")}[reduction]
+    limit = torch.finfo(dtype).max if dtype in _WITHOUT_INFINITY else float("inf")
+    return {Reduction.SUM: -0.0, Reduction.MAX: -limit, Reduction.MIN: limit}[reduction]
+
+
+_WITHOUT_INFINITY = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def _integer_identity(reduction: Reduction, dtype: torch.dtype) -> int:

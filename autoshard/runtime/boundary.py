@@ -35,8 +35,8 @@ def shard(
         padding: what the padding is filled with, 0 by default (NaN finds programs that read it).
 
     Returns:
-        A contiguous tensor of shape `spec.local_shape(tensor.shape, mesh)`; `tensor` itself if it is just
-        that.
+        A contiguous tensor of shape `spec.local_shape(tensor.shape, mesh)`, which may share memory with
+        `tensor`, or be it.
 
     Raises:
         InvalidSpecError: `spec` does not fit the tensor or the mesh.

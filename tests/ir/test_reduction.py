@@ -21,6 +21,11 @@ def test_identity_changes_no_bit(reduction: Reduction, dtype: torch.dtype) -> No
     assert torch.equal(combine(reduction, [other, value]).view(torch.uint8), bits)
 
 
+def test_float8_without_infinity() -> None:
+    """Where a type has no infinity, its largest number is the identity."""
+    assert identity_of(Reduction.MIN, torch.float8_e4m3fn) == 448.0
+
+
 def test_bool_reductions_are_or_and_and() -> None:
     """A sum of bools is `or`, a product `and`."""
     addends = [torch.tensor([False, False, True]), torch.tensor([False, True, True])]
