@@ -18,6 +18,7 @@ from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Dims, Rule, parse
 from autoshard.rules.registry import sharding_rule
 
+aten = torch.ops.aten
 autoshard_ops = torch.ops.autoshard
 
 # b batch, h key heads, g query heads per key head, s queries, t keys, d head size, e value size.
@@ -71,6 +72,30 @@ def _local_attention(context: LocalContext, *args: Any) -> Any:
 
 def _shifted(offset: Sequence[Any], shift: Sequence[Any]) -> list[Any]:
     return [by if start == 0 else start + by for start, by in zip(offset, shift, strict=True)]
+
+
+@sharding_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def cpu_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
+) -> Rule | None:  # fmt: skip
+    """Batch and heads; traces have it only where a model calls it by name."""
+    if dropout_p or q.shape[1] != k.shape[1]:
+        return None
+    operands = (_Q, _K, _V, *_optional(attn_mask, None))
+    return Rule((operands, (_OUT, _LSE)), sizes=_head_sizes(q, k), blocked=("s", *_BLOCKED))
+
+
+@sharding_rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def cpu_attention_backward(
+    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    dropout_p: float, is_causal: bool, *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
+) -> Rule | None:  # fmt: skip
+    if dropout_p or q.shape[1] != k.shape[1]:
+        return None
+    operands = (_OUT, _Q, _K, _V, _OUT, _LSE, *_optional(attn_mask, None))
+    sizes = _head_sizes(q, k)
+    return Rule((operands, (_Q, _K, _V)), sizes=sizes, blocked=("s", *_BLOCKED), linear=[(0,)])
 
 
 @sharding_rule(autoshard_ops.dropout.default)

@@ -12,7 +12,7 @@ import torch
 
 from autoshard.rules.dims import all_blocked, elementwise, named
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Rule
+from autoshard.rules.notation import Rewrite, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -63,20 +63,25 @@ def new_full(x: torch.Tensor, size: Sequence[int], value: float, **kwargs: Any) 
     return _new(x, size, is_zero=value == 0)
 
 
-def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False) -> Rule:
-    """The operand gives its dtype and device; if it has the result's shape, it may be split like the result."""
-    result = named(len(size))
-    source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
-    return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=_local_new)
-
-
 def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
     return context.default(x, context.output_shape(), *rest, **kwargs)
 
 
-@sharding_rule(aten.new_empty_strided.default, aten.empty_strided.default)
-def empty_strided(*args: Any, **kwargs: Any) -> None:
-    """Strides of a local piece are not known here."""
+def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: Rewrite = _local_new) -> Rule:
+    """The operand gives its dtype and device; if it has the result's shape, it may be split like the result."""
+    result = named(len(size))
+    source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
+    return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=local)
+
+
+@sharding_rule(aten.new_empty_strided.default)
+def new_empty_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Rule:
+    """A local piece is contiguous: what the whole's strides are does not matter for empty memory."""
+    return _new(x, size, local=_local_new_empty)
+
+
+def _local_new_empty(context: LocalContext, x: Any, *_: Any, **kwargs: Any) -> Any:
+    return context.call(aten.new_empty.default, x, context.output_shape(), **kwargs)
 
 
 @sharding_rule(aten.zeros_like.default)

@@ -79,6 +79,10 @@ class FxLocalContext:
     tracer: fx.proxy.TracerBase
     _indices: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def factors(self) -> tuple[str, ...]:
+        return tuple(self.rule.sizes)
+
     def is_split(self, factor: str) -> bool:
         return factor in self.splits
 

@@ -24,7 +24,7 @@ from autoshard.rules.dims import (
 )
 from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Dims, Rule
-from autoshard.rules.registry import sharding_rule
+from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
 
@@ -133,6 +133,14 @@ def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Ten
         return None
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
     return Rule(((dims, all_blocked(index.dim()), dims), (dims,)), linear=[(0, 2)] if is_additive(x) else ())
+
+
+@sharding_rule(aten.index_fill.int_Tensor)
+def index_fill_tensor(x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor) -> Rule | None:
+    if x.dim() == 0:
+        return None
+    dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
+    return Rule(((dims, all_blocked(index.dim()), ()), (dims,)), linear=[(0, 2)] if is_additive(x) else ())
 
 
 @sharding_rule(aten.index_fill.int_Scalar)
@@ -298,3 +306,11 @@ def embedding_bag(
     columns = ((BLOCKED, ("d",)),)
     others = ((BLOCKED,),) * (2 if per_sample_weights is None else 3)
     return Rule(((*columns, *others), (*columns, *((BLOCKED,),) * 3)), whole={"d": (1, 2, 3)}, linear=())
+
+
+@sharding_rule(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
+def embedding_bag_backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
+    """Columns are independent; all other operands are indices and weights of rows."""
+    others = tensor_operands(args, kwargs)
+    result = (BLOCKED, ("d",))
+    return Rule(((result, *(all_blocked(x.dim()) for x in others)), (result,)), linear=[(0,)])

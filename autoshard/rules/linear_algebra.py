@@ -39,9 +39,21 @@ for _operands, _results, _linear, _operators in (
     ((2,), (1, 2), (), [aten._linalg_eigh.default, aten.linalg_eig.default]),
     ((2,), (2, 2), (), [aten.linalg_qr.default]),
     ((2,), (2, 1, 2), (), [aten._linalg_svd.default]),
+    ((2, 1), (2, 2, 2), (), [aten.lu_unpack.default]),
+    ((2, 1), (2,), (), [aten.linalg_householder_product.default]),
     ((2, 2), (2,), ((0,),), [aten.cholesky_solve.default]),
+    ((2, 1, 2), (2,), ((2,),), [aten.linalg_lu_solve.default]),
+    ((2, 2), (2, 2), (), [aten.triangular_solve.default]),
 ):
     sharding_rule(*_operators)(_batched(_operands, _results, _linear))
+
+
+@sharding_rule(aten._linalg_solve_ex.default)
+def solve(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule | None:
+    """Results: solution, factors, pivots, info."""
+    if b.dim() != a.dim() or b.shape[:-2] != a.shape[:-2]:
+        return None
+    return _batched((2, 2), (2, 2, 1, 0))(a, b)
 
 
 @sharding_rule(aten._cdist_forward.default)
@@ -50,6 +62,18 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
     batch = named(max(a.dim(), b.dim()) - 2, "b")
     left, right = broadcast_dims(a.shape[:-2], batch), broadcast_dims(b.shape[:-2], batch)
     return Rule((((*left, ("m",), BLOCKED), (*right, ("n",), BLOCKED)), ((*batch, ("m",), ("n",)),)))
+
+
+@sharding_rule(aten._cdist_backward.default)
+def cdist_backward(
+    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: float, distances: torch.Tensor
+) -> Rule | None:
+    """The gradient of the first points is a sum over the second ones."""
+    if a.shape[:-2] != b.shape[:-2]:
+        return None
+    batch = named(a.dim() - 2, "b")
+    left, right, pairs = (*batch, ("m",), BLOCKED), (*batch, ("n",), BLOCKED), (*batch, ("m",), ("n",))
+    return Rule(((pairs, left, right, pairs), (left,)), reduce={"n": "sum"}, linear=[(0,)])
 
 
 @sharding_rule(aten.linalg_cross.default)

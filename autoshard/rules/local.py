@@ -14,6 +14,11 @@ from typing import Any, Protocol
 class LocalContext(Protocol):
     """The place of the running rank in a split call."""
 
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The factors of the call that are not of size one."""
+        ...
+
     def is_split(self, factor: str) -> bool:
         """Whether some axis splits `factor`."""
         ...

@@ -1,13 +1,15 @@
-"""Rules of losses: rows are independent; classes are split with the reductions between ranks inside the local form."""
+"""Rules of losses: rows are independent; classes are split with reductions between ranks inside the local form."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import autoshard.kernels  # noqa: F401  (defines the operators)
-from autoshard.rules.dims import elementwise, named, names
+from autoshard.rules.dims import elementwise, named, names, tensors
 from autoshard.rules.indexing import local_indices
 from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Rule
@@ -180,18 +182,66 @@ def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     return Rule((operands, (x,)), blocked=("c",), linear=[(0,)])
 
 
-@sharding_rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
-def pointwise_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, *args: Any, **kwargs: Any) -> Rule:
-    """A mean is a sum of the pieces' means, each divided by the number of pieces."""
-    operands, (dims,) = elementwise([x.shape, target.shape])
+@sharding_rule(
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default
+)
+def pointwise_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, *_: Any) -> Rule:
+    return _pointwise_loss([x, target], reduction)
+
+
+@sharding_rule(aten.binary_cross_entropy.default)
+def binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = _MEAN
+) -> Rule:
+    return _pointwise_loss(tensors(x, target, weight), reduction)
+
+
+@sharding_rule(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+) -> Rule:
+    return _pointwise_loss(tensors(x, target, weight, pos_weight), reduction)
+
+
+def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int) -> Rule:
+    sides, (dims,) = elementwise([operand.shape for operand in operands])
     if reduction == _NONE:
-        return Rule((operands, (dims,)))
-    factors = names(dims)
+        return Rule((sides, (dims,)))
+    local = _local_mean if reduction == _MEAN else None
+    return Rule((sides, ((),)), reduce=dict.fromkeys(names(dims), "sum"), local=local)
 
-    def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-        loss, pieces = context.default(*args, **kwargs), 1
-        for factor in factors:
-            pieces *= context.shards(factor)
-        return context.call(aten.div.Scalar, loss, pieces) if reduction == _MEAN else loss
 
-    return Rule((operands, ((),)), reduce=dict.fromkeys(factors, "sum"), local=local)
+@sharding_rule(
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+)
+def pointwise_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, *_: Any) -> Rule:
+    return _pointwise_loss_backward([grad, x, target], reduction)
+
+
+@sharding_rule(aten.binary_cross_entropy_backward.default)
+def binary_cross_entropy_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+) -> Rule:
+    return _pointwise_loss_backward(tensors(grad, x, target, weight), reduction)
+
+
+def _pointwise_loss_backward(operands: Sequence[torch.Tensor], reduction: int) -> Rule:
+    sides = elementwise([operand.shape for operand in operands])
+    return Rule(sides, linear=[(0,)], local=_local_mean if reduction == _MEAN else None)
+
+
+def _local_mean(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
+    """A mean over the piece, or its gradient, as its share of the mean over the whole."""
+    pieces = math.prod(context.shards(factor) for factor in context.factors)
+    return context.call(aten.div.Scalar, context.default(*args, **kwargs), pieces)

@@ -53,7 +53,7 @@ _LINEAR_IN_FIRST = """
 
 _IN_EITHER = "mul.Tensor"
 _JOINTLY = "add.Tensor sub.Tensor rsub.Tensor complex.default lerp.Scalar"
-_COPIES = "clone contiguous alias detach positive lift_fresh_copy lift_fresh"
+_COPIES = "clone contiguous alias alias_copy detach detach_copy positive lift_fresh_copy lift_fresh"
 
 
 def _overloads(names: str) -> Iterator[Any]:

@@ -65,6 +65,11 @@ def sum_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, **kwargs: Any
     return _reduction(x, dim, keepdim, "sum", is_linear=True)
 
 
+@sharding_rule(aten.nansum.default)
+def nansum(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
+    return _reduction(x, dim, keepdim, "sum")
+
+
 @sharding_rule(aten.sum.default)
 def sum_all(x: torch.Tensor, **kwargs: Any) -> Rule:
     return _reduction(x, None, False, "sum", is_linear=True)
@@ -142,6 +147,16 @@ def count_nonzero(x: torch.Tensor, dim: Sequence[int]) -> Rule:
     return _reduction(x, dim, False, "sum")
 
 
+@sharding_rule(aten.norm.ScalarOpt_dim)
+def norm(x: torch.Tensor, p: float | None, dim: Sequence[int], keepdim: bool = False) -> Rule:
+    return vector_norm(x, 2 if p is None else p, dim, keepdim)
+
+
+@sharding_rule(aten.norm.Scalar)
+def norm_all(x: torch.Tensor, p: float = 2) -> Rule:
+    return vector_norm(x, p)
+
+
 @sharding_rule(aten.linalg_vector_norm.default)
 def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
     """Powers add up over pieces; norms of order infinity, one and zero are reductions of the pieces' norms."""
@@ -175,6 +190,11 @@ def extreme(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
     return _over_whole(x, dim, keepdim, results=2)
+
+
+@sharding_rule(aten.median.default, aten.nanmedian.default)
+def median(x: torch.Tensor) -> Rule:
+    return _over_whole(x, None, False)
 
 
 @sharding_rule(aten.kthvalue.default)

@@ -8,6 +8,7 @@ imported; registering an operator twice raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,8 +64,16 @@ def bound_rule(
     rule = function(*args, **kwargs) if function is not None else None
     if rule is None:
         return None
-    shapes = [tuple(tensor.shape) for tensor in tensor_operands(args, kwargs)]
+    operands = tensor_operands(args, kwargs)
+    if rule.transparent and any(operand.is_complex() for operand in operands):
+        rule = _with_sums_only(rule)
+    shapes = [tuple(operand.shape) for operand in operands]
     return bind(rule, shapes, [tuple(output.shape) for output in outputs if output is not None])
+
+
+def _with_sums_only(rule: Rule) -> Rule:
+    """Complex numbers have no order, so that no maximum of them can be pending."""
+    return replace(rule, transparent=False, linear=[*rule.linear, (0,)])
 
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

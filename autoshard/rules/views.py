@@ -34,7 +34,7 @@ aten = torch.ops.aten
 # Shapes: dims split and merged.
 
 
-@sharding_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@sharding_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default)
 def view(x: torch.Tensor, size: Sequence[int]) -> Rule | None:
     return _reshape(x, _infer_size(x, size), _local_view)
 
@@ -160,12 +160,12 @@ def _skip_to_meeting(sides: tuple[_Side, _Side], sizes: dict[str, int]) -> None:
 # Orders of dims.
 
 
-@sharding_rule(aten.t.default)
+@sharding_rule(aten.t.default, aten.t_copy.default)
 def t(x: torch.Tensor) -> Rule:
     return moves(named(x.dim()), named(x.dim())[::-1])
 
 
-@sharding_rule(aten.transpose.int)
+@sharding_rule(aten.transpose.int, aten.transpose_copy.int)
 def transpose(x: torch.Tensor, dim0: int, dim1: int) -> Rule:
     order = list(range(x.dim()))
     if order:
@@ -173,7 +173,7 @@ def transpose(x: torch.Tensor, dim0: int, dim1: int) -> Rule:
     return _reorder(x, order)
 
 
-@sharding_rule(aten.permute.default)
+@sharding_rule(aten.permute.default, aten.permute_copy.default)
 def permute(x: torch.Tensor, dims: Sequence[int]) -> Rule:
     return _reorder(x, [normal_dim(dim, x.dim()) for dim in dims])
 
@@ -198,19 +198,19 @@ def _reorder(x: torch.Tensor, order: Sequence[int]) -> Rule:
 # Dims of size one, and repetitions.
 
 
-@sharding_rule(aten.unsqueeze.default)
+@sharding_rule(aten.unsqueeze.default, aten.unsqueeze_copy.default)
 def unsqueeze(x: torch.Tensor, dim: int) -> Rule:
     dims = named(x.dim())
     position = normal_dim(dim, x.dim() + 1)
     return moves(dims, (*dims[:position], ONE, *dims[position:]))
 
 
-@sharding_rule(aten.squeeze.default)
+@sharding_rule(aten.squeeze.default, aten.squeeze_copy.default)
 def squeeze(x: torch.Tensor) -> Rule:
     return _squeeze(x, range(x.dim()))
 
 
-@sharding_rule(aten.squeeze.dim, aten.squeeze.dims)
+@sharding_rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze_copy.dim, aten.squeeze_copy.dims)
 def squeeze_dims(x: torch.Tensor, dim: int | Sequence[int]) -> Rule:
     listed = [dim] if isinstance(dim, int) else dim
     return _squeeze(x, [normal_dim(entry, x.dim()) for entry in listed])
@@ -223,7 +223,7 @@ def _squeeze(x: torch.Tensor, removed: Sequence[int]) -> Rule:
     return moves(dims, without(dims, gone), local=_local_view)
 
 
-@sharding_rule(aten.expand.default)
+@sharding_rule(aten.expand.default, aten.expand_copy.default)
 def expand(x: torch.Tensor, size: Sequence[int], *, implicit: bool = False) -> Rule:
     new = len(size) - x.dim()
     result = named(len(size))
@@ -257,7 +257,7 @@ def _local_repeat(context: LocalContext, x: Any, repeats: Sequence[int]) -> Any:
 # Cuts.
 
 
-@sharding_rule(aten.slice.Tensor)
+@sharding_rule(aten.slice.Tensor, aten.slice_copy.Tensor)
 def slice_tensor(
     x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Rule:
@@ -285,7 +285,7 @@ def _is_whole(size: int, start: int | None, end: int | None, step: int) -> bool:
     return step == 1 and (start or 0) in (0, -size) and (end is None or end >= size)
 
 
-@sharding_rule(aten.select.int)
+@sharding_rule(aten.select.int, aten.select_copy.int)
 def select(x: torch.Tensor, dim: int, index: int) -> Rule:
     dims = with_blocked(named(x.dim()), [position := normal_dim(dim, x.dim())])
     return moves(dims, without(dims, [position]))
@@ -307,12 +307,12 @@ def _local_backward(context: LocalContext, grad: Any, sizes: Sequence[int], *res
     return context.default(grad, context.output_shape(), *rest)
 
 
-@sharding_rule(aten.split.Tensor, aten.unsafe_split.Tensor)
+@sharding_rule(aten.split.Tensor, aten.unsafe_split.Tensor, aten.split_copy.Tensor)
 def split(x: torch.Tensor, split_size: int, dim: int = 0) -> Rule:
     return _pieces(x, dim, -(-x.shape[dim] // split_size) if split_size else 1)
 
 
-@sharding_rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
+@sharding_rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default, aten.split_with_sizes_copy.default)
 def split_with_sizes(x: torch.Tensor, split_sizes: Sequence[int], dim: int = 0) -> Rule:
     return _pieces(x, dim, len(split_sizes))
 
@@ -328,16 +328,31 @@ def _pieces(x: torch.Tensor, dim: int, count: int) -> Rule:
     return Rule(((dims,), (dims,) * count), transparent=True)
 
 
-@sharding_rule(aten.unbind.int)
+@sharding_rule(aten.unbind.int, aten.unbind_copy.int)
 def unbind(x: torch.Tensor, dim: int = 0) -> Rule:
     dims = with_blocked(named(x.dim()), [position := normal_dim(dim, x.dim())])
     return Rule(((dims,), (without(dims, [position]),) * x.shape[position]), transparent=True)
 
 
-@sharding_rule(aten.diagonal.default)
+@sharding_rule(aten.diagonal.default, aten.diagonal_copy.default)
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
     dims = with_blocked(named(x.dim()), pair := normal_dims([dim1, dim2], x.dim()))
     return moves(dims, (*without(dims, pair), BLOCKED))
+
+
+@sharding_rule(aten.diagonal_scatter.default)
+def diagonal_scatter(x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
+    dims = with_blocked(named(x.dim()), pair := normal_dims([dim1, dim2], x.dim()))
+    return Rule(((dims, (*without(dims, pair), BLOCKED)), (dims,)), linear=[(0, 1)])
+
+
+@sharding_rule(aten.diag_embed.default)
+def diag_embed(x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule:
+    dims, (first, second) = named(x.dim() - 1), sorted(normal_dims([dim1, dim2], x.dim() + 1))
+    result = list(dims)
+    result.insert(first, BLOCKED)
+    result.insert(second, BLOCKED)
+    return Rule((((*dims, BLOCKED),), (tuple(result),)), linear=[(0,)])
 
 
 @sharding_rule(aten.diagonal_backward.default)
@@ -346,7 +361,7 @@ def diagonal_backward(grad: torch.Tensor, sizes: Sequence[int], offset: int, dim
     return Rule((((*without(dims, pair), BLOCKED),), (dims,)), linear=[(0,)], local=_local_backward)
 
 
-@sharding_rule(aten.unfold.default)
+@sharding_rule(aten.unfold.default, aten.unfold_copy.default)
 def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())]) if x.dim() else ()
     return moves(dims, (*dims, BLOCKED))
