@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -81,7 +82,7 @@ def _inspect(cubin: bytes, name: str) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usages = _USAGE.findall(text)
     if not usages:

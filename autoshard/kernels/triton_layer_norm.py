@@ -113,8 +113,8 @@ def layer_norm_backward_kernel(
         normed = tl.where(inside, (x.to(tl.float32) - mean) * rstd, 0.0)
         if HAS_GRAD:
             weighted = grad_out * weight[None, :]
-            average = tl.sum(weighted, axis=1)[:, None] / columns
-            projection = tl.sum(weighted * normed, axis=1)[:, None] / columns
+            average = tl.sum(weighted, axis=1, keep_dims=True) / columns
+            projection = tl.sum(weighted * normed, axis=1, keep_dims=True) / columns
             grad = rstd * (weighted - average - normed * projection)
             tl.store(grad_ptr + row[:, None] * grad_stride + column[None, :], grad, mask=inside)
         grad_weight += tl.sum(grad_out * normed, axis=0)

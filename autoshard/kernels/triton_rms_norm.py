@@ -100,7 +100,7 @@ def rms_norm_backward_kernel(
         normed = x.to(tl.float32) * rstd
         if HAS_GRAD:
             weighted = grad_out * weight[None, :]
-            projection = tl.sum(weighted * normed, axis=1)[:, None] / columns
+            projection = tl.sum(weighted * normed, axis=1, keep_dims=True) / columns
             grad = rstd * (weighted - normed * projection)
             tl.store(grad_ptr + row[:, None] * grad_stride + column[None, :], grad, mask=inside)
         grad_weight += tl.sum(grad_out * normed, axis=0)

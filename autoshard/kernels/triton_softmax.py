@@ -37,8 +37,8 @@ def softmax_forward_kernel(
     # A row of padding is 0, not -inf, so that it makes no NaN.
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=-float("inf")).to(tl.float32)
     x = tl.where(row < rows, x, 0.0)
-    numerator = tl.exp(x - tl.max(x, axis=1)[:, None])
-    out = numerator / tl.sum(numerator, axis=1)[:, None]
+    numerator = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+    out = numerator / tl.sum(numerator, axis=1, keep_dims=True)
     tl.store(out_ptr + row * out_stride + column, out, mask=inside)
 
 
@@ -61,7 +61,7 @@ def softmax_backward_kernel(
     inside = (row < rows) & (column < columns)
     grad_out = tl.load(grad_out_ptr + row * grad_out_stride + column, mask=inside, other=0.0).to(tl.float32)
     out = tl.load(out_ptr + row * out_stride + column, mask=inside, other=0.0).to(tl.float32)
-    projection = tl.sum(grad_out * out, axis=1)[:, None]
+    projection = tl.sum(grad_out * out, axis=1, keep_dims=True)
     tl.store(grad_ptr + row * grad_stride + column, out * (grad_out - projection), mask=inside)
 
 
