@@ -1,0 +1,185 @@
+"""Models from transformers on four Gloo processes train exactly as on one device."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoshard
+from autoshard import Mesh, P, RankMismatchError
+from tests.end_to_end.layouts import layouts
+from tests.end_to_end.models import MODELS
+from tests.end_to_end.training import assert_close, assert_equal, train, whole
+from tests.runtime.processes import report, run_checks
+
+SQUARE = Mesh({"data": 2, "model": 2})
+
+
+def check_training(name: str, layout: str) -> None:
+    """Loss, gradients, and parameters after 3 steps of AdamW."""
+    model, inputs = MODELS[name]()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    sharded = autoshard.compile(model, mesh, constraints=layouts(name)[layout])
+    found = train(sharded, inputs)
+    plain, _ = MODELS[name]()
+    assert_equal(found, train(plain, inputs))
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+
+
+def check_one_axis() -> None:
+    """A mesh of one axis, abstract: the processes are found."""
+    model, inputs = MODELS["gpt2"]()
+    sharded = autoshard.compile(model, Mesh({"data": 4}), constraints=layouts("gpt2")["data"])
+    found = train(sharded, inputs)
+    plain, _ = MODELS["gpt2"]()
+    assert_equal(found, train(plain, inputs))
+
+
+def check_dropout() -> None:
+    """Masks are those of a mesh of one, which each process simulates."""
+    results = []
+    for mesh, layout in ((Mesh({"data": 1, "model": 1}), "chosen"), (SQUARE, "data and tensor")):
+        model, inputs = MODELS["gpt2"](dropout=0.2)
+        sharded = autoshard.compile(model, mesh, constraints=layouts("gpt2")[layout])
+        torch.manual_seed(7)
+        results.append(train(sharded, inputs))
+    assert_equal(results[1], results[0])
+
+
+def check_train_step_and_its_state() -> None:
+    """The whole step with clipping and micro-batches; its state goes on in another step."""
+    model, plain = small(), small()
+    step = compile_step(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    x, y = batch()
+    for _ in range(3):
+        loss = step(x, y)
+        expected = nn.functional.mse_loss(plain(x), y)
+        expected.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_close(loss, expected.detach(), "loss")
+    for name, parameter in plain.named_parameters():
+        assert_close(whole(step.sharded.get_parameter(name)), parameter.detach(), name)
+    other = compile_step(small())
+    other(x, y)
+    other.load_state_dict(step.state_dict())
+    assert torch.equal(other(x, y), step(x, y))
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def compile_step(model: nn.Module) -> autoshard.TrainStep:
+    return autoshard.compile(
+        model,
+        SQUARE,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+        loss_fn=nn.functional.mse_loss,
+        constraints={"input:*": P("data"), "0.weight": P("model"), "2.weight": P(None, "model")},
+        micro_batches=2,
+        max_grad_norm=0.5,
+    )
+
+
+def check_distributed_checkpoint() -> None:
+    """A checkpoint of one layout is read by another."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    x, _ = batch()
+    first = autoshard.compile(small(), SQUARE, constraints={"0.weight": P("model")}, example_inputs=(x,))
+    torch.distributed.checkpoint.save({"model": first.state_dict()}, checkpoint_id=folder[0])
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
+    second = autoshard.compile(other, SQUARE, constraints={"0.weight": P(None, "data")}, example_inputs=(x,))
+    state = {"model": second.state_dict()}
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder[0])
+    second.load_state_dict(state["model"])
+    assert_close(second(x).detach(), first(x).detach(), "output after loading")
+
+
+def check_only_local_operators_and_collectives_run() -> None:
+    """A step of forward and backward dispatches no operator on DTensors but autograd's detach of gradients."""
+    model, inputs = MODELS["gpt2"]()
+    sharded = autoshard.compile(model, SQUARE, constraints=layouts("gpt2")["data and tensor"])
+    sharded(**inputs)["loss"].backward()
+    sharded.zero_grad()
+    with RecordDispatch() as recorded:
+        sharded(**inputs)["loss"].backward()
+    assert any("_c10d_functional" in name for name in recorded.local)
+    assert set(recorded.on_dtensors) <= {"aten.detach.default"}, recorded.on_dtensors
+
+
+class RecordDispatch(TorchDispatchMode):
+    """The operators that run, on plain tensors and on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local: list[str] = []
+        self.on_dtensors: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        (self.on_dtensors if DTensor in types else self.local).append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def check_the_program_is_the_same_on_all_ranks() -> None:
+    model, inputs = MODELS["llama"]()
+    sharded = autoshard.compile(model, SQUARE, constraints=layouts("llama")["tensor"])
+    sharded(**inputs)
+    phased = sharded.program.phased
+    text = f"{phased.forward.graph}{phased.backward.graph}"
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, text)
+    assert set(everyone) == {text}
+
+
+def check_a_model_that_differs_between_ranks() -> None:
+    torch.manual_seed(dist.get_rank())
+    sharded = autoshard.compile(nn.Linear(6, 2), SQUARE)
+    torch.manual_seed(0)
+    with pytest.raises(RankMismatchError, match="parameter 'weight'"):
+        sharded(batch()[0])
+
+
+CHECKS = {
+    "gpt2": partial(check_training, "gpt2", "chosen"),
+    "gpt2 data and tensor": partial(check_training, "gpt2", "data and tensor"),
+    "llama data and tensor": partial(check_training, "llama", "data and tensor"),
+    "bert data and tensor": partial(check_training, "bert", "data and tensor"),
+    "llama fully sharded": partial(check_training, "llama", "fully sharded"),
+    "one axis": check_one_axis,
+    "dropout": check_dropout,
+    "train step": check_train_step_and_its_state,
+    "distributed checkpoint": check_distributed_checkpoint,
+    "no dtensor dispatch": check_only_local_operators_and_collectives_run,
+    "same program": check_the_program_is_the_same_on_all_ranks,
+    "different models": check_a_model_that_differs_between_ranks,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS, deadline_s=500)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
+    """The check passes on every rank."""
+    report(outcomes, name)
