@@ -13,6 +13,7 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
+from passes.assignment import Solution
 from passes.build_assignment import PlanningProblem
 from passes.enumerate_strategies import Site
 from passes.search import Search
@@ -20,14 +21,11 @@ from passes.search import Search
 Restriction = Callable[[PlanningProblem], dict[int, np.ndarray]]
 
 
-def price_baselines(
+def solve_baselines(
     planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray]
-) -> dict[str, float | None]:
-    """Predicted step time of each recipe, None where it does not fit (or the user's constraints exclude it)."""
-    return {
-        name: _price(planning, search, allowed, restriction(planning))
-        for name, restriction in _RECIPES.items()
-    }
+) -> dict[str, Solution | None]:
+    """The best plan of each recipe, None where none fits (or the user's constraints exclude it)."""
+    return {name: _price(planning, search, allowed, restriction(planning)) for name, restriction in _RECIPES.items()}
 
 
 def _price(
@@ -35,12 +33,12 @@ def _price(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     recipe: Mapping[int, np.ndarray],
-) -> float | None:
+) -> Solution | None:
     both = {**recipe, **{v: mask & recipe.get(v, mask) for v, mask in allowed.items()}}
     if not all(mask.any() for mask in both.values()):
         return None
     try:
-        return search(planning, both).cost
+        return search(planning, both)
     except DoesNotFitError:
         return None
 
@@ -50,9 +48,7 @@ def _data_parallel(planning: PlanningProblem) -> dict[int, np.ndarray]:
 
 
 def _fully_sharded(planning: PlanningProblem) -> dict[int, np.ndarray]:
-    return _masks(planning, InputKind.PARAMETER, _splits_most) | _masks(
-        planning, InputKind.INPUT, _splits_batch
-    )
+    return _masks(planning, InputKind.PARAMETER, _splits_most) | _masks(planning, InputKind.INPUT, _splits_batch)
 
 
 _RECIPES: Mapping[str, Restriction] = {
@@ -78,10 +74,7 @@ def _is_whole(site: Site, spec: PartitionSpec) -> bool:
 
 
 def _splits_batch(site: Site, spec: PartitionSpec) -> bool:
-    return (
-        len(spec.axes_of(0)) == max(len(s.outputs[0].axes_of(0)) for s in site.strategies)
-        and len(spec.dims) <= 1
-    )
+    return len(spec.axes_of(0)) == max(len(s.outputs[0].axes_of(0)) for s in site.strategies) and len(spec.dims) <= 1
 
 
 def _splits_most(site: Site, spec: PartitionSpec) -> bool:

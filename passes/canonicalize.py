@@ -30,9 +30,7 @@ def is_view(node: fx.Node) -> bool:
     if target in _COPYING_VIEWS:
         return True
     returns = target._schema.returns
-    return bool(returns) and all(
-        item.alias_info is not None and not item.alias_info.is_write for item in returns
-    )
+    return bool(returns) and all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +74,7 @@ def _repeat_views_in_backward(program: Program) -> None:
 
 
 def _is_forward_view(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and node.meta["phase"] == "forward"
-        and is_view(node)
-        and _has_one_result(node)
-    )
+    return node.op == "call_function" and node.meta["phase"] == "forward" and is_view(node) and _has_one_result(node)
 
 
 def _has_one_result(node: fx.Node) -> bool:

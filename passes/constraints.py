@@ -18,9 +18,7 @@ from passes.build_assignment import PlanningProblem
 from passes.enumerate_strategies import SearchSpace, Site
 
 
-def allowed_options(
-    planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]
-) -> dict[int, np.ndarray]:
+def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
     """Variable to the mask of the options that all constraints leave.
 
     Raises:

@@ -209,9 +209,7 @@ def resolve(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _is_selection(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem" and not isinstance(
-        node.target, torch._ops.OpOverload
-    )
+    return getattr(node.target, "__name__", "") == "getitem" and not isinstance(node.target, torch._ops.OpOverload)
 
 
 def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
@@ -226,9 +224,7 @@ def _call_links(node: fx.Node) -> list[Link]:
 def _call_key(node: fx.Node) -> Any:
     def key(argument: fx.Node) -> Any:
         value = argument.meta.get("val")
-        return (
-            ("value", tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else argument.name
-        )
+        return ("value", tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else argument.name
 
     return repr((str(node.target), fx.map_arg((node.args, node.kwargs), key)))
 

@@ -67,14 +67,11 @@ def _module_path(space: SearchSpace, site: Site) -> str:
 def _fold_path(module: str, blocks: frozenset[str]) -> str:
     parts = module.split(".")
     return ".".join(
-        "*" if part.isdigit() and ".".join(parts[: end + 1]) in blocks else part
-        for end, part in enumerate(parts)
+        "*" if part.isdigit() and ".".join(parts[: end + 1]) in blocks else part for end, part in enumerate(parts)
     )
 
 
 def _signature(site: Site) -> tuple[object, ...]:
     """What must agree for two sites to share a choice: the call, its values and its (shared) strategies."""
-    target = (
-        "input" if site.node is None or site.is_input else re.sub(r"0x[0-9a-f]+", "", str(site.node.target))
-    )
+    target = "input" if site.node is None or site.is_input else re.sub(r"0x[0-9a-f]+", "", str(site.node.target))
     return (target, site.results, id(site.strategies))

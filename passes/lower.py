@@ -64,9 +64,7 @@ class _LocalTracer(fx.proxy.GraphAppendingTracer):
         self._fake_mode = fake_mode
         self.like: fx.Node | None = None
 
-    def create_node(
-        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any
-    ) -> fx.Node:
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if self.like is not None:
             inherited = ("phase", "module", "source")
@@ -152,9 +150,7 @@ class _Lowering:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._argument(argument, specs))
         values = [value for value in tensor_values(node) if value is not None]
         shapes = [tuple(value.shape) for value in values]
-        result = emit_local(
-            node.target, args, kwargs, rule, strategy, self.plan.mesh, shapes, tracer=self.tracer
-        )
+        result = emit_local(node.target, args, kwargs, rule, strategy, self.plan.mesh, shapes, tracer=self.tracer)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._keep(node, 0, result, strategy.outputs[0])
             return

@@ -22,9 +22,7 @@ def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name
     if all(spec.is_fully_replicated for spec in specs):
         return Strategy(node_plan.inputs, node_plan.outputs, (None,) * len(mesh.axes))
     if rule is not None:
-        candidates = [
-            [c for c in axis_choices(rule) if _agrees(rule, axis, c, node_plan)] for axis in mesh.axis_names
-        ]
+        candidates = [[c for c in axis_choices(rule) if _agrees(rule, axis, c, node_plan)] for axis in mesh.axis_names]
         for choices in product(*candidates):
             strategy = assemble_strategy(rule, mesh, choices)
             if strategy and (strategy.inputs, strategy.outputs) == (node_plan.inputs, node_plan.outputs):

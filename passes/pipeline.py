@@ -14,7 +14,7 @@ from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, des
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.baselines import price_baselines
+from passes.baselines import solve_baselines
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.canonicalize import Canonicalize
 from passes.constraints import allowed_options
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHubs())
 """What brings a traced program into the form that is planned and lowered, in order."""
+
+
+_BASELINE_ROUNDS = 6
+"""Rounds of the search for the best plan within a known recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,12 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     planning = planning_problem(program, mesh, cluster, options)
     allowed = allowed_options(planning, options.constraints)
     search = Search(options.memory_budget, options.time_budget_s)
-    solution = search(planning, allowed)
-    baselines = price_baselines(planning, search, allowed) if options.with_baselines else {}
+    quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS)
+    baselines = solve_baselines(planning, quick, allowed) if options.with_baselines else {}
+    solution = search(planning, allowed, [found for found in baselines.values() if found is not None])
     plan = plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
-    return replace(plan, baselines=baselines, search_time_s=time.monotonic() - start)
+    costs = {name: None if found is None else found.cost for name, found in baselines.items()}
+    return replace(plan, baselines=costs, search_time_s=time.monotonic() - start)
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
@@ -120,8 +126,7 @@ def plan_of_choice(
         mesh=planning.space.mesh,
         program_digest=program.digest(),
         inputs={
-            slot.name: describe(program.nodes[slot.node].meta["val"])
-            for slot in program.inputs_of(InputKind.INPUT)
+            slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)
         },
         nodes=nodes,
         outputs={result_key(slot): _result_spec(planning, choice, slot) for slot in program.outputs},

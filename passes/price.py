@@ -111,11 +111,7 @@ def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mes
 
 def operator_name(node: fx.Node) -> str:
     """The name by which the cost models know a call's operator: "aten.mm.default"."""
-    return (
-        str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload)
-        else getattr(node.target, "__name__", "")
-    )
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

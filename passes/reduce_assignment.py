@@ -202,9 +202,7 @@ class _State:
                 {index[variable]: array for variable, array in variables.items()},
                 {position[key]: array for key, array in tables.items()},
             )
-            for constant, variables, tables in zip(
-                self.row_constants, self.row_variables, self.row_tables, strict=True
-            )
+            for constant, variables, tables in zip(self.row_constants, self.row_variables, self.row_tables, strict=True)
         )
         problem = Assignment(tuple(self.costs[item] for item in kept), edges, rows, limit)
         return Reduced(problem, self.constant, kept, tuple(self.options), tuple(self.eliminated))

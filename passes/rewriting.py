@@ -54,7 +54,5 @@ def insert_call(
 
 def replace_slot_node(program: Program, old: str, new: str) -> Program:
     """The program with every result that `old` yielded now yielded by `new`."""
-    outputs = tuple(
-        dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs
-    )
+    outputs = tuple(dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs)
     return dataclasses.replace(program, outputs=outputs)

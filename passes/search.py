@@ -1,7 +1,9 @@
 """Search: the cheapest choice of strategies that fits in memory.
 
-Memory binds at few program points, and which ones is not known before. So the search adds rows as it goes: solve; find the
-point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends because
+Small problems are solved exactly (`solve_milp`), large ones by duality (`dual_search`), which proves how far off it is.
+
+Memory binds at few program points, and which ones is not known before. So the search adds rows as it goes: solve; find
+the point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends because
 each round adds a point, and there are finitely many; the last solution is optimal, as every problem solved on the way
 was a relaxation of the full one.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +20,12 @@ from autoshard.errors import DoesNotFitError
 from autoshard.ir.printer import format_bytes
 from passes.assignment import Assignment, Solution
 from passes.build_assignment import PlanningProblem
+from passes.dual_search import DualSearch
+from passes.smallest_peak import choice_of_smallest_peak
 from passes.solve_milp import smallest_peak, solve_milp
+
+EXACT_PAIRS = 20_000
+"""Pairs of options over all edges up to which a problem counts as small."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,47 +35,70 @@ class Search:
     Args:
         memory_limit_bytes: per rank, or None for no limit.
         time_budget_s: seconds for all rounds together.
+        tolerance, max_rounds: of the search of large problems, see `DualSearch`.
     """
 
     memory_limit_bytes: float | None = None
     time_budget_s: float = 60.0
+    tolerance: float = 1e-3
+    max_rounds: int = 100
 
     def __call__(
-        self, planning: PlanningProblem, allowed: Mapping[int, np.ndarray] | None = None
+        self,
+        planning: PlanningProblem,
+        allowed: Mapping[int, np.ndarray] | None = None,
+        start: Sequence[Solution] = (),
     ) -> Solution:
         """A cheapest choice that fits.
 
         Args:
             planning: the problem.
             allowed: variable to a mask of its options; absent variables are free.
+            start: solutions that fit and are allowed, than which the result is not worse.
 
         Raises:
             DoesNotFitError: no choice fits; says the smallest limit that one would fit in.
         """
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(_restrict(planning.assignment, allowed or {}), limit=limit)
+        if _pairs(problem) <= EXACT_PAIRS:
+            return self._exactly(planning, problem)
+        return self._by_duals(planning, problem, [solution.choice for solution in start])
+
+    def _by_duals(self, planning: PlanningProblem, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
+        """Large problems: near-optimal, with a proven bound."""
+        search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s)
+        solution = search(problem, planning.usage, planning.memory_row, start)
+        if solution is not None:
+            return solution
+        frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row)
+        if not frugal or planning.usage(frugal).max() > problem.limit:
+            raise self._does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
+        solution = search(problem, planning.usage, planning.memory_row, [frugal])
+        assert solution is not None, "the frugal choice fits"
+        return solution
+
+    def _exactly(self, planning: PlanningProblem, problem: Assignment) -> Solution:
+        """Small problems: to the proven optimum."""
         deadline = time.monotonic() + self.time_budget_s
         points: set[int] = set()
         while True:
             solution = solve_milp(problem, time_limit_s=max(1.0, deadline - time.monotonic()))
             if solution is None:
-                raise self._does_not_fit(planning, problem, points)
-            new = _over_limit(planning, solution, limit) - points
+                raise self._does_not_fit(planning, _smallest_limit(planning, problem, points))
+            new = _over_limit(planning, solution, problem.limit) - points
             if not new:
                 return solution
             points |= new
             problem = _with_rows(planning, problem, new)
 
-    def _does_not_fit(
-        self, planning: PlanningProblem, problem: Assignment, points: set[int]
-    ) -> DoesNotFitError:
-        peak = _smallest_limit(planning, problem, points)
+    def _does_not_fit(self, planning: PlanningProblem, peak: float) -> DoesNotFitError:
         limit = self.memory_limit_bytes or 0
         return DoesNotFitError(
             f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per device; "
             f"the smallest that would do is {peak:.0f} bytes ({format_bytes(peak)}). {_largest(planning)} Use more devices, "
             "a smaller batch, or fewer constraints.",
-            smallest_bytes=int(peak),
+            smallest_bytes=int(np.ceil(peak)) if np.isfinite(peak) else 0,
         )
 
 
@@ -77,6 +107,10 @@ def peak_memory(planning: PlanningProblem, solution: Solution) -> tuple[int, int
     used = planning.usage(solution.choice)
     point = int(np.argmax(used))
     return int(used[point]), point
+
+
+def _pairs(problem: Assignment) -> int:
+    return sum(edge.cost.size for edge in problem.edges)
 
 
 def _restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:

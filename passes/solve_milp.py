@@ -243,9 +243,7 @@ def _options(time_limit_s: float) -> dict[str, object]:
 def _cost_scale(problem: Assignment) -> float:
     """A factor that brings the costs to about a thousand."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
-    sizes = [
-        float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)
-    ]
+    sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
     return 1e3 / sum(sizes) if sizes else 1.0
 
 

@@ -29,12 +29,8 @@ class SplitPhases:
         results = nodes[-1].args[0]
         is_tangent = [slot.slot.kind == InputKind.TANGENT for slot in lowered.inputs]
         is_forward_result = [slot.slot.kind in _FORWARD_RESULTS for slot in lowered.outputs]
-        forward = _forward_nodes(
-            nodes, [r for r, flag in zip(results, is_forward_result, strict=True) if flag]
-        )
-        saved = _saved(
-            nodes, forward, [r for r, flag in zip(results, is_forward_result, strict=True) if not flag]
-        )
+        forward = _forward_nodes(nodes, [r for r, flag in zip(results, is_forward_result, strict=True) if flag])
+        saved = _saved(nodes, forward, [r for r, flag in zip(results, is_forward_result, strict=True) if not flag])
         forward_in, backward_in = _indices(is_tangent, False), _indices(is_tangent, True)
         forward_out, backward_out = _indices(is_forward_result, True), _indices(is_forward_result, False)
         return PhasedProgram(
@@ -78,10 +74,7 @@ def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[
 def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
     """Forward values that the backward reads, in program order: tensors only, rank integers are made again."""
     read = set(results) | {
-        operand
-        for node in nodes
-        if node not in forward and node.op != "output"
-        for operand in node.all_input_nodes
+        operand for node in nodes if node not in forward and node.op != "output" for operand in node.all_input_nodes
     }
     return [node for node in nodes if node in forward and node in read and _is_tensor(node)]
 

@@ -1,0 +1,195 @@
+r"""Search large assignments: near-optimal choices with a proven bound, in time linear in their size.
+
+The Lagrangian of the memory rows, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
+
+.. math::  L(\lambda) = \min_x \sum_v c_v[x_v] + \sum_{uv} C_{uv}[x_u, x_v] + \sum_t \lambda_t (m_t(x) - L) ,
+
+whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds it from below, and rounds to
+choices, by sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+Energy Minimization", 2006): variables are in program order, so the long chains of a program are solved exactly.
+
+1. Pass messages; round; improve the rounding one variable at a time. Keep the cheapest choice that fits.
+2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The multipliers that are best under
+   all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997), come next. A
+   program point gets a multiplier when it first is a peak over the limit.
+3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, after `max_rounds`, or
+   when the time is up; then improve the choice one variable at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from passes.assignment import Assignment, Floats, MemoryRow, Solution
+from passes.messages import Messages
+
+Usage = Callable[[Sequence[int]], np.ndarray]
+"""Bytes in use at every program point under a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class DualSearch:
+    """See the module's docstring.
+
+    Args:
+        tolerance: relative gap at which the search is content.
+        max_rounds: rounds of message passing at most.
+        time_limit_s: seconds at most.
+    """
+
+    tolerance: float = 1e-3
+    max_rounds: int = 100
+    time_limit_s: float = 60.0
+
+    def __call__(
+        self, problem: Assignment, usage: Usage, row_at: Callable[[int], MemoryRow], start: Sequence[Sequence[int]] = ()
+    ) -> Solution | None:
+        """The cheapest choice found that fits, with a proven bound; None if none was found.
+
+        Args:
+            problem: the assignment; its rows are ignored, its limit holds.
+            usage: bytes in use at every point.
+            row_at: the memory row of a point.
+            start: choices to begin with, e.g. of known recipes.
+        """
+        state = _State(problem, usage, row_at)
+        for choice in start:
+            state.offer(choice)
+        deadline = time.monotonic() + self.time_limit_s
+        for _ in range(self.max_rounds):
+            state.round()
+            if state.gap() <= self.tolerance or state.has_stalled() or time.monotonic() > deadline:
+                break
+        state.polish(deadline)
+        return state.solution()
+
+
+_PASSES = 4
+"""Message passes between two moves of the multipliers."""
+
+
+@dataclass(slots=True)
+class _State:
+    """Incumbent, bound and multipliers of a search."""
+
+    problem: Assignment
+    usage: Usage
+    row_at: Callable[[int], MemoryRow]
+    messages: Messages = field(init=False)
+    rows: dict[int, MemoryRow] = field(default_factory=dict)
+    multipliers: dict[int, float] = field(default_factory=dict)
+    best_multipliers: dict[int, float] = field(default_factory=dict)
+    cuts: list[tuple[float, np.ndarray]] = field(default_factory=list)
+    best: tuple[int, ...] | None = None
+    best_cost: float = np.inf
+    bound: float = -np.inf
+    gaps: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.messages = Messages(self.problem)
+
+    def round(self) -> None:
+        """Some message passing, rounding and, where memory binds, a move of the multipliers."""
+        choice, bound = (), -np.inf
+        for _ in range(_PASSES):
+            raw, choice = self.messages.iterate()
+            bound = max(bound, raw - self._offset())
+        self.offer(choice)
+        self.offer(self.messages.improve(choice))
+        if bound > self.bound:
+            self.bound, self.best_multipliers = bound, dict(self.multipliers)
+        self.gaps.append(self.gap())
+        if np.isfinite(self.problem.limit):
+            self._move_multipliers()
+
+    def has_stalled(self) -> bool:
+        """Whether the gap has hardly closed over the last rounds, though something fits."""
+        return (
+            len(self.gaps) > _PATIENCE and self.gaps[-1] > 0.97 * self.gaps[-_PATIENCE] and np.isfinite(self.gaps[-1])
+        )
+
+    def _offset(self) -> float:
+        """What the weighed limits take from the bound."""
+        return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
+
+    def offer(self, choice: Sequence[int]) -> None:
+        """Note a choice: as a cut, and as the incumbent if it fits and is cheaper."""
+        used, cost = self.usage(choice), self.problem.cost_of(choice)
+        self.cuts.append((cost, used))
+        peak = int(np.argmax(used))
+        if used[peak] > self.problem.limit:
+            if peak not in self.rows and len(self.rows) < _MOST_ROWS:
+                self.rows[peak] = self.row_at(peak)
+        elif cost < self.best_cost:
+            self.best, self.best_cost = tuple(choice), cost
+
+    def _move_multipliers(self) -> None:
+        if not self.rows:
+            return
+        points = sorted(self.rows)
+        slack = np.array([used[points] - self.problem.limit for _, used in self.cuts])
+        ideal = _best_multipliers(np.array([cost for cost, _ in self.cuts]), slack)
+        previous = np.array([self.best_multipliers.get(point, 0.0) for point in points])
+        self.multipliers = dict(zip(points, (0.5 * (previous + ideal)).tolist(), strict=True))
+        self.messages.weigh({point: (self.rows[point], self.multipliers[point]) for point in points})
+
+    def polish(self, deadline: float) -> None:
+        """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
+        changed = self.best is not None and bool(self.rows)
+        while changed and time.monotonic() < deadline:
+            changed = False
+            for variable in range(len(self.problem.costs)):
+                changed |= self._polish_variable(variable)
+
+    def _polish_variable(self, variable: int) -> bool:
+        assert self.best is not None
+        costs = self.messages.costs_given_neighbours(variable, self.best)
+        for option in np.argsort(costs, kind="stable"):
+            if costs[option] >= costs[self.best[variable]] * (1 - 1e-12):
+                return False
+            tried = (*self.best[:variable], int(option), *self.best[variable + 1 :])
+            over = any(row.bytes_of(tried, self.problem.edges) > self.problem.limit for row in self.rows.values())
+            if not over and self.usage(tried).max() <= self.problem.limit:
+                self.best, self.best_cost = tried, self.problem.cost_of(tried)
+                return True
+        return False
+
+    def gap(self) -> float:
+        """Relative distance of the incumbent to the bound."""
+        if not np.isfinite(self.best_cost):
+            return np.inf
+        return (self.best_cost - self.bound) / self.best_cost if self.best_cost > 0 else 0.0
+
+    def solution(self) -> Solution | None:
+        if self.best is None:
+            return None
+        return Solution(self.best, self.best_cost, min(self.best_cost, max(self.bound, 0.0)))
+
+
+_PATIENCE = 8
+"""Rounds in which the gap must close by three per cent of itself for the search to go on."""
+
+_MOST_ROWS = 16
+"""Most program points that get a multiplier."""
+
+
+def _best_multipliers(costs: Floats, slack: Floats) -> Floats:
+    """The multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value]."""
+    unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
+    count = slack.shape[1]
+    program = highspy.Highs()
+    program.setOptionValue("output_flag", False)
+    most = 1e3 * np.ones(count)
+    variables = [program.addVariable(0.0, upper) for upper in most]
+    value = program.addVariable(-highspy.kHighsInf, highspy.kHighsInf)
+    for cost, row in zip(costs / unit_cost, slack / unit_bytes, strict=True):
+        weighed = sum((float(amount) * variable for amount, variable in zip(row, variables, strict=True)), 0.0 * value)
+        program.addConstr(value - weighed <= float(cost))
+    program.maximize(value)
+    found = np.array(program.getSolution().col_value)[:count]
+    return np.maximum(found, 0.0) * unit_cost / unit_bytes

@@ -1,0 +1,140 @@
+"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near it.
+
+Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
+Minimization", IEEE PAMI 28(10), 2006, figure 3). Variables are visited in their order, which for programs is program
+order, and back; each pass back ends in a bound that never falls while the costs stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from passes.assignment import Assignment, Edge, Floats, MemoryRow
+
+_FORBIDDEN = 1e12
+"""Stands for an infinite cost, in units of the largest finite one."""
+
+
+class Messages:
+    """Message passing on one pairwise problem whose costs may be re-weighed between rounds."""
+
+    def __init__(self, problem: Assignment) -> None:
+        self._problem = problem
+        self._cap = _FORBIDDEN * _largest_cost(problem)
+        self._base = [np.minimum(cost, self._cap) for cost in problem.costs]
+        self._costs = self._base
+        self._tables = [np.minimum(_forward(edge), self._cap) for edge in problem.edges]
+        self._base_tables = self._tables
+        self._ends = [(min(edge.tail, edge.head), max(edge.tail, edge.head)) for edge in problem.edges]
+        count = len(problem.costs)
+        self._earlier: list[list[int]] = [[] for _ in range(count)]
+        self._later: list[list[int]] = [[] for _ in range(count)]
+        for number, (first, second) in enumerate(self._ends):
+            self._later[first].append(number)
+            self._earlier[second].append(number)
+        self._share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self._earlier, self._later, strict=True)]
+        self._forward = [np.zeros(table.shape[1]) for table in self._tables]
+        self._backward = [np.zeros(table.shape[0]) for table in self._tables]
+
+    def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
+        """Add `weight` seconds per byte of each memory row to the costs; the messages stay."""
+        self._costs, self._tables = list(self._base), list(self._base_tables)
+        for row, weight in rows.values():
+            if weight == 0.0:
+                continue
+            for variable, sizes in row.variables.items():
+                self._costs[variable] = self._costs[variable] + weight * sizes
+            for number, sizes in row.edges.items():
+                edge = self._problem.edges[number]
+                self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
+
+    def iterate(self) -> tuple[float, tuple[int, ...]]:
+        """One pass forth, which rounds, and one back, which bounds."""
+        choice = self._pass_forward()
+        return self._pass_backward(), choice
+
+    def _belief(self, variable: int) -> Floats:
+        belief = self._costs[variable]
+        for number in self._earlier[variable]:
+            belief = belief + self._forward[number]
+        for number in self._later[variable]:
+            belief = belief + self._backward[number]
+        return belief
+
+    def _pass_forward(self) -> tuple[int, ...]:
+        choice: list[int] = []
+        for variable in range(len(self._costs)):
+            choice.append(self._round(variable, choice))
+            later = self._later[variable]
+            if later:
+                shared = self._share[variable] * self._belief(variable)
+                for number in later:
+                    message = ((shared - self._backward[number])[:, None] + self._tables[number]).min(axis=0)
+                    self._forward[number] = message - message.min()
+        return tuple(choice)
+
+    def _round(self, variable: int, choice: Sequence[int]) -> int:
+        cost = self._costs[variable]
+        for number in self._earlier[variable]:
+            cost = cost + self._tables[number][choice[self._ends[number][0]]]
+        for number in self._later[variable]:
+            cost = cost + self._backward[number]
+        return int(np.argmin(cost))
+
+    def _pass_backward(self) -> float:
+        bound = 0.0
+        for variable in reversed(range(len(self._costs))):
+            belief = self._belief(variable)
+            least = float(belief.min())
+            bound += least
+            shared = self._share[variable] * (belief - least)
+            for number in self._earlier[variable]:
+                message = (self._tables[number] + (shared - self._forward[number])[None, :]).min(axis=1)
+                least = float(message.min())
+                bound += least
+                self._backward[number] = message - least
+        return bound
+
+    def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """Change one variable at a time as long as that lowers the weighed cost (iterated conditional modes)."""
+        current = list(choice)
+        changed = True
+        while changed:
+            changed = False
+            for variable in range(len(current)):
+                best = self._best_given_neighbours(variable, current)
+                changed |= best != current[variable]
+                current[variable] = best
+        return tuple(current)
+
+    def _best_given_neighbours(self, variable: int, choice: Sequence[int]) -> int:
+        cost = self._given_neighbours(variable, choice, self._costs, self._tables)
+        best = int(np.argmin(cost))
+        return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
+
+    def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
+        """The unweighed cost of each option of `variable` while all others stay as in `choice`."""
+        return self._given_neighbours(variable, choice, self._base, self._base_tables)
+
+    def _given_neighbours(
+        self, variable: int, choice: Sequence[int], costs: Sequence[Floats], tables: Sequence[Floats]
+    ) -> Floats:
+        cost = costs[variable]
+        for number in self._earlier[variable]:
+            cost = cost + tables[number][choice[self._ends[number][0]]]
+        for number in self._later[variable]:
+            cost = cost + tables[number][:, choice[self._ends[number][1]]]
+        return cost
+
+
+def _forward(edge: Edge) -> Floats:
+    """The costs of an edge with the earlier variable's options as rows."""
+    return edge.cost if edge.tail < edge.head else edge.cost.T
+
+
+def _largest_cost(problem: Assignment) -> float:
+    tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
+    largest = max((float(table[np.isfinite(table)].max()) for table in tables if np.isfinite(table).any()), default=1.0)
+    return largest or 1.0

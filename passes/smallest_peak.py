@@ -1,0 +1,54 @@
+"""Find a choice of the smallest peak memory in a large assignment: what decides whether anything fits.
+
+The peak is the maximum over program points. Minimising it is a game between the choice and a distribution over points:
+each round, the choice minimises the weighed memory (by message passing), and points that it uses most gain weight
+(multiplicative weights; Arora, Hazan and Kale, 2012). The smallest peak seen is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from passes.assignment import Assignment, Edge, MemoryRow
+from passes.messages import Messages
+
+_ROUNDS = 24
+_RATE = 4.0
+
+
+def choice_of_smallest_peak(
+    problem: Assignment, usage: Callable[[Sequence[int]], np.ndarray], row_at: Callable[[int], MemoryRow]
+) -> tuple[int, ...]:
+    """The choice with the smallest peak that was found (see the module's docstring)."""
+    messages = Messages(_without_costs(problem))
+    rows: dict[int, MemoryRow] = {}
+    weights: dict[int, float] = {}
+    best, best_peak = (), np.inf
+    choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
+    for _ in range(_ROUNDS):
+        used = usage(choice)
+        if used.max() < best_peak and np.isfinite(problem.cost_of(choice)):
+            best, best_peak = choice, float(used.max())
+        peak = int(np.argmax(used))
+        rows.setdefault(peak, row_at(peak))
+        weights.setdefault(peak, max(weights.values(), default=1.0))
+        weights = {point: weight * np.exp(_RATE * (used[point] / used.max() - 1)) for point, weight in weights.items()}
+        total = sum(weights.values())
+        messages.weigh({point: (rows[point], weight / total) for point, weight in weights.items()})
+        for _ in range(3):
+            _, choice = messages.iterate()
+        choice = messages.improve(choice)
+    return best
+
+
+def _without_costs(problem: Assignment) -> Assignment:
+    """The same problem where whatever is allowed costs nothing."""
+
+    def flat(costs: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(costs), 0.0, np.inf)
+
+    edges = tuple(Edge(edge.tail, edge.head, flat(edge.cost)) for edge in problem.edges)
+    return dataclasses.replace(problem, costs=tuple(map(flat, problem.costs)), edges=edges, rows=())
