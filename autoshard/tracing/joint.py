@@ -122,14 +122,21 @@ def _keep_assigned(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) ->
 
 
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions) -> list[Tensor]:
-    """Detach the outputs that no gradient will come in for; all are copies, so none aliases another."""
+    """Detach the outputs that no gradient will come in for; all are contiguous copies, so none aliases another.
+
+    A tangent has its output's layout, and is contiguous then.
+    """
     losses = [_is_loss(output) for output in outputs]
     if options.grad and (options.all_tangents or not any(losses)):
-        return [output.clone() for output in outputs]
+        return [_copy(output) for output in outputs]
     return [
-        output.clone() if is_loss and options.grad else output.detach().clone()
+        _copy(output if is_loss and options.grad else output.detach())
         for output, is_loss in zip(outputs, losses, strict=True)
     ]
+
+
+def _copy(output: Tensor) -> Tensor:
+    return output.clone(memory_format=torch.contiguous_format)
 
 
 def _is_loss(output: Tensor) -> bool:
@@ -162,6 +169,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield keep_operators_whole()
     yield without_checkpoints()
     yield _without_attention_fast_path()
+    yield _without_fused_recurrent_layers()
     yield fx_traceback.preserve_node_meta()
     yield mode
 
@@ -219,3 +227,14 @@ def _compiling_flag(value: bool) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _without_fused_recurrent_layers() -> Iterator[None]:
+    """oneDNN's recurrent layers are for CPUs only, and cannot be sharded."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

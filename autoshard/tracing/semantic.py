@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._decomp import decompositions
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
@@ -279,6 +280,12 @@ def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = No
     return _RmsNorm.apply(x, normalized_shape, weight, eps)[0]
 
 
+def _lstm(x: Tensor, hx: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's own decomposition; in 2.11 it gives the last states an extra dim."""
+    out, hidden, cell = decompositions.lstm_impl(x, hx, *rest)
+    return out, hidden.reshape(hx[0].shape), cell.reshape(hx[1].shape)
+
+
 _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     torch.ops.aten.dropout.default: _dropout,
@@ -286,6 +293,7 @@ _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.feature_dropout.default: _feature_dropout,
     torch.ops.aten.feature_dropout_.default: _feature_dropout_,
     torch.ops.aten.cross_entropy_loss.default: _cross_entropy,
+    torch.ops.aten.lstm.input: _lstm,
     torch.ops.aten.rms_norm.default: _rms_norm,
     torch.ops.aten._fused_rms_norm.default: _fused_rms_norm,
 }

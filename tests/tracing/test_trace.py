@@ -259,6 +259,24 @@ def test_tied_parameters_have_aliases() -> None:
     assert_equals_eager(program, model, (x,))
 
 
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (nn.MultiheadAttention(8, 2, batch_first=True), [(2, 3, 8)] * 3),
+        (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), [(2, 3, 8)]),
+        (nn.LSTM(4, 5, batch_first=True), [(2, 3, 4)]),
+        (nn.LSTM(4, 5, num_layers=2, bidirectional=True), [(3, 2, 4)]),
+        (nn.GRU(4, 5), [(3, 2, 4)]),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.AvgPool2d(2)), [(2, 3, 8, 8)]),
+    ],
+    ids=["multi-head attention", "encoder layer", "lstm", "deep lstm", "gru", "convolution"],
+)
+def test_modules_of_torch(model: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    """Ordinary modules compute in a program what they compute in eager."""
+    args = tuple(torch.randn(shape) for shape in shapes)
+    assert_equals_eager(trace(model, args), model, args)
+
+
 _SCRIPT = """
 from tests.tracing.test_trace import digest_of_two_traces
 print(digest_of_two_traces())
