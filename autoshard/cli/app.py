@@ -43,7 +43,7 @@ def main() -> None:
     except (AutoshardError, CostModelError) as error:
         _fail(str(error))
     except TyperException as error:
-        _fail(getattr(error, "message", "") or str(error))
+        _fail(error.format_message())
 
 
 def _fail(sentence: str) -> None:
@@ -63,14 +63,10 @@ def plan(
         typer.Argument(help="path/to/file.py:build, package.module:build, or hf:CONFIG (file or folder)."),
     ],
     cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],
-    mesh: Annotated[
-        str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")
-    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")] = 8,
     seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
-    precision: Annotated[
-        str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")
-    ] = "bf16",
+    precision: Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")] = "bf16",
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, or none.")] = "adamw",
     memory_gib: Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,

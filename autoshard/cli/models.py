@@ -105,15 +105,11 @@ def _load_module(name: str) -> ModuleType:
 def _build_from_config(reference: str, sizes: Mapping[str, int]) -> NamedModel:
     path = Path(reference.removeprefix("hf:"))
     if not path.exists():
-        raise ModelReferenceError(
-            f"there is no config file or folder {path}, which MODEL {reference!r} names."
-        )
+        raise ModelReferenceError(f"there is no config file or folder {path}, which MODEL {reference!r} names.")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError as error:
-        raise ModelReferenceError(
-            "MODEL hf:... needs transformers: pip install autoshard[transformers]."
-        ) from error
+        raise ModelReferenceError("MODEL hf:... needs transformers: pip install autoshard[transformers].") from error
     config = AutoConfig.from_pretrained(path, use_cache=False)
     tokens = torch.zeros(sizes["batch"], sizes["seq"], dtype=torch.int64)
     return NamedModel(AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens})
