@@ -73,8 +73,9 @@ class Copier:
         self.graph.output(results)
         used = set(results)
         for node in reversed(self.graph.nodes):
-            used.update(node.all_input_nodes)
-            if node not in used and node.op not in ("placeholder", "output"):
+            if node in used or node.op in ("placeholder", "output"):
+                used.update(node.all_input_nodes)
+            else:
                 self.graph.erase_node(node)
         self.graph.output_node().meta.update(phase="backward", module="", source="")
         self.graph.lint()

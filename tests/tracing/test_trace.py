@@ -167,6 +167,8 @@ def test_a_branch_on_values_is_guarded() -> None:
     for mask, other in ((ones, some), (some, ones)):
         program = trace(model, (x, mask))
         assert_equals_eager(program, model, (x, mask))
+        assert [guard.value for guard in program.guards] == [bool(mask.all())]
+        assert "all" not in count_operators(program)
         assert check_guards(program, (x, mask))
         assert not check_guards(program, (x, other))
 
