@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError
 from autoshard.ir.emit import emit_reshard
@@ -115,7 +116,7 @@ class DistributedEngine:
 
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
-        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """See `Engine`."""
@@ -134,10 +135,10 @@ class DistributedEngine:
 
     def _shard(self, parameter: DTensor, placements: Sequence) -> DTensor:
         """The shards of a parameter that every rank holds whole, in memory of their own."""
-        whole = parameter.detach().full_tensor()
-        shards = distribute_tensor(whole, self.device_mesh, placements, src_data_rank=None)
+        full = whole(parameter)
+        shards = distribute_tensor(full, self.device_mesh, placements, src_data_rank=None)
         local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
-        return self._from_local(local, tuple(whole.shape), placements)
+        return self._from_local(local, tuple(full.shape), placements)
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
         """The padded local value of a DTensor, and its spec."""
@@ -145,7 +146,7 @@ class DistributedEngine:
         spec = PartitionSpec.from_placements(tensor.placements, self.mesh)
         shape = tuple(tensor.shape)
         if not matches_dtensor(spec, shape, self.mesh):
-            return tensor.detach().full_tensor(), REPLICATED
+            return whole(tensor), REPLICATED
         with torch.no_grad():
             local = tensor.to_local().detach()
         return pad_local(local.contiguous(), spec, self.mesh, shape), spec
@@ -184,6 +185,12 @@ class DistributedEngine:
             )
 
 
+@torch.no_grad()
+def whole(tensor: DTensor) -> torch.Tensor:
+    """The global value of a DTensor, gathered on every rank, without gradient."""
+    return tensor.full_tensor().detach()
+
+
 def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """The spec nearest to `spec` that torch placements can say: the axes of a dim in the order of the mesh."""
     order = {axis: index for index, axis in enumerate(mesh.axis_names)}
@@ -196,7 +203,7 @@ def reshard_program(
 ) -> fx.GraphModule:
     """A lowered program that takes one local value from `source` to `target`."""
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = GraphAppendingTracer(graph)
     steps = plan_reshard(source, target, shape, mesh, itemsize=dtype.itemsize)
     value = fx.Proxy(graph.placeholder("value"), tracer)
     result = emit_reshard(value, steps, shape, mesh, dtype=dtype)

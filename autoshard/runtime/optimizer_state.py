@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def named_optimizer(name: str) -> torch.optim.Optimizer:
     Raises:
         TraceError: torch.optim has no optimizer of this name.
     """
-    known = {
+    known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key.lower(): kind
         for key, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and key != "Optimizer"

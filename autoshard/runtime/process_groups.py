@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -72,9 +72,8 @@ class ProcessGroups:
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     """A group in which `ranks` are numbered in the given order; torch below 2.13 numbers them by rank only."""
-    if ranks == sorted(ranks):
-        return dist.new_group(ranks)
-    return dist.new_group(ranks, sort_ranks=False)
+    group = dist.new_group(ranks) if ranks == sorted(ranks) else dist.new_group(ranks, sort_ranks=False)
+    return cast(dist.ProcessGroup, group)
 
 
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
@@ -103,7 +102,7 @@ def _bind_node(
         return coordinates[str(node.args[0])]
     args = fx.map_arg(node.args, copies.__getitem__)
     if node.target in _INTEGER_OPERATORS and all(isinstance(argument, int) for argument in args):
-        return node.target(*args)
+        return cast(Callable[..., int], node.target)(*args)
     kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
     if node.target in _COLLECTIVES:
         args, kwargs = _with_group(args, kwargs, groups)
