@@ -62,7 +62,7 @@ def embedding_backward(
 ) -> Rule:
     rows = named(indices.dim(), "i")
     sides = (((*rows, ("d",)), rows), ((("v",), ("d",)),))
-    blocked = names(rows) if scale_grad_by_freq else ()
+    blocked = ("v", *names(rows)) if scale_grad_by_freq else ()  # what counts is all occurrences of a row
     reduce = dict.fromkeys(names(rows), "sum")
     return Rule(sides, reduce=reduce, linear=[(0,)], blocked=blocked, local=_local_embedding_backward)
 

@@ -120,7 +120,9 @@ def copy_onto(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
 @sharding_rule(aten._to_copy.default)
 def to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
     target = dtype or x.dtype
-    return Rule(elementwise([x.shape]), transparent=_keeps_sums(x.dtype, target))
+    keeps_sums = _keeps_sums(x.dtype, target)
+    linear = [(0,)] if keeps_sums and target.is_complex else ()
+    return Rule(elementwise([x.shape]), transparent=keeps_sums and not target.is_complex, linear=linear)
 
 
 def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:

@@ -95,7 +95,7 @@ def common_factors(source: Sequence[int], result: Sequence[int]) -> tuple[Dims, 
 
     Example:
         >>> common_factors([6, 4], [2, 12])
-        (((('f0', 'f1'), ('f2',)), (('f0',), ('f1', 'f2')), {'f0': 2, 'f1': 3, 'f2': 4})
+        ((('f0', 'f1'), ('f2',)), (('f0',), ('f1', 'f2')), {'f0': 2, 'f1': 3, 'f2': 4})
     """
     sides = (_Side(source, "restA"), _Side(result, "restB"))
     sizes: dict[str, int] = {}

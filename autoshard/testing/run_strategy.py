@@ -42,7 +42,24 @@ def run_strategy(
     Raises:
         AutoshardError: ranks that should hold copies differ.
     """
-    expected = [leaf for leaf in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    return _run(op, args, kwargs, rule, strategy, mesh, results_of(op, args, kwargs))
+
+
+def results_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensor results of a call on one device, in order."""
+    with torch.no_grad():
+        return [leaf for leaf in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _run(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rule: BoundRule,
+    strategy: Strategy,
+    mesh: Mesh,
+    expected: Sequence[Tensor],
+) -> list[Tensor]:
     shapes = [tuple(result.shape) for result in expected]
     program, operands = local_program(op, args, kwargs, rule, strategy, mesh, shapes)
     inputs = [_pieces(x, spec, mesh) for x, spec in zip(operands, strategy.inputs, strict=True)]
@@ -54,11 +71,18 @@ def run_strategy(
 
 
 def check_strategy(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: BoundRule, strategy: Strategy, mesh: Mesh
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rule: BoundRule,
+    strategy: Strategy,
+    mesh: Mesh,
+    *,
+    expected: Sequence[Tensor] | None = None,
 ) -> None:
-    """Raise `AssertionError` unless the call under `strategy` gives what the call gives."""
-    expected = [leaf for leaf in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    found = run_strategy(op, args, kwargs, rule, strategy, mesh)
+    """Raise `AssertionError` unless the call under `strategy` gives what the call gives (`expected`, if known)."""
+    expected = results_of(op, args, kwargs) if expected is None else expected
+    found = _run(op, args, kwargs, rule, strategy, mesh, expected)
     coarsest = max(map(_tolerance, [*tensor_operands(args, kwargs), *expected]), default=0.0)
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         tolerance = coarsest if _tolerance(theirs) else 0.0

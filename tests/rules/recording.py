@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,10 +13,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.errors import AutoshardError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import bound_rule, has_rule
-from autoshard.testing.run_strategy import check_strategy
+from autoshard.testing.run_strategy import check_strategy, results_of
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,16 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}{list(tensor.stride())}"
 
 
+_OF_MEMORY = {
+    aten.as_strided.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+"""Operators that see or return memory as it happens to be."""
+
+
 class Recorder(TorchDispatchMode):
     """Records the functional calls of operators below autograd."""
 
@@ -45,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if has_rule(func):
+        if has_rule(func) and func not in _OF_MEMORY:
             copies = pytree.tree_map_only(Tensor, _copy, (tuple(args), dict(kwargs)))
             call = Call(func, *copies)
             self.calls.setdefault(call.key, call)
@@ -71,28 +86,104 @@ def record(function: Callable[[], Any]) -> Recorder:
     return recorder
 
 
+MESHES = (Mesh({"a": 2}), Mesh({"a": 4}), Mesh({"a": 2, "b": 2}))
+"""What the shapes of our own samples divide by."""
+
+DATABASE_MESHES = (Mesh({"a": 5}),)
+"""What the shapes of PyTorch's samples divide by."""
+
+
 @dataclass
 class Tally:
-    """How much was tried."""
+    """How much was tried, and what failed."""
 
     calls: int = 0
     strategies: int = 0
+    failures: list[str] = field(default_factory=list)
 
-    def check(self, calls: Iterable[Call], meshes: Iterable[Mesh]) -> None:
-        """Try every strategy of every call on every mesh."""
-        for call in calls:
-            rules = self._rule(call)
-            for rule in rules:
-                self.calls += 1
-                for mesh in meshes:
-                    for strategy in enumerate_strategies(rule, mesh):
-                        self.strategies += 1
-                        check_strategy(call.op, call.args, call.kwargs, rule, strategy, mesh)
+    def check(self, call: Call, meshes: Iterable[Mesh]) -> None:
+        """Try every strategy of a call on every mesh."""
+        results = results_of(call.op, call.args, call.kwargs)
+        rule = bound_rule(call.op, call.args, call.kwargs, results)
+        if rule is None:
+            return
+        self.calls += 1
+        for mesh in meshes:
+            for strategy in enumerate_strategies(rule, mesh):
+                self.strategies += 1
+                check_strategy(call.op, call.args, call.kwargs, rule, strategy, mesh, expected=results)
 
-    def _rule(self, call: Call) -> Iterator[Any]:
-        with torch.no_grad():
-            results = pytree.tree_leaves(call.op(*call.args, **call.kwargs))
-        tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
-        rule = bound_rule(call.op, call.args, call.kwargs, tensors)
-        if rule is not None:
-            yield rule
+
+def check_call(op: Any, *args: Any, meshes: Iterable[Mesh] = MESHES, **kwargs: Any) -> int:
+    """Try every strategy of one call; how many there are."""
+    tally = Tally()
+    tally.check(Call(op, args, kwargs), meshes)
+    return tally.strategies
+
+
+def check_splits(op: Any, *args: Any, meshes: Sequence[Mesh] = MESHES, **kwargs: Any) -> None:
+    """As `check_call`, for a call that can be split."""
+    assert check_call(op, *args, meshes=meshes, **kwargs) > len(meshes), f"{op} can only be replicated"
+
+
+def check_recorded(function: Callable[[], Any], *, meshes: Iterable[Mesh] = MESHES) -> set[str]:
+    """Try every strategy of everything that `function` calls, backward too; the names of the operators tried."""
+    tally = Tally()
+    calls = record(function).calls.values()
+    for call in calls:
+        tally.check(call, meshes)
+    return {str(call.op) for call in calls}
+
+
+def database_calls(names: Collection[str] | None, limit: int) -> Iterator[tuple[str, Call]]:
+    """The calls that up to `limit` of PyTorch's own samples make, each once, with the name of the sample's operator."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    seen: set[str] = set()
+    for info in op_db:
+        if names is not None and info.name not in names:
+            continue
+        for function in _samples(info, limit):
+            for key, call in _recorded(function).items():
+                if key not in seen:
+                    seen.add(key)
+                    yield info.name, call
+
+
+def _samples(info: Any, limit: int) -> Iterator[Callable[[], Any]]:
+    dtype = next((dtype for dtype in _DTYPES if dtype in info.dtypes), None)
+    if dtype is None:
+        return
+    torch.manual_seed(0)
+    differentiable = info.supports_autograd and dtype.is_floating_point
+    for sample in islice(info.sample_inputs("cpu", dtype, requires_grad=differentiable), limit):
+        yield partial(info.op, sample.input, *sample.args, **sample.kwargs)
+
+
+_DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool)
+
+
+def _recorded(function: Callable[[], Any]) -> dict[str, Call]:
+    """Nothing where PyTorch itself cannot run a sample (some have no backward, some need libraries)."""
+    try:
+        return record(function).calls
+    except (RuntimeError, NotImplementedError):
+        return {}
+
+
+def check_database(names: Collection[str] | None, *, limit: int = 3, meshes: Sequence[Mesh] = DATABASE_MESHES) -> Tally:
+    """Try every strategy of what PyTorch's samples for the operators `names` (None: all) call."""
+    tally = Tally()
+    for name, call in database_calls(names, limit):
+        try:
+            tally.check(call, meshes)
+        except (AssertionError, AutoshardError, RuntimeError) as error:
+            tally.failures.append(f"{name}: {call.key}\n{error}")
+    return tally
+
+
+def tensor(*shape: int, integers: int | None = None) -> Tensor:
+    """A float64 tensor of small integers, so that sums are exact; or int64 below `integers`."""
+    if integers is not None:
+        return torch.randint(0, integers, shape)
+    return torch.randint(-4, 5, shape).double()

@@ -1,0 +1,91 @@
+"""Attention and dropout: pieces see the masks of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.ir.mesh import Mesh
+from autoshard.rules import strategies
+from tests.rules.recording import MESHES, check_recorded, check_splits
+
+ops = torch.ops.autoshard
+_MESHES = (*MESHES, Mesh({"a": 4, "b": 2}))
+
+
+def _attention_args(
+    b: int, g: int, h: int, s: int, t: int, *, mask: str | None = None, p: float = 0.0, is_causal: bool = False
+) -> tuple[Any, ...]:
+    """Arguments of the operator: b batch, g key heads, h query heads, s queries, t keys."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    masks = {
+        None: None,
+        "bool": torch.rand(s, t) < 0.7,
+        "bias": draw(b, 1, s, t),
+        "heads": draw(h, 1, t),
+    }
+    seed = torch.tensor(7) if p else None
+    return (
+        draw(b, h, s, 4),
+        draw(b, g, t, 4),
+        draw(b, g, t, 2),
+        masks[mask],
+        seed,
+        p,
+        is_causal,
+        0.5,
+        3,
+        [0] * 4,
+        [b, h, s, t],
+    )
+
+
+def _backward_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    out, lse = ops.attention(*args)
+    q, k, v, mask, seed, *rest = args
+    return (torch.randn_like(out), q, k, v, mask, out, lse, seed, *rest)
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "bias", "heads"])
+@pytest.mark.parametrize(("p", "is_causal"), [(0.0, False), (0.5, True)])
+def test_attention(mask: str | None, p: float, is_causal: bool) -> None:
+    """Batch, heads and queries are split with the causal and the dropout mask of the whole."""
+    args = _attention_args(4, 2, 4, 4, 4, mask=mask, p=p, is_causal=is_causal)
+    check_splits(ops.attention.default, *args)
+    check_splits(ops.attention_backward.default, *_backward_args(args))
+
+
+@given(g=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 4]), s=st.sampled_from([1, 2, 4, 6]))
+def test_grouped_heads(g: int, group: int, s: int) -> None:
+    """Query heads are split with their key heads, or beyond them once each key head is alone."""
+    args = _attention_args(2, g, g * group, s, 4, p=0.25, is_causal=True)
+    check_splits(ops.attention.default, *args, meshes=_MESHES)
+    check_splits(ops.attention_backward.default, *_backward_args(args), meshes=_MESHES)
+
+
+def test_heads_can_be_split() -> None:
+    """The strategy of tensor parallelism is there: all operands and results on their head dim."""
+    args = _attention_args(2, 4, 8, 4, 4)
+    found = strategies(ops.attention.default, args, {}, 4)
+    assert any(all(placement.is_shard(1) for placement in (*inputs, *outputs)) for inputs, outputs in found)
+
+
+@given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3))
+def test_dropout(shape: list[int]) -> None:
+    """The mask of a piece is a piece of the mask."""
+    x = torch.randn(*shape, dtype=torch.float64)
+    check_splits(ops.dropout.default, x, torch.tensor(11), 0.5, 2, [0] * len(shape), shape)
+
+
+def test_attention_of_pytorch_on_a_cpu() -> None:
+    """Batch and heads of ATen's attention are split."""
+    q, k, v = (torch.randn(2, 4, 4, 4, requires_grad=True) for _ in range(3))
+    tried = check_recorded(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert "aten._scaled_dot_product_flash_attention_for_cpu_backward.default" in tried

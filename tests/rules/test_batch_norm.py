@@ -1,0 +1,59 @@
+"""Batch normalisation: the statistics are those of the global batch, wherever its rows are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.rules import strategies
+from tests.rules.recording import check_splits
+
+aten = torch.ops.aten
+
+
+def _draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (8, 4, 3, 2)])
+@pytest.mark.parametrize("affine", [False, True])
+def test_training(shape: tuple[int, ...], affine: bool) -> None:
+    """Outputs, saved statistics, new running statistics and all gradients, split over batch and channels."""
+    x, channels = _draw(*shape), shape[1]
+    weight, bias = (_draw(channels), _draw(channels)) if affine else (None, None)
+    running = (_draw(channels), _draw(channels).abs())
+    check_splits(aten._native_batch_norm_legit_functional.default, x, weight, bias, *running, True, 0.1, 1e-5)
+    check_splits(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, 0.1, 1e-5)
+    check_splits(aten.native_batch_norm.default, x, weight, bias, None, None, True, 0.1, 1e-5)
+    _, mean, invstd = aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    for mask in ([True, affine, affine], [True, False, False]):
+        args = (_draw(*shape), x, weight, *running, mean, invstd, True, 1e-5, mask)
+        check_splits(aten.native_batch_norm_backward.default, *args)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_evaluation(affine: bool) -> None:
+    """Rows are independent; gradients of the weights are sums over them."""
+    x, running = _draw(4, 8, 2), (_draw(8), _draw(8).abs())
+    weight, bias = (_draw(8), _draw(8)) if affine else (None, None)
+    check_splits(aten.native_batch_norm.default, x, weight, bias, *running, False, 0.1, 1e-5)
+    check_splits(aten._native_batch_norm_legit_functional.default, x, weight, bias, *running, False, 0.1, 1e-5)
+    _, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, False, 0.1, 1e-5)
+    args = (_draw(4, 8, 2), x, weight, *running, mean, invstd, False, 1e-5, [True, affine, affine])
+    check_splits(aten.native_batch_norm_backward.default, *args)
+
+
+def test_statistics_stay_wide() -> None:
+    """Half-precision operands keep statistics and gradients of the dtypes of the whole call."""
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(8)
+    running = (torch.randn(8), torch.rand(8))
+    check_splits(aten._native_batch_norm_legit_functional.default, x, weight, weight, *running, True, 0.1, 1e-5)
+    _, mean, invstd = aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
+    args = (torch.randn(4, 8).bfloat16(), x, weight, *running, mean, invstd, True, 1e-5, [True, True, True])
+    check_splits(aten.native_batch_norm_backward.default, *args)
+
+
+def test_what_changes_its_operands_has_no_rule() -> None:
+    """Programs are functional; the form that writes its running statistics is refused."""
+    args = (_draw(4, 8), None, None, _draw(8), _draw(8).abs(), True, 0.1, 1e-5)
+    assert len(strategies(aten.native_batch_norm.default, args, {}, 2)) == 1

@@ -1,0 +1,56 @@
+"""From a rule to strategies."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import P
+from autoshard.rules.enumeration import enumerate_strategies
+from autoshard.rules.notation import Rule, bind
+from autoshard.testing.strategies import meshes
+
+_PRODUCT = bind(Rule("m k, k n -> m n", reduce={"k": "sum"}, linear=[(0,), (1,)]), [(4, 4), (4, 4)], [(4, 4)])
+
+
+@given(meshes(max_axes=2))
+def test_the_replicated_strategy_is_first(mesh: Mesh) -> None:
+    """And every strategy fits the mesh evenly."""
+    found = enumerate_strategies(_PRODUCT, mesh)
+    assert all(spec.is_fully_replicated for spec in (*found[0].inputs, *found[0].outputs))
+    for strategy in found:
+        assert all(spec.is_even((4, 4), mesh) for spec in (*strategy.inputs, *strategy.outputs))
+
+
+def test_axes_act_independently() -> None:
+    """Two axes may split two factors, or one of them carry what the other leaves pending."""
+    outputs = {s.outputs[0] for s in enumerate_strategies(_PRODUCT, Mesh({"a": 2, "b": 2}))}
+    assert {P("a", "b"), P(("a", "b")), P("a", partial={"b": "sum"}), P(partial={"a": "sum", "b": "sum"})} <= outputs
+
+
+def test_a_minor_factor_waits_for_the_major_ones() -> None:
+    """A dim of two factors can be split in the second only once the first is in single elements."""
+    rule = bind(Rule("(a b) -> a b", sizes={"a": 2}), [(8,)], [(2, 4)])
+    found = {s.outputs[0] for s in enumerate_strategies(rule, Mesh({"x": 2, "y": 2}))}
+    assert found == {P(), P("x"), P("y"), P("x", "y"), P("y", "x")}
+
+
+def test_pending_reductions_do_not_mix() -> None:
+    """A maximum of sums is not a sum of maxima."""
+    rule = bind(Rule("r c -> c", reduce={"r": "max"}, linear=[(0,)]), [(4, 4)], [(4,)])
+    found = enumerate_strategies(rule, Mesh({"a": 2, "b": 2}))
+    assert all(len({reduction for _, reduction in s.outputs[0].partial}) <= 1 for s in found)
+
+
+def test_addends_are_pending_where_a_factor_is_reduced() -> None:
+    """An operand that is added to a reduced product must be a pending sum."""
+    rule = bind(Rule("n, m k, k n -> m n", reduce={"k": "sum"}, added=(0,)), [(4,), (4, 4), (4, 4)], [(4, 4)])
+    found = {s.inputs[1]: s.inputs[0] for s in enumerate_strategies(rule, Mesh({"a": 2}))}
+    assert found[P(None, "a")] == P(partial={"a": "sum"})
+
+
+def test_results_that_do_not_depend_on_a_factor_stay_whole() -> None:
+    """So they are not counted once per rank."""
+    rule = bind(Rule("r c -> r, r", reduce={"c": "sum"}, whole={"c": (1,)}), [(4, 4)], [(4,), (4,)])
+    split = next(s for s in enumerate_strategies(rule, Mesh({"a": 2})) if s.inputs[0] == P(None, "a"))
+    assert split.outputs == (P(partial={"a": "sum"}), P())

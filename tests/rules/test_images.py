@@ -1,0 +1,44 @@
+"""Pooling, resampling and windows: planes are independent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.rules.recording import check_recorded
+
+
+def _resize(mode: str, dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.interpolate(x, scale_factor=2.0, mode=mode) if x.dim() == dims + 2 else x
+
+
+@pytest.mark.parametrize(
+    ("function", "space"),
+    [
+        (lambda x: F.max_pool2d(x, 2), 2),
+        (lambda x: F.max_pool3d(x, 2), 3),
+        (lambda x: F.avg_pool2d(x, 2), 2),
+        (lambda x: F.avg_pool3d(x, 2), 3),
+        (lambda x: F.adaptive_avg_pool2d(x, 3), 2),
+        (lambda x: F.adaptive_max_pool2d(x, 2), 2),
+        (_resize("nearest", 1), 1),
+        (_resize("nearest", 2), 2),
+        (_resize("bilinear", 2), 2),
+        (_resize("bicubic", 2), 2),
+        (_resize("trilinear", 3), 3),
+        (lambda x: F.unfold(x, 2), 2),
+        (lambda x: F.fold(F.unfold(x, 2), (4, 4), 2), 2),
+        (lambda x: F.pixel_shuffle(x, 2), 2),
+        (lambda x: F.pixel_unshuffle(x, 2), 2),
+        (lambda x: F.pad(x, (1, 1, 0, 2), mode="reflect"), 2),
+        (lambda x: F.pad(x, (1, 1), mode="replicate"), 1),
+        (lambda x: F.grid_sample(x, torch.rand(2, 4, 2, 2, dtype=torch.float64), align_corners=False), 2),
+    ],
+)
+def test_planes(function: Callable[[torch.Tensor], torch.Tensor], space: int) -> None:
+    """Batch and channels are split, forward and backward."""
+    x = torch.randn(2, 8, *[4] * space, dtype=torch.float64, requires_grad=True)
+    assert check_recorded(lambda: function(x))

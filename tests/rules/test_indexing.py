@@ -1,0 +1,100 @@
+"""Look-ups and writes by index: the indexed dim is split where other ranks' indices can be left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.rules import strategies
+from tests.rules.recording import check_database, check_splits, tensor
+
+aten = torch.ops.aten
+
+
+@given(
+    rows=st.sampled_from([2, 4, 8]),
+    width=st.sampled_from([2, 4]),
+    shape=st.lists(st.sampled_from([2, 3, 4]), max_size=2),
+    padding=st.sampled_from([-1, 1]),
+    by_frequency=st.booleans(),
+)
+def test_embedding(rows: int, width: int, shape: list[int], padding: int, by_frequency: bool) -> None:
+    """The table is split by rows (pieces add up) and by columns, the indices by any dim; the gradient likewise."""
+    indices = tensor(*shape, integers=rows)
+    check_splits(aten.embedding.default, tensor(rows, width), indices, padding)
+    grad = tensor(*shape, width)
+    check_splits(aten.embedding_dense_backward.default, grad, indices, rows, padding, by_frequency)
+
+
+def test_a_vocabulary_may_be_split() -> None:
+    """A split of the rows of the table leaves sums pending."""
+    found = strategies(aten.embedding.default, (tensor(8, 4), tensor(2, 4, integers=8)), {}, 4)
+    assert any(inputs[0].is_shard(0) and outputs[0].is_partial("sum") for inputs, outputs in found)
+
+
+_INDEX = tensor(4, 2, integers=4)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.gather.default, (tensor(4, 8), 1, tensor(4, 2, integers=8))),
+        (aten.gather.default, (tensor(8, 4), 0, tensor(4, 4, integers=8))),
+        (aten.gather.default, (tensor(8, 4), 0, tensor(4, 2, integers=8))),
+        (aten.index_select.default, (tensor(4, 8), 1, tensor(2, integers=8))),
+        (aten.index_add.default, (tensor(4, 8), 1, tensor(4, integers=8), tensor(4, 4))),
+        (aten.index_copy.default, (tensor(4, 8), 1, torch.tensor([5, 2]), tensor(4, 2))),
+        (aten.index_fill.int_Scalar, (tensor(4, 8), 1, torch.tensor([5, 2]), 0)),
+        (aten.scatter.src, (tensor(4, 8), 1, torch.tensor([[1, 3]] * 4), tensor(4, 2))),
+        (aten.scatter.value, (tensor(4, 8), 1, tensor(4, 2, integers=8), 0)),
+        (aten.scatter.value, (tensor(4, 8), 1, tensor(4, 2, integers=8), 1)),
+        (aten.scatter_add.default, (tensor(4, 8), 1, tensor(4, 2, integers=8), tensor(4, 2))),
+        (aten.scatter_reduce.two, (tensor(4, 8), 1, tensor(4, 2, integers=8), tensor(4, 2), "amax")),
+        (aten.index.Tensor, (tensor(4, 4, 8), [None, _INDEX])),
+        (aten.index.Tensor, (tensor(4, 4, 8), [_INDEX, tensor(2, integers=4)])),
+        (aten.index.Tensor, (tensor(4, 2, 4), [_INDEX, None, _INDEX])),
+        (aten.index.Tensor, (tensor(2, 4, 2, 4), [None, _INDEX, None, tensor(1, integers=4)])),
+        (aten.index_put.default, (tensor(4, 4, 8), [None, torch.tensor([2, 1])], tensor(4, 2, 8))),
+        (aten.index_put.default, (tensor(4, 4, 8), [None, torch.tensor([2, 1])], tensor(8))),
+        (aten.index_put.default, (tensor(4, 4, 8), [_INDEX], tensor(4, 2, 4, 8), True)),
+        (aten.index_put.default, (tensor(4, 4, 8), [_INDEX, tensor(2, integers=4)], tensor(1, 8), True)),
+        (aten.index_put.default, (tensor(4, 2, 4), [_INDEX, None, _INDEX], tensor(2), True)),
+        (aten.take.default, (tensor(4, 4), tensor(4, 2, integers=16))),
+        (aten._embedding_bag.default, (tensor(8, 4), tensor(6, integers=8), torch.tensor([0, 2, 4]))),
+    ],
+    ids=str,
+)
+def test_indexing(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
+    """Every strategy computes what the call computes."""
+    check_splits(op, *args)
+
+
+def test_masks_are_not_split() -> None:
+    """How much a mask selects depends on the data, so a boolean index is refused."""
+    x = tensor(4, 4)
+    assert len(strategies(aten.index_put.default, (x, [x > 0], tensor(1)), {}, 2)) == 1
+
+
+def test_additions_need_a_partial_target() -> None:
+    """Where the added values are split, the target must be a pending sum, else it counts once per rank."""
+    found = strategies(aten.index_add.default, (tensor(4, 8), 1, tensor(4, integers=8), tensor(4, 4)), {}, 2)
+    split = [inputs for inputs, _ in found if inputs[1].is_shard(0)]
+    assert split
+    assert all(inputs[0].is_partial("sum") for inputs in split)
+
+
+# fmt: off
+_SAMPLED = [
+    "gather", "index_add", "index_copy", "index_fill", "index_put", "index_select", "nn.functional.embedding",
+    "nn.functional.embedding_bag", "scatter", "scatter_add", "scatter_reduce", "take", "take_along_dim",
+]
+# fmt: on
+
+
+def test_on_the_samples_of_pytorch() -> None:
+    """PyTorch's own samples run under every strategy, forward and backward."""
+    tally = check_database(_SAMPLED, limit=3)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.strategies > 100

@@ -1,0 +1,77 @@
+"""Losses: rows are independent, classes are split with reductions inside, means are shares of the mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from autoshard.rules import strategies
+from tests.rules.recording import check_database, check_recorded, check_splits
+
+ops = torch.ops.autoshard
+
+
+@given(rows=st.sampled_from([2, 4, 6]), classes=st.sampled_from([4, 8, 12]), smoothing=st.sampled_from([0.0, 0.1]))
+def test_cross_entropy(rows: int, classes: int, smoothing: float) -> None:
+    """Rows and classes are split, with ignored targets and smoothing."""
+    logits = 3 * torch.randn(rows, classes, dtype=torch.float64)
+    target = torch.randint(0, classes, (rows,))
+    target[0] = -100
+    check_splits(ops.cross_entropy.default, logits, target, -100, smoothing)
+    _, lse = ops.cross_entropy(logits, target, -100, smoothing)
+    grad = torch.randn(rows, dtype=torch.float64)
+    check_splits(ops.cross_entropy_backward.default, grad, logits, target, lse, -100, smoothing)
+
+
+def test_cross_entropy_of_infinite_logits() -> None:
+    """A rank whose classes are all masked does not spoil the others."""
+    logits = torch.randn(4, 8, dtype=torch.float64)
+    logits[:, :4] = -torch.inf
+    check_splits(ops.cross_entropy.default, logits, torch.tensor([4, 5, 6, -100]), -100, 0.0)
+
+
+def test_the_loss_of_split_classes_is_whole() -> None:
+    """Reductions over classes happen inside, so that the loss of each row arrives complete."""
+    args = (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64), -100, 0.0)
+    found = strategies(ops.cross_entropy.default, args, {}, 2)
+    assert any(i[0].is_shard(1) and all(o.is_replicate() for o in outputs) for i, outputs in found)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(4, 8), (4, 6, 2, 4)])
+def test_nll_loss(reduction: str, weighted: bool, shape: tuple[int, ...]) -> None:
+    """A mean is that of all rows that count, on whatever rank they are."""
+    logits = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(0, shape[1], (shape[0], *shape[2:]))
+    target[0] = 1
+    weight = torch.rand(shape[1], dtype=torch.float64) if weighted else None
+    check_recorded(lambda: F.nll_loss(logits, target, weight, reduction=reduction, ignore_index=1))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss])
+def test_pointwise_losses(loss: object, reduction: str) -> None:
+    """The mean over a piece counts as its share of the mean over the whole, in the backward too."""
+    x, y = (torch.randn(4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert callable(loss)
+    check_recorded(lambda: loss(x, y.detach(), reduction=reduction))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_binary_cross_entropy(reduction: str) -> None:
+    """With and without weights."""
+    x = torch.rand(4, 8, dtype=torch.float64, requires_grad=True)
+    y, weight = torch.rand(4, 8, dtype=torch.float64), torch.rand(8, dtype=torch.float64)
+    check_recorded(lambda: F.binary_cross_entropy(x, y, reduction=reduction))
+    check_recorded(lambda: F.binary_cross_entropy(x, y, weight, reduction=reduction))
+    check_recorded(lambda: F.binary_cross_entropy_with_logits(x, y, weight, reduction=reduction, pos_weight=weight))
+
+
+def test_on_the_samples_of_pytorch() -> None:
+    """PyTorch's own samples run under every strategy, forward and backward."""
+    tally = check_database(["nn.functional.cross_entropy", "nn.functional.nll_loss", "nn.functional.mse_loss"], limit=3)
+    assert not tally.failures, "\n".join(tally.failures)

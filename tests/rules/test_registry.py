@@ -1,0 +1,100 @@
+"""The table of rules as a whole: what it covers, and that all of it is sound on PyTorch's own samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.ir.mesh import Mesh
+from autoshard.rules import has_rule, sharding_rule, strategies
+from autoshard.rules.registry import bound_rule, evaluate
+from tests.rules.recording import check_database, tensor
+
+aten = torch.ops.aten
+
+
+def test_a_second_rule_raises() -> None:
+    """An operator has one rule."""
+    with pytest.raises(ValueError, match=r"aten.mm.default already has a sharding rule: mm"):
+        sharding_rule(aten.mm.default)(lambda a, b: None)
+
+
+def test_an_operator_without_rule_is_replicated() -> None:
+    """Its only strategy repeats it on every rank."""
+    assert not has_rule(aten.nonzero.default)
+    found = strategies(aten.logdet.default, (tensor(4, 4),), {}, 2)
+    assert [str(placement) for side in found[0] for placement in side] == ["R", "R"]
+    assert len(found) == 1
+
+
+def test_absent_results_are_left_out() -> None:
+    """Results that are None have no entry in a rule."""
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    args = (x, x, [8], torch.randn(4, 1), torch.rand(4, 1), weight, weight, [True, False, True])
+    rule = bound_rule(
+        aten.native_layer_norm_backward.default, args, {}, evaluate(aten.native_layer_norm_backward.default, args, {})
+    )
+    assert rule is not None
+    assert len(rule.outputs) == 2
+
+
+def test_nothing_is_allocated_to_list_strategies() -> None:
+    """Shapes are all that counts, whatever device the arguments name."""
+    size = [1 << 20, 1 << 20]
+    assert len(strategies(aten.zeros.default, (size,), {"device": torch.device("cpu")}, 2)) == 4
+
+
+# Operators of a random sample of 181 models that have no rule, and why.
+_WHOLE = {
+    "aten._ctc_loss.Tensor": "its intermediate's size is the longest target of the batch",
+    "aten._ctc_loss_backward.Tensor": "likewise",
+    "aten._unique2.default": "the size of the result depends on the data",
+    "aten.eye.default": "made whole at no cost",
+    "aten.linspace.default": "steps of floats round by their distance from the start",
+    "aten.masked_scatter.default": "elements are taken in the global order",
+    "aten.masked_scatter_backward.default": "likewise",
+    "aten.masked_select.default": "the size of the result depends on the data",
+    "aten.mkldnn_rnn_layer.default": "one device's own recurrence",
+    "aten.mkldnn_rnn_layer_backward.default": "likewise",
+    "aten.multinomial.default": "random numbers must not depend on the mesh",
+    "aten.nonzero.default": "the size of the result depends on the data",
+    "aten.rand.default": "random numbers must not depend on the mesh",
+    "aten.randn.default": "likewise",
+    "aten.randn_like.default": "likewise",
+    "aten.repeat_interleave.Tensor": "the size of the result depends on the data",
+    "aten.tril_indices.default": "made whole at no cost",
+}
+
+
+@pytest.mark.parametrize("name", sorted(_WHOLE))
+def test_operators_that_stay_whole(name: str) -> None:
+    """The list above is up to date: whoever writes one of these rules takes its line out."""
+    packet, overload = name.removeprefix("aten.").split(".")
+    assert not has_rule(getattr(getattr(aten, packet), overload))
+
+
+_SIGNATURE_SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.mm.default, (tensor(4, 4), tensor(4, 4))),
+    (aten.view.default, (tensor(4, 4), [2, 8])),
+    (aten.sum.dim_IntList, (tensor(4, 4), [0])),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), _SIGNATURE_SAMPLES, ids=str)
+def test_rules_see_only_shapes(op: Any, args: tuple[Any, ...]) -> None:
+    """Real and meta tensors have the same strategies."""
+    on_meta = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), args)
+    assert strategies(op, args, {}, 2) == strategies(op, on_meta, {}, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mesh", [Mesh({"a": 2}), Mesh({"a": 5}), Mesh({"a": 2, "b": 5}), Mesh({"a": 4})], ids=str)
+def test_all_rules_on_all_samples_of_pytorch(mesh: Mesh) -> None:
+    """Every strategy of every call that PyTorch's samples make, forward and backward."""
+    tally = check_database(None, limit=12, meshes=[mesh])
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.calls > 10_000
