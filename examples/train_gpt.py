@@ -157,9 +157,7 @@ def train_with_bar(
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
@@ -183,9 +181,7 @@ def main() -> None:
     reference = copy.deepcopy(model)
     text = Text(read_standard_library(), options.batch, options.length)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    console.print(
-        f"A GPT of {parameters:,} parameters on {len(text.data):,} bytes of Python's standard library."
-    )
+    console.print(f"A GPT of {parameters:,} parameters on {len(text.data):,} bytes of Python's standard library.")
 
     sharded = autoshard.compile(model, mesh, example_inputs=tuple(part.to(device) for part in text.at(0)))
     plan = sharded.plan
@@ -194,18 +190,21 @@ def main() -> None:
     if is_first:
         plan.save(options.plan)
         alone = train_with_bar("one device", reference, text, options.steps, device, console)
-        report(curve, alone, plan.predicted.step_time_s, console)
+        report(curve, alone, plan, console)
         console.print(f"The plan is in {options.plan.resolve()}.", soft_wrap=True)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def report(sharded: Curve, alone: Curve, predicted_s: float, console: Console) -> None:
+def report(sharded: Curve, alone: Curve, plan: autoshard.Plan, console: Console) -> None:
     differences = [abs(a - b) for a, b in zip(sharded.losses, alone.losses, strict=True)]
-    measured_s = sharded.median_step_time_s
+    predicted_s, measured_s = plan.predicted.step_time_s, sharded.median_step_time_s
+    cores, ranks = os.cpu_count() or 1, plan.mesh.size
     console.print(f"Loss {sharded.losses[0]:.4f} -> {sharded.losses[-1]:.4f} in {len(sharded.losses)} steps.")
     console.print(f"Step: predicted {predicted_s * 1e3:.1f} ms, measured {measured_s * 1e3:.1f} ms (median).")
+    if not torch.cuda.is_available() and ranks > cores:
+        console.print(f"(The prediction gives each rank a core of its own; here {ranks} share {cores}.)")
     console.print(f"Largest difference of the loss curve to one device: {max(differences):.2e}")
 
 

@@ -15,6 +15,7 @@ from autoshard import api
 from autoshard.errors import VerificationError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.runtime.sharded_module import ShardedModule
 
 ABSOLUTE_FLOOR = 1e-6
 """Differences below this are rounding, whatever the scale of the values."""
@@ -101,6 +102,8 @@ def check_plan(
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     alone, original = copy.deepcopy(model), copy.deepcopy(model)
     sharded = api.compile(original, mesh, example_inputs=inputs, plan=plan)
+    if not isinstance(sharded, ShardedModule):
+        raise AssertionError("without an optimizer, compile gives a module")
     expected = _train(alone, args, kwargs, steps, make_optimizer)
     actual = _train(sharded, args, kwargs, steps, make_optimizer)
     if sharded.plan is None:
