@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch.fx.proxy import TracerBase
 
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
@@ -36,7 +36,7 @@ def emit_local(
     mesh: Mesh,
     output_shapes: Sequence[Sequence[int]],
     *,
-    tracer: fx.proxy.TracerBase,
+    tracer: TracerBase,
 ) -> Any:
     """Emit the local form of one call and return its result.
 
@@ -47,7 +47,7 @@ def emit_local(
         strategy: one of `enumerate_strategies(rule, mesh)`; None emits the call as it is.
         mesh: the mesh that the strategy is for.
         output_shapes: global shapes of the results (None entries of a tuple result left out).
-        tracer: owner of the graph that nodes are appended to, e.g. `fx.proxy.GraphAppendingTracer(graph)`.
+        tracer: owner of the graph that nodes are appended to, e.g. `GraphAppendingTracer(graph)`.
 
     Returns:
         A proxy of what `target` returns; for an operator with several results a proxy of the tuple or a
@@ -76,7 +76,7 @@ class FxLocalContext:
     rule: BoundRule
     splits: Mapping[str, tuple[str, ...]]
     mesh: Mesh
-    tracer: fx.proxy.TracerBase
+    tracer: TracerBase
     _indices: dict[str, Any] = field(default_factory=dict)
 
     @property

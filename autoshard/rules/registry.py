@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from autoshard.rules.notation import BoundRule, Rule, bind
 
 RuleFunction = Callable[..., Rule | None]
+_Function = TypeVar("_Function", bound=RuleFunction)
 
 _rules: dict[Any, RuleFunction] = {}
 
 
-def sharding_rule(*operators: Any) -> Callable[[RuleFunction], RuleFunction]:
+def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
     """Register the decorated function as the sharding rule of `operators`.
 
     Operators are `torch.ops` overloads, or their names ("library.name.overload") where the library that defines
@@ -31,7 +32,7 @@ def sharding_rule(*operators: Any) -> Callable[[RuleFunction], RuleFunction]:
         ValueError: an operator already has a rule.
     """
 
-    def register(function: RuleFunction) -> RuleFunction:
+    def register(function: _Function) -> _Function:
         for operator in operators:
             if operator in _rules:
                 raise ValueError(f"{operator} already has a sharding rule: {_rules[operator].__qualname__}")
@@ -78,11 +79,11 @@ def _with_sums_only(rule: Rule) -> Rule:
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensor results of one call, on the "meta" device: shapes and dtypes, nothing is computed."""
-    kwargs = _on_meta(dict(kwargs))
+    named: dict[str, Any] = dict(_on_meta(kwargs))
     if any(argument.name == "device" for argument in operator._schema.arguments):
-        kwargs["device"] = torch.device("meta")
+        named["device"] = torch.device("meta")
     with torch.no_grad():
-        result = operator(*_on_meta(args), **kwargs)
+        result = operator(*_on_meta(args), **named)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.mesh import Mesh
@@ -106,7 +107,7 @@ def local_program(
     The program returns the flattened results; `shapes` are their global shapes.
     """
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = GraphAppendingTracer(graph)
     operands: list[Tensor] = []
 
     def placeholder(tensor: Tensor) -> fx.Proxy:
