@@ -23,7 +23,10 @@ from autoshard.rules.notation import BoundRule, Dims
 _aten = torch.ops.aten
 _collectives = torch.ops._c10d_functional
 
-_STRIDE_FREE = {_aten.view.default: _aten.reshape.default, _aten._unsafe_view.default: _aten.reshape.default}
+_STRIDE_FREE: dict[Any, Any] = {
+    _aten.view.default: _aten.reshape.default,
+    _aten._unsafe_view.default: _aten.reshape.default,
+}
 """A view that was legal on the traced strides need not be on those of a local piece."""
 
 
