@@ -100,7 +100,10 @@ class PlanningProblem:
             tail, head = self.space.sites[link.tail], self.space.sites[link.head]
             sources, targets = specs_of(tail, link.result), needs_of(head, link)
             sizes = local_bytes_of(tail.results[link.result], targets, self.space.mesh)
-            moved = np.array([[source != target for target in targets] for source in sources])
+            numbers: dict[PartitionSpec, int] = {}
+            before = np.array([numbers.setdefault(spec, len(numbers)) for spec in sources])
+            after = np.array([numbers.setdefault(spec, len(numbers)) for spec in targets])
+            moved = before[:, None] != after[None, :]
             self._copy_bytes[key] = np.where(moved | leaves_program(head, link), sizes[None, :], 0.0)
         return self._copy_bytes[key]
 

@@ -120,6 +120,8 @@ class _State:
     def offer(self, choice: Sequence[int]) -> None:
         """Note a choice: as a cut, and as the incumbent if it fits and is cheaper."""
         used, cost = self.usage(choice), self.problem.cost_of(choice)
+        if not np.isfinite(cost):
+            return
         self.cuts.append((cost, used))
         peak = int(np.argmax(used))
         if used[peak] > self.problem.limit:
@@ -129,7 +131,7 @@ class _State:
             self.best, self.best_cost = tuple(choice), cost
 
     def _move_multipliers(self) -> None:
-        if not self.rows:
+        if not self.rows or not self.cuts:
             return
         points = sorted(self.rows)
         slack = np.array([used[points] - self.problem.limit for _, used in self.cuts])

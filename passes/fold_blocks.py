@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import fx
 
-from passes.enumerate_strategies import SearchSpace, Site
+from passes.enumerate_strategies import SearchSpace, Site, operands_of, resolve
 
 _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "attention")
 
@@ -23,8 +24,9 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
     """For every site the name of its representative: the first site of its class."""
     blocks = _blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
-    for site in space.sites.values():
-        modules[_module_path(space, site), site.phase].append(site)
+    paths = _module_paths(space)
+    for name, site in space.sites.items():
+        modules[paths[name], site.phase].append(site)
     representative: dict[tuple[object, ...], str] = {}
     result: dict[str, str] = {}
     for (module, phase), sites in modules.items():
@@ -55,13 +57,28 @@ def _is_matrix_product(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._opname in _MATRIX_PRODUCTS
 
 
-def _module_path(space: SearchSpace, site: Site) -> str:
-    if site.node is None:
+def _module_paths(space: SearchSpace) -> dict[str, str]:
+    """The module that each site belongs to; a parameter is its own module.
+
+    Sums of gradients carry no module; they go with the last of their operands.
+    """
+    slots = {slot.node: slot.name for slot in space.program.inputs}
+    paths: dict[str, str] = {}
+    for name, site in space.sites.items():
+        if site.node is None:
+            paths[name] = ""
+        elif site.is_input:
+            paths[name] = slots[name]
+        else:
+            paths[name] = site.node.meta.get("module", "") or _path_of_operands(site.node, paths)
+    return paths
+
+
+def _path_of_operands(node: fx.Node, paths: Mapping[str, str]) -> str:
+    if node.meta["phase"] == "forward":
         return ""
-    if site.is_input:
-        slot = next((slot for slot in space.program.inputs if slot.node == site.name), None)
-        return slot.name if slot is not None else site.name
-    return site.node.meta.get("module", "")
+    known = [paths[resolve(operand)[0].name] for operand in operands_of(node) if operand.op == "call_function"]
+    return known[-1] if known else ""
 
 
 def _fold_path(module: str, blocks: frozenset[str]) -> str:

@@ -57,19 +57,23 @@ def result_key(slot: OutputSlot) -> str:
 
 
 class _LocalTracer(fx.proxy.GraphAppendingTracer):
-    """Appends nodes with the metadata of the traced node that they stand for, and with local fake values."""
+    """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
+
+    `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it.
+    """
 
     def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
         super().__init__(graph)
         self._fake_mode = fake_mode
         self.like: fx.Node | None = None
+        self.moving: fx.Node | None = None
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         if self.like is not None:
             inherited = ("phase", "module", "source")
             node.meta = {key: self.like.meta[key] for key in inherited if key in self.like.meta}
-            node.meta["global"] = self.like.name
+            node.meta["global"] = (self.moving or self.like).name
         if kind == "call_function":
             node.meta["val"] = self._evaluate(node)
         return node
@@ -182,8 +186,9 @@ class _Lowering:
         )
         if not steps:
             return proxy
-        moved = emit_reshard(proxy, steps, tuple(value.shape), self.plan.mesh, dtype=value.dtype)
-        moved.node.meta |= {"spec": target, "global": source_node.name}
+        self.tracer.moving = source_node
+        moved = emit_reshard(proxy, steps, tuple(value.shape), self.plan.mesh, dtype=value.dtype, on_node=_note_spec)
+        self.tracer.moving = None
         return moved
 
     def _emit_result(self, index: int) -> None:
@@ -209,6 +214,11 @@ class _Lowering:
     def _shape_and_dtype(self, slot: InputSlot | OutputSlot) -> tuple[tuple[int, ...], torch.dtype]:
         value = self.program.nodes[slot.node].meta["val"]
         return tuple(value.shape), value.dtype
+
+
+def _note_spec(node: fx.Node, spec: PartitionSpec | None) -> None:
+    if spec is not None:
+        node.meta["spec"] = spec
 
 
 def fake_mode_of(program: Program) -> Any:

@@ -13,16 +13,13 @@ import numpy as np
 
 from passes.assignment import Assignment, Edge, Floats, MemoryRow
 
-_FORBIDDEN = 1e12
-"""Stands for an infinite cost, in units of the largest finite one."""
-
 
 class Messages:
     """Message passing on one pairwise problem whose costs may be re-weighed between rounds."""
 
     def __init__(self, problem: Assignment) -> None:
         self._problem = problem
-        self._cap = _FORBIDDEN * _largest_cost(problem)
+        self._cap = _more_than_any_choice(problem)
         self._base = [np.minimum(cost, self._cap) for cost in problem.costs]
         self._costs = self._base
         self._tables = [np.minimum(_forward(edge), self._cap) for edge in problem.edges]
@@ -134,7 +131,8 @@ def _forward(edge: Edge) -> Floats:
     return edge.cost if edge.tail < edge.head else edge.cost.T
 
 
-def _largest_cost(problem: Assignment) -> float:
+def _more_than_any_choice(problem: Assignment) -> float:
+    """A finite cost that stands for an infinite one: above the cost of every choice that is allowed."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
-    largest = max((float(table[np.isfinite(table)].max()) for table in tables if np.isfinite(table).any()), default=1.0)
-    return largest or 1.0
+    finite = (table[np.isfinite(table)] for table in tables)
+    return 2.0 * sum(float(costs.max()) for costs in finite if costs.size)

@@ -32,6 +32,8 @@ def choice_of_smallest_peak(
         used = usage(choice)
         if used.max() < best_peak and np.isfinite(problem.cost_of(choice)):
             best, best_peak = choice, float(used.max())
+        if not used.any():
+            break
         peak = int(np.argmax(used))
         rows.setdefault(peak, row_at(peak))
         weights.setdefault(peak, max(weights.values(), default=1.0))

@@ -33,13 +33,9 @@ def assignments(draw: st.DrawFn, *, with_memory: bool = True) -> Assignment:
 
 
 def _row(numbers: np.random.Generator, sizes: list[int], edges: list[Edge]) -> MemoryRow:
-    variables = {
-        v: numbers.integers(0, 30, n) * 2.0**20 for v, n in enumerate(sizes) if numbers.random() < 0.7
-    }
+    variables = {v: numbers.integers(0, 30, n) * 2.0**20 for v, n in enumerate(sizes) if numbers.random() < 0.7}
     tables = {
-        e: numbers.integers(0, 9, edge.cost.shape) * 2.0**20
-        for e, edge in enumerate(edges)
-        if numbers.random() < 0.3
+        e: numbers.integers(0, 9, edge.cost.shape) * 2.0**20 for e, edge in enumerate(edges) if numbers.random() < 0.3
     }
     return MemoryRow(float(numbers.integers(0, 10) * 2**20), variables, tables)
 

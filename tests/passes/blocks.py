@@ -1,0 +1,76 @@
+"""Small models and programs that the tests of passes share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import autoshard.rules  # noqa: F401  (fills the registry)
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
+from autoshard.tracing import trace
+from cost_models.hardware import Cluster
+from passes.build_assignment import PlanningProblem
+from passes.pipeline import PlanOptions, planning_problem
+
+
+class Block(nn.Module):
+    """x + down(gelu(up(norm(x))))."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """A stack of blocks with a scalar loss."""
+
+    def __init__(self, hidden: int, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Perceptron(nn.Module):
+    """Two biased linear layers and a squared error: small enough for exhaustive search of its plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.second = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.second(torch.relu(self.first(x))) - y).square().mean()
+
+
+def blocks_program(*, batch: int = 8, length: int = 16, hidden: int = 16, count: int = 2) -> Program:
+    """The joint program of `Blocks` on the meta device, in bfloat16."""
+    with torch.device("meta"):
+        model = Blocks(hidden, count).bfloat16()
+        x = torch.zeros(batch, length, hidden, dtype=torch.bfloat16)
+    return trace(model, (x,), {})
+
+
+def perceptron_program(batch: int = 8) -> Program:
+    """The joint program of `Perceptron` on the meta device, in float32."""
+    with torch.device("meta"):
+        return trace(Perceptron(), (torch.zeros(batch, 16), torch.zeros(batch, 16)), {})
+
+
+def h100s(mesh: Mesh) -> Cluster:
+    """One node of H100s of the mesh's size."""
+    return Cluster("h100_sxm", devices_per_node=mesh.size)
+
+
+def problem_of(program: Program, mesh: Mesh, **options: object) -> PlanningProblem:
+    """The planning problem of a program on one node of H100s."""
+    return planning_problem(program, mesh, h100s(mesh), PlanOptions(**options))  # type: ignore[arg-type]

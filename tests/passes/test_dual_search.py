@@ -1,0 +1,57 @@
+"""Duality on drawn problems: the bound holds, and what is found fits."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+
+from passes.assignment import Assignment
+from passes.dual_search import DualSearch
+from passes.messages import Messages
+from passes.smallest_peak import choice_of_smallest_peak
+from passes.solve_exhaustive import solve_exhaustive
+from tests.passes.test_solve_milp import assignments
+
+
+def usage_of(problem: Assignment):
+    """Bytes in use at each row of a problem, as if each were a program point."""
+    return lambda choice: np.array([row.bytes_of(choice, problem.edges) for row in problem.rows] or [0.0])
+
+
+@given(assignments())
+def test_the_bound_holds_and_what_is_found_fits(problem: Assignment) -> None:
+    """bound <= optimum <= cost found; nothing is found where nothing fits."""
+    best = solve_exhaustive(problem)
+    found = DualSearch(max_rounds=12)(problem, usage_of(problem), lambda point: problem.rows[point])
+    if best is None:
+        assert found is None or not np.isfinite(found.cost)
+    elif found is not None:
+        assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+        assert best.cost <= found.cost * (1 + 1e-9) + 1e-15
+        assert problem.fits(found.choice)
+
+
+@given(assignments(with_memory=False))
+def test_messages_never_bound_from_above(problem: Assignment) -> None:
+    """Every pass ends in a bound at most the optimum."""
+    best = solve_exhaustive(problem)
+    messages = Messages(problem)
+    for _ in range(5):
+        bound, choice = messages.iterate()
+        if best is not None:
+            assert bound <= best.cost * (1 + 1e-9) + 1e-15
+            assert problem.cost_of(messages.improve(choice)) >= best.cost * (1 - 1e-9) - 1e-15
+
+
+@given(assignments())
+def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assignment) -> None:
+    """Its peak is attainable, so at least the smallest; its cost is finite."""
+    choice = choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point))
+    if choice:
+        assert np.isfinite(problem.cost_of(choice))
+
+
+def _row(problem: Assignment, point: int):
+    from passes.assignment import MemoryRow
+
+    return problem.rows[point] if problem.rows else MemoryRow(0.0, {}, {})

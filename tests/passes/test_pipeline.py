@@ -1,0 +1,170 @@
+"""Known recipes follow from prices alone: one model, one code, other settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.errors import DoesNotFitError, InvalidSpecError, NoShardingRuleError, PlanMismatchError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.spec import P, PartitionSpec
+from autoshard.rules import registry
+from passes import pipeline
+from passes.pipeline import PlanOptions, lower_program, plan_program
+from tests.passes.blocks import blocks_program, h100s, perceptron_program
+
+WEIGHTS = ("up.weight", "down.weight")
+
+
+def plan_of(batch: int, length: int, axes: dict[str, int], *, memory_budget: float | None = None) -> Plan:
+    """The plan of two blocks of 4096 wide with Adam's state, on one node of H100s."""
+    mesh = Mesh(axes)
+    options = PlanOptions(memory_budget=memory_budget, state_bytes_per_parameter_byte=2)
+    program = blocks_program(batch=batch, length=length, hidden=4096)
+    return plan_program(program, mesh, h100s(mesh), options)
+
+
+def weight_specs(plan: Plan) -> list[PartitionSpec]:
+    """The specs of all weight matrices."""
+    return [item.spec for name, item in plan.parameters.items() if name.endswith(WEIGHTS)]
+
+
+def product_specs(plan: Plan) -> list[tuple[PartitionSpec, ...]]:
+    """The operand specs of all matrix products."""
+    return [node.inputs for name, node in plan.nodes.items() if name.startswith("mm")]
+
+
+def test_a_large_batch_with_ample_memory_is_data_parallel() -> None:
+    """Weights are copied, the batch is split, gradients are the only communication."""
+    plan = plan_of(256, 512, {"x": 8})
+    assert set(weight_specs(plan)) == {P()}
+    assert plan.nodes["input_0"].outputs == (P("x"),)
+
+
+def test_a_large_batch_with_little_memory_is_fully_sharded() -> None:
+    """Weights and their state are split, and gathered where they are used; the batch stays split."""
+    plan = plan_of(256, 512, {"x": 8}, memory_budget=3.7e9)
+    assert all(spec.sharded_axes == ("x",) for spec in weight_specs(plan))
+    assert plan.nodes["input_0"].outputs == (P("x"),)
+    forward = plan.nodes["mm"].inputs
+    assert forward[0].axes_of(0) == ("x",)
+    assert forward[1] == P()
+    assert plan.predicted.peak_memory_bytes <= 3.7e9
+
+
+def test_a_small_batch_is_tensor_parallel_as_in_megatron() -> None:
+    """The first weight is split by columns, the second by rows, activations travel, weights never do."""
+    plan = plan_of(1, 2048, {"x": 8})
+    assert weight_specs(plan) == [P("x"), P(None, "x")] * 2
+    assert all(any("x" in spec.sharded_axes for spec in specs) for specs in product_specs(plan))
+    assert plan.nodes["mm"].inputs[1] == P(None, "x")
+
+
+def test_two_axes_mix_data_and_tensor_parallel() -> None:
+    """One axis splits the batch, the other the weights."""
+    plan = plan_of(32, 512, {"data": 2, "model": 4}, memory_budget=3.2e9)
+    (batch_axes,) = (plan.nodes["input_0"].outputs[0].axes_of(0),)
+    split_by = {spec.sharded_axes for spec in weight_specs(plan)}
+    assert len(batch_axes) == 1
+    assert len(split_by) == 1
+    assert split_by != {batch_axes}
+
+
+def test_constraints_reach_hybrid_sharding() -> None:
+    """With weights pinned to one axis and the batch to both, what is left is hybrid sharded data parallel."""
+    mesh = Mesh({"replica": 2, "shard": 4})
+    constraints = {"blocks.*.weight": P(), "blocks.*.up.weight": P("shard"), "input:0": P(("replica", "shard"))}
+    constraints |= {"blocks.*.down.weight": P(None, "shard"), "blocks.*.norm.weight": P()}
+    del constraints["blocks.*.weight"]
+    program = blocks_program(batch=64, length=64, hidden=256)
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints))
+    assert weight_specs(plan) == [P("shard"), P(None, "shard")] * 2
+    assert plan.nodes["input_0"].outputs == (P(("replica", "shard")),)
+
+
+def test_the_chosen_plan_is_never_worse_than_a_baseline() -> None:
+    """Baselines that fit cost at least as much as the plan."""
+    plan = plan_of(32, 512, {"x": 4})
+    assert plan.baselines
+    assert all(cost is None or plan.objective <= cost for cost in plan.baselines.values())
+
+
+def test_the_objective_is_the_sum_of_its_parts() -> None:
+    """The predicted step time, recomputed from the chosen specs, is what the search minimised."""
+    plan = plan_of(32, 512, {"data": 2, "model": 2})
+    assert plan.predicted.step_time_s == pytest.approx(plan.objective, rel=1e-9)
+    assert sum(plan.predicted.breakdown.values()) == pytest.approx(plan.objective, rel=1e-9)
+    assert sum(plan.predicted.memory_breakdown.values()) == pytest.approx(plan.predicted.peak_memory_bytes, rel=1e-6)
+
+
+def test_a_limit_that_nothing_meets_names_the_smallest_that_would() -> None:
+    """The error carries a limit; planning under that limit succeeds."""
+    with pytest.raises(DoesNotFitError, match="the smallest that would do is") as caught:
+        plan_of(4, 64, {"x": 2}, memory_budget=1e6)
+    smallest = caught.value.smallest_bytes
+    assert plan_of(4, 64, {"x": 2}, memory_budget=smallest).predicted.peak_memory_bytes <= smallest
+
+
+def test_a_constraint_never_lowers_the_cost() -> None:
+    """Pinning a parameter costs at least nothing."""
+    mesh, program = Mesh({"x": 2}), perceptron_program(batch=64)
+    free = plan_program(program, mesh, h100s(mesh), PlanOptions())
+    for spec in (P(), P("x"), P(None, "x")):
+        options = PlanOptions(constraints={"first.weight": spec})
+        pinned = plan_program(program, mesh, h100s(mesh), options)
+        assert pinned.parameters["first.weight"].spec == spec
+        assert pinned.objective >= free.objective * (1 - 1e-12)
+
+
+def test_a_constraint_that_matches_nothing_is_refused() -> None:
+    """The message names the pattern and what there is."""
+    mesh = Mesh({"x": 2})
+    options = PlanOptions(constraints={"thrid.weight": P("x")})
+    with pytest.raises(InvalidSpecError, match=r"constraints\['thrid.weight'\] matches no parameter.*first.weight"):
+        plan_program(perceptron_program(), mesh, h100s(mesh), options)
+
+
+def test_a_constraint_that_does_not_divide_is_refused() -> None:
+    """The message names the parameter, its shape and the mesh."""
+    mesh = Mesh({"x": 3})
+    options = PlanOptions(constraints={"first.weight": P("x")})
+    with pytest.raises(InvalidSpecError, match=r"'first.weight' cannot be laid out as P\('x'\)"):
+        plan_program(perceptron_program(), mesh, h100s(mesh), options)
+
+
+def test_an_operator_without_a_rule_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strict planning refuses it; lenient planning repeats it on every rank and says so."""
+    monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
+    mesh, program = Mesh({"x": 2}), perceptron_program()
+    with pytest.raises(NoShardingRuleError, match=r"aten.relu.default .*blocks.py:\d+ in forward"):
+        plan_program(program, mesh, h100s(mesh), PlanOptions(strict=True))
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions())
+    assert plan.replicated_operators[0][0] == "aten.relu.default"
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    """The message names both programs."""
+    mesh = Mesh({"x": 2})
+    plan = plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions())
+    with pytest.raises(PlanMismatchError, match="the plan is for another model or other inputs"):
+        lower_program(perceptron_program(batch=4), plan)
+
+
+def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
+    """Save and load keep everything that lowering reads, and the text is the same."""
+    mesh, program = Mesh({"x": 2}), perceptron_program(batch=64)
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints={"first.weight": P("x")}))
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    texts = [str(lower_program(program, item).lowered.graph_module.graph) for item in (plan, loaded)]
+    assert texts[0] == texts[1]
+
+
+def test_the_order_of_passes_is_data() -> None:
+    """Preparation is a tuple of passes, each of which gives back a program."""
+    program = perceptron_program()
+    for rewrite in pipeline.PREPARATION:
+        program = rewrite(program)
+    assert program.digest() == pipeline.prepare(perceptron_program()).digest()
