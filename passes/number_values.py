@@ -1,0 +1,184 @@
+"""Value numbering: calls of one graph that are equal by structure get one number.
+
+Two nodes have the same number if they call the same operator on operands with the same numbers and on equal
+literals (Alpern, Wegman, Zadeck 1988). Operators that draw from a generator have a number for each call. Constants
+are equal if their bytes are; hubs are their operands. Numbers count from 0 in the order of the graph, so an operand's
+number is below its users'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.rules.hub import hub
+
+Key = tuple[Any, ...]
+"""A call by structure: its kind and target, then its arguments; see `freeze`."""
+
+
+@dataclass(slots=True)
+class Numbering:
+    """The numbers of the nodes of one or several graphs.
+
+    Args:
+        numbers: the number of each node.
+        nodes: the first node of each number.
+        keys: the number of each call.
+        users: the numbers of the calls that read each number.
+    """
+
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
+    nodes: list[fx.Node] = field(default_factory=list)
+    keys: dict[Key, int] = field(default_factory=dict)
+    users: list[list[int]] = field(default_factory=list)
+    _calls: list[Key] = field(default_factory=list)
+    _draws: dict[Key, int] = field(default_factory=dict)
+
+    def add_graph(self, graph_module: fx.GraphModule) -> None:
+        """Number the nodes of a graph; its placeholders are equal by position."""
+        placeholders = 0
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder":
+                self.add(node, ("placeholder", placeholders))
+                placeholders += 1
+            elif node.op != "output":
+                self.add_node(node, graph_module)
+
+    def add_node(self, node: fx.Node, graph_module: fx.GraphModule) -> int:
+        """Number one node whose operands have numbers; `graph_module` holds its constants."""
+        if node.op == "get_attr":
+            return self.add(node, constant_key(graph_module, node))
+        if node.target is hub:
+            operand = node.args[0]
+            assert isinstance(operand, fx.Node), "a hub has one operand"
+            self.numbers[node] = self.numbers[operand]
+            return self.numbers[node]
+        return self.add(node, call_key(node.op, node.target, node.args, node.kwargs, self.numbers.__getitem__))
+
+    def key_of(self, number: int) -> Key:
+        """The structure of the calls with this number."""
+        return self._calls[number]
+
+    def selection(self, number: int, index: int) -> int | None:
+        """The number of result `index` of a call with several; None where nothing reads it."""
+        args = (_LIST, (_OPERAND, number), (_LITERAL, int, index))
+        return self.keys.get(("call_function", operator.getitem, args, (_DICT,)))
+
+    def add(self, node: fx.Node, key: Key) -> int:
+        """Give `node` the number of `key`, which is a new one if no node had it."""
+        if draws_numbers(node.target):
+            key = (*key, self._next_draw(key))
+        number = self.keys.setdefault(key, len(self.nodes))
+        if number == len(self.nodes):
+            self.nodes.append(node)
+            self.users.append([])
+            self._calls.append(key)
+            for operand in dict.fromkeys(operands_of(key)):
+                self.users[operand].append(number)
+        self.numbers[node] = number
+        return number
+
+    def find(self, key: Key) -> frozenset[int]:
+        """The numbers of the calls of the form `key`, whose operands are sets of numbers: any of a set will do."""
+        sets = list(operands_of(key))
+        if all(len(operand) == 1 for operand in sets):
+            number = self.keys.get(_with_single_operands(key))
+            return frozenset() if number is None else frozenset({number})
+        widest = max(sets, key=len)
+        users = {user for operand in widest for user in self.users[operand]}
+        return frozenset(user for user in users if _fits(key, self._calls[user]))
+
+    def draw_of(self, number: int) -> int:
+        """How many equal calls came before a call that draws from a generator."""
+        return self._calls[number][-1]
+
+    def restart_draws(self) -> None:
+        """Count equal calls that draw random numbers from the first one again: for a graph that repeats another."""
+        self._draws.clear()
+
+    def _next_draw(self, key: Key) -> int:
+        self._draws[key] = self._draws.get(key, -1) + 1
+        return self._draws[key]
+
+
+def number_graph(graph_module: fx.GraphModule) -> Numbering:
+    """The numbers of all nodes of a graph but the output."""
+    numbering = Numbering()
+    numbering.add_graph(graph_module)
+    return numbering
+
+
+def draws_numbers(target: Any) -> bool:
+    """Whether an operator draws from a generator of random numbers, so that equal calls yield different values."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[Any], Any]) -> Key:
+    """The structure of a call; `operand` gives what stands for a node or a proxy."""
+    return (kind, target, freeze(args, operand), freeze(dict(kwargs), operand))
+
+
+def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
+    """The structure of a constant: its type, shape and bytes."""
+    value = operator.attrgetter(str(node.target))(graph_module)
+    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+        return ("get_attr", str(node.target))
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return ("constant", value.dtype, tuple(value.shape), hashlib.sha256(content).hexdigest())
+
+
+_OPERAND, _LIST, _DICT, _SLICE, _LITERAL = "operand", "list", "dict", "slice", "literal"
+
+
+def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
+    """An argument as nested tuples that are equal where a call cannot tell the arguments apart."""
+    if isinstance(value, (fx.Node, fx.Proxy)):
+        return (_OPERAND, operand(value))
+    if isinstance(value, (list, tuple)):
+        return (_LIST, *(freeze(item, operand) for item in value))
+    if isinstance(value, dict):
+        return (_DICT, *((name, freeze(value[name], operand)) for name in sorted(value)))
+    if isinstance(value, slice):
+        return (_SLICE, *(freeze(item, operand) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, (float, complex)):
+        return (_LITERAL, type(value), repr(value))  # tells -0.0 from 0.0, and takes nan for equal to itself
+    return (_LITERAL, type(value), value)
+
+
+def operands_of(key: Key) -> Iterator[Any]:
+    """What stands for the operands in a frozen argument or call, in order."""
+    if key and key[0] == _OPERAND:
+        yield key[1]
+    elif not (key and key[0] == _LITERAL):
+        for item in key:
+            if isinstance(item, tuple):
+                yield from operands_of(item)
+
+
+def _with_single_operands(key: Key) -> Key:
+    """The structure with each set of one number replaced by the number."""
+    if key and key[0] == _OPERAND:
+        (number,) = key[1]
+        return (_OPERAND, number)
+    if key and key[0] == _LITERAL:
+        return key
+    return tuple(_with_single_operands(item) if isinstance(item, tuple) else item for item in key)
+
+
+def _fits(pattern: Key, key: Key) -> bool:
+    """Whether a call is of the form `pattern`, with any number of each set."""
+    if pattern and pattern[0] == _OPERAND:
+        return bool(key) and key[0] == _OPERAND and key[1] in pattern[1]
+    if (pattern and pattern[0] == _LITERAL) or len(pattern) != len(key):
+        return pattern == key
+    return all(
+        _fits(left, right) if isinstance(left, tuple) and isinstance(right, tuple) else left == right
+        for left, right in zip(pattern, key, strict=True)
+    )

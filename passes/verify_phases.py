@@ -1,0 +1,103 @@
+"""Verify that a forward and a backward program together are the joint program that they were cut from.
+
+The joint program is numbered (`passes.number_values`). The forward is walked next: its placeholders have the numbers of
+the joint inputs that they take, every node must make a call that the joint program makes, and its results must be the
+joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents.
+Where all numbers agree the two compute what the joint program does, whatever their nodes are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.program import InputKind, OutputKind
+from passes.number_values import Numbering, number_graph
+
+_FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
+
+
+def verify_phases(phased: PhasedProgram) -> None:
+    """Prove that `phased.forward` and `phased.backward` compute what `phased.lowered` does.
+
+    Raises:
+        VerificationError: a node, a saved value or a result differs; the message names it.
+    """
+    _check_parts(phased)
+    joint = number_graph(phased.lowered.graph_module)
+    inputs = [joint.keys["placeholder", index] for index in range(len(phased.lowered.inputs))]
+    results = [joint.numbers[node] for node in _results(phased.lowered.graph_module)]
+    names = {node.name: number for node, number in joint.numbers.items()}
+    joint.restart_draws()
+    forward = _walk(joint, phased.forward, [inputs[index] for index in phased.forward_inputs], "forward")
+    count = len(phased.forward_outputs)
+    _check_equal(phased.forward, forward[:count], [results[index] for index in phased.forward_outputs])
+    saved = forward[count:]
+    _check_saved(names, phased, saved)
+    taken = [*saved, *(inputs[index] for index in phased.backward_inputs)]
+    backward = _walk(joint, phased.backward, taken, "backward")
+    _check_equal(phased.backward, backward, [results[index] for index in phased.backward_outputs])
+
+
+def _check_parts(phased: PhasedProgram) -> None:
+    """The phases share out the joint program's inputs and outputs: tangents and gradients are the backward's."""
+    lowered = phased.lowered
+    is_tangent = [slot.slot.kind == InputKind.TANGENT for slot in lowered.inputs]
+    is_forward = [slot.slot.kind in _FORWARD_RESULTS for slot in lowered.outputs]
+    for word, indices, expected in (
+        ("forward_inputs", phased.forward_inputs, [i for i, flag in enumerate(is_tangent) if not flag]),
+        ("backward_inputs", phased.backward_inputs, [i for i, flag in enumerate(is_tangent) if flag]),
+        ("forward_outputs", phased.forward_outputs, [i for i, flag in enumerate(is_forward) if flag]),
+        ("backward_outputs", phased.backward_outputs, [i for i, flag in enumerate(is_forward) if not flag]),
+    ):
+        if list(indices) != expected:
+            raise VerificationError(f"{word}={indices!r} of the phases should be {tuple(expected)!r}.")
+
+
+def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
+    """The joint numbers of the results of one phase whose placeholders have the numbers `inputs`."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(inputs):
+        raise VerificationError(
+            f"the {phase} program takes {[node.name for node in placeholders]}; it is given {len(inputs)} values."
+        )
+    joint.numbers.update(zip(placeholders, inputs, strict=True))
+    known = len(joint.nodes)
+    for node in graph_module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if joint.add_node(node, graph_module) >= known:
+            raise VerificationError(
+                f"node {node.name!r} of the {phase} program, {node.format_node()}, is no call of the joint program; it "
+                f"comes from {node.meta.get('source') or 'an unknown line'}. Written by passes.split_phases."
+            )
+    return [joint.numbers[node] for node in _results(graph_module)]
+
+
+def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: Sequence[int]) -> None:
+    if list(found) == list(expected):
+        return
+    nodes = _results(graph_module)
+    for node, number, due in zip(nodes, found, expected, strict=False):
+        if number != due:
+            raise VerificationError(f"{node.name!r} is returned where the joint program returns another value.")
+    raise VerificationError(f"{len(found)} results are returned; the joint program has {len(expected)} of them.")
+
+
+def _check_saved(names: Mapping[str, int], phased: PhasedProgram, saved: Sequence[int]) -> None:
+    """The names of the saved values tell the runtime what they are."""
+    if [names.get(name) for name in phased.saved] != list(saved):
+        raise VerificationError(
+            f"the forward program's last {len(saved)} results are not {list(phased.saved)}, in order."
+        )
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that a graph returns."""
+    results = next(reversed(graph_module.graph.nodes)).args[0]
+    if not isinstance(results, (tuple, list)) or not all(isinstance(item, fx.Node) for item in results):
+        raise VerificationError(f"a program returns a tuple of its values; found {results!r}.")
+    return [item for item in results if isinstance(item, fx.Node)]

@@ -1,0 +1,219 @@
+"""Verify that a lowered program computes what the traced one does, before it runs.
+
+Why one may trust it. The check rests on the sharding rules, on the definitions of reshards and on `derive_values`,
+which is an induction over these; it reads neither the plan nor the metadata of the lowered program and shares no code
+with lowering. A node is accepted only as part of a definition, found node by node with all its arguments; so a
+collective over another axis, a missing wait, another offset or a factor that is not in the definition leaves a node
+without a proof, and each such node is an error, even where no result depends on it.
+
+What is promised and checked: the slots are those of the traced program, in order; each result is held under its slot's
+spec; what belongs to a parameter, a buffer or an input (gradients, updates) lies as that does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FunctionType
+
+from torch import fx
+
+from autoshard.errors import InvalidSpecError, VerificationError
+from autoshard.ir.lowered import LocalSlot, LoweredProgram
+from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
+from passes.derive_values import Derivation
+from passes.number_values import draws_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationReport:
+    """What was proven, and what the proof rests on.
+
+    Args:
+        nodes: nodes of the lowered program, each part of a proof.
+        values: values of the traced program whose local form was derived.
+        rules: operator to the number of traced calls that rest on its sharding rule.
+        assumptions: what the proof takes for granted, one sentence each.
+        seconds: how long it took.
+    """
+
+    nodes: int
+    values: int
+    rules: Mapping[str, int]
+    assumptions: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        head = (
+            f"verified: {self.nodes} nodes hold {self.values} traced values, by {len(self.rules)} sharding rules, "
+            f"in {self.seconds:.2f} s"
+        )
+        return "\n".join([head, *(f"  assumed: {item}" for item in self.assumptions)])
+
+
+def verify_program(program: Program, lowered: LoweredProgram) -> VerificationReport:
+    """Prove that every result of `lowered` is that of `program`, under the spec that its slot promises.
+
+    Args:
+        program: the traced program in the form that was lowered: canonical, with hubs.
+        lowered: the program of one rank.
+
+    Raises:
+        VerificationError: it could not be shown; the message names the node, what was expected and what was derived,
+            and the user's line.
+    """
+    start = time.monotonic()
+    _check_slots(program, lowered)
+    derivation = Derivation(program, lowered)
+    derivation.run()
+    _check_nodes(derivation)
+    _check_results(derivation)
+    return VerificationReport(
+        nodes=len(lowered.graph_module.graph.nodes) - 1,
+        values=sum(map(bool, derivation.holders.values())),
+        rules=dict(sorted(derivation.rules.items())),
+        assumptions=tuple(_assumptions(derivation)),
+        seconds=time.monotonic() - start,
+    )
+
+
+_OWNER_KINDS = {
+    OutputKind.GRADIENT: InputKind.PARAMETER,
+    OutputKind.INPUT_GRADIENT: InputKind.INPUT,
+    OutputKind.BUFFER_UPDATE: InputKind.BUFFER,
+}
+"""What a result lies like, if it does not leave the program on its own."""
+
+
+def _check_slots(program: Program, lowered: LoweredProgram) -> None:
+    """The slots are the traced program's, with its shapes, and as many as the graph has."""
+    nodes = list(lowered.graph_module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    results = _results(nodes[-1])
+    for word, slots, traced, count in (
+        ("inputs", lowered.inputs, program.inputs, len(placeholders)),
+        ("outputs", lowered.outputs, program.outputs, len(results)),
+    ):
+        if tuple(slot.slot for slot in slots) != traced or len(slots) != count:
+            raise VerificationError(
+                f"the lowered program has {count} {word} for the slots {[slot.slot.name for slot in slots]}; "
+                f"the traced program has {[slot.name for slot in traced]}."
+            )
+        for slot in slots:
+            _check_slot(program, lowered, slot)
+    _check_owners(lowered)
+
+
+def _check_slot(program: Program, lowered: LoweredProgram, slot: LocalSlot) -> None:
+    value = program.nodes[slot.slot.node].meta["val"]
+    if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
+        raise VerificationError(
+            f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
+            f"shape={tuple(value.shape)}, dtype={value.dtype}."
+        )
+    try:
+        slot.spec.check(lowered.mesh, value.dim())
+    except InvalidSpecError as error:
+        raise VerificationError(f"{_slot_text(slot.slot)} is promised under an impossible spec: {error}") from error
+
+
+def _check_owners(lowered: LoweredProgram) -> None:
+    owners = {(slot.slot.kind, slot.slot.name): slot.spec for slot in lowered.inputs}
+    for slot in lowered.outputs:
+        kind = _OWNER_KINDS.get(OutputKind(slot.slot.kind))
+        if kind is not None and owners.get((kind, slot.slot.name)) != slot.spec:
+            raise VerificationError(
+                f"{_slot_text(slot.slot)} is promised as {slot.spec!r}; what it belongs to lies as "
+                f"{owners.get((kind, slot.slot.name))!r}, and the two must agree."
+            )
+
+
+def _check_nodes(derivation: Derivation) -> None:
+    """Every node is part of a proof."""
+    for node in derivation.lowered.graph_module.graph.nodes:
+        if node.op != "output" and derivation.local.numbers[node] not in derivation.covered:
+            raise VerificationError(_unproven_text(derivation, node))
+
+
+def _check_results(derivation: Derivation) -> None:
+    results = _results(list(derivation.lowered.graph_module.graph.nodes)[-1])
+    nodes = derivation.program.nodes
+    for slot, result in zip(derivation.lowered.outputs, results, strict=True):
+        traced = nodes[slot.slot.node]
+        holders = derivation.holders[derivation.traced.numbers[traced]]
+        is_node = isinstance(result, fx.Node)
+        if is_node and derivation.local.numbers[result] in holders.get(derivation.spec(slot.spec), ()):
+            continue
+        held = _held_text(derivation, result) if is_node else f"the constant {result!r}"
+        raise VerificationError(
+            f"{_slot_text(slot.slot)} is promised as {traced.name!r} under {slot.spec!r}; what is returned, "
+            f"{result!s}, was derived to hold {held}. The traced value comes from {_line(traced)}."
+        )
+
+
+def _results(output: fx.Node) -> tuple[object, ...]:
+    results = output.args[0] if output.op == "output" else None
+    if not isinstance(results, (tuple, list)):
+        raise VerificationError(f"a lowered program ends in a tuple of results; found {output.format_node()!r}.")
+    return tuple(results)
+
+
+def _assumptions(derivation: Derivation) -> list[str]:
+    found = [
+        f"{name} has no sharding rule and runs whole on every rank (first at {_line(node)})"
+        for name, node in derivation.unruled.items()
+    ]
+    draws = {str(node.target): node for node in derivation.traced.nodes if draws_numbers(node.target)}
+    return found + [
+        f"{name} draws from the generator of each rank, so these must be seeded alike (first at {_line(node)})"
+        for name, node in draws.items()
+    ]
+
+
+# What messages say.
+
+
+def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
+    lines = [
+        f"node {node.name!r} of the lowered program is part of no proof:",
+        f"  found:    {_call_text(node)}",
+        *(f"  operand:  {operand.name} holds {_held_text(derivation, operand)}" for operand in node.all_input_nodes),
+    ]
+    expected = _first_underived(derivation)
+    if expected is not None:
+        lines.append(
+            f"  expected: a local form of {_call_text(expected)} or a reshard of its operands, from {_line(expected)}"
+        )
+    lines.append(f"  lowered from {node.meta.get('global', 'an unknown node')} at {_line(node)}, by passes.lower")
+    return "\n".join(lines)
+
+
+def _first_underived(derivation: Derivation) -> fx.Node | None:
+    """The first traced call that no local value holds a result of."""
+    for number, node in enumerate(derivation.traced.nodes):
+        selections = [derivation.traced.numbers[user] for user in node.users]
+        if not any(derivation.holders[held] for held in (number, *selections)):
+            return node
+    return None
+
+
+def _held_text(derivation: Derivation, node: fx.Node) -> str:
+    if node not in derivation.local.numbers:
+        return "nothing"
+    held = derivation.specs_of(derivation.local.numbers[node])
+    return " and ".join(f"{traced.name!r} under {spec!r}" for traced, spec in held[:3]) or "no traced value"
+
+
+def _call_text(node: fx.Node) -> str:
+    arguments = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+    name = str(node.target) if not isinstance(node.target, FunctionType) else node.target.__name__
+    return f"{node.name} = {name}({', '.join(arguments)})"
+
+
+def _line(node: fx.Node) -> str:
+    return node.meta.get("source") or "an unknown line"
+
+
+def _slot_text(slot: InputSlot | OutputSlot) -> str:
+    return f"{slot.kind.value} {slot.name!r}"
