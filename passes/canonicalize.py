@@ -1,7 +1,7 @@
 """Bring a program into the form that planning expects.
 
 Before → after:
-1. `addmm(bias, a, b)` → `add(mm(a, b), bias)`: so that partial products meet the bias after their reduction, not before.
+1. `addmm(bias, a, b)` → `add(mm(a, b), bias)`: partial products meet the bias after their reduction, not before.
 2. a forward view that the backward uses → a copy of the view in the backward, so that what is saved between the
    phases is always a value that owns its memory: `t(w)` is made again from `w`, which costs nothing.
 3. nodes without users go.

@@ -204,7 +204,8 @@ def resolve(node: fx.Node) -> tuple[fx.Node, int]:
     if not _is_selection(node):
         return node, 0
     source, index = node.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
     return source, sum(value is not None for value in tensor_values(source)[:index])
 
 

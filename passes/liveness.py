@@ -2,8 +2,8 @@
 
 Each owned value occupies memory from the node that computes it to its last use, uses through views included.
 Parameters, buffers and inputs are there from the start; parameters also carry optimizer state. A value that is
-resharded on its way into a node is a copy, which lives for that node, or, if the node is a view or a hub, as long as the
-view's own result does. What leaves the program is resharded as soon as it is computed, and what comes of that stays
+resharded on its way into a node is a copy, which lives for that node, or, if the node is a view or a hub, as long as
+the view's own result does. What leaves the program is resharded as soon as it is computed, and what comes of that stays
 to the end. Points are program positions; folded blocks keep their own.
 """
 
@@ -34,8 +34,8 @@ class Liveness:
     Args:
         points: number of program points.
         values: (site, result) to lifetime, for values that own memory.
-        copies: index of a link to the lifetime of the copy that a reshard on it makes (where the link leaves the program:
-            of what leaves, resharded or not).
+        copies: index of a link to the lifetime of the copy that a reshard on it makes (where the link leaves the
+            program: of what leaves, resharded or not).
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
     """
@@ -72,7 +72,7 @@ def _deaths(
 ) -> dict[tuple[str, int], int]:
     """The last use of every value; a view's uses are uses of what it views."""
     deaths: dict[tuple[str, int], int] = {}
-    for name in reversed(space.sites):
+    for name in reversed(list(space.sites)):
         site = space.sites[name]
         for result in range(len(site.results)):
             uses = [_use(space.sites[link.head], link, order, deaths) for link in readers[name, result]]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import PlanMismatchError
 from autoshard.ir.emit import emit_reshard
@@ -45,8 +46,8 @@ class Lower:
         digest = program.digest()
         if digest != self.plan.program_digest:
             raise PlanMismatchError(
-                f"the plan is for another model or other inputs: it is for program {self.plan.program_digest} with inputs "
-                f"{dict(self.plan.inputs)}, this is program {digest}. Plan again, or load the plan of this model."
+                f"the plan is for another model or other inputs: it is for program {self.plan.program_digest} with "
+                f"inputs {dict(self.plan.inputs)}, this is program {digest}. Plan again, or load the plan of this model."
             )
         return _Lowering(program, self.plan, self.step_cost).run()
 
@@ -56,7 +57,7 @@ def result_key(slot: OutputSlot) -> str:
     return f"{slot.kind.value} {slot.name}"
 
 
-class _LocalTracer(fx.proxy.GraphAppendingTracer):
+class _LocalTracer(GraphAppendingTracer):
     """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
 
     `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it.
@@ -83,7 +84,7 @@ class _LocalTracer(fx.proxy.GraphAppendingTracer):
             return 0
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         with self._fake_mode:
-            return node.target(*args, **kwargs)
+            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ class _Lowering:
             return self.local[argument.name, 0][0]
         return self._operand(argument, next(specs))
 
-    def _operand(self, node: fx.Node, target: PartitionSpec) -> fx.Proxy:
+    def _operand(self, node: Any, target: PartitionSpec) -> fx.Proxy:
         """The local value of a traced node, resharded to `target`."""
         source_node, result = resolve(node)
         proxy, source = self.local[source_node.name, result]

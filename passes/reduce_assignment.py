@@ -37,7 +37,7 @@ class Reduced:
     problem: Assignment
     constant: float
     _kept: tuple[int, ...]
-    _options: tuple[Sequence[int], ...]
+    _options: tuple[np.ndarray, ...]
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Small problems are solved exactly (`solve_milp`), large ones by duality (`dual_search`), which proves how far off it is.
 
 Memory binds at few program points, and which ones is not known before. So the search adds rows as it goes: solve; find
-the point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends because
+the point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends as
 each round adds a point, and there are finitely many; the last solution is optimal, as every problem solved on the way
 was a relaxation of the full one.
 """
@@ -95,9 +95,9 @@ class Search:
     def _does_not_fit(self, planning: PlanningProblem, peak: float) -> DoesNotFitError:
         limit = self.memory_limit_bytes or 0
         return DoesNotFitError(
-            f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per device; "
-            f"the smallest that would do is {peak:.0f} bytes ({format_bytes(peak)}). {_largest(planning)} Use more devices, "
-            "a smaller batch, or fewer constraints.",
+            f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per "
+            f"device; the smallest that would do is {peak:.0f} bytes ({format_bytes(peak)}). {_largest(planning)} "
+            "Use more devices, a smaller batch, or fewer constraints.",
             smallest_bytes=int(np.ceil(peak)) if np.isfinite(peak) else 0,
         )
 

@@ -1,7 +1,7 @@
 r"""Solve an assignment as a mixed-integer program with HiGHS.
 
-Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the pair
-of groups `(r, c)` of edge `(u, v)` is in force. Options that cost and weigh the same against all of the other side form
+Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the
+pair of groups `(r, c)` of edge `(u, v)` is in force. Options that cost and weigh the same against all of the other side form
 one group, so an edge has far fewer `f` than pairs of options.
 
 .. math::
@@ -227,7 +227,7 @@ class _Flow:
     head_of: np.ndarray
 
 
-def _options(time_limit_s: float) -> dict[str, object]:
+def _options(time_limit_s: float) -> dict[str, bool | int | float]:
     return {
         "output_flag": False,
         "threads": 1,

@@ -1,7 +1,7 @@
 """Cut a lowered joint program into what the forward call runs and what the backward call runs.
 
-The forward holds every node that its outputs and buffer updates need, and everything of phase "forward" that the backward
-reads; what the backward reads of it is saved. Backward nodes keep their order.
+The forward holds every node that its outputs and buffer updates need, and everything of phase "forward" that the
+backward reads; what the backward reads of it is saved. Backward nodes keep their order.
 """
 
 from __future__ import annotations
