@@ -9,9 +9,9 @@ choices, by sequential tree-reweighted message passing (Kolmogorov, "Convergent 
 Energy Minimization", 2006): variables are in program order, so the long chains of a program are solved exactly.
 
 1. Pass messages; round; improve the rounding one variable at a time. Keep the cheapest choice that fits.
-2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The multipliers that are best
-   under all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997), come next. A
-   program point gets a multiplier when it first is a peak over the limit.
+2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The multipliers that are
+   best under all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997),
+   come next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, after `max_rounds`, or
    when the time is up; then improve the choice one variable at a time.
 """

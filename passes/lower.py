@@ -47,7 +47,7 @@ class Lower:
         if digest != self.plan.program_digest:
             raise PlanMismatchError(
                 f"the plan is for another model or other inputs: it is for program {self.plan.program_digest} with "
-                f"inputs {dict(self.plan.inputs)}, this is program {digest}. Plan again, or load the plan of this model."
+                f"inputs {dict(self.plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
             )
         return _Lowering(program, self.plan, self.step_cost).run()
 

@@ -1,8 +1,8 @@
 r"""Solve an assignment as a mixed-integer program with HiGHS.
 
 Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the
-pair of groups `(r, c)` of edge `(u, v)` is in force. Options that cost and weigh the same against all of the other side form
-one group, so an edge has far fewer `f` than pairs of options.
+pair of groups `(r, c)` of edge `(u, v)` is in force. Options that cost and weigh the same against all of the other side
+form one group, so an edge has far fewer `f` than pairs of options.
 
 .. math::
     \min \sum_{v,o} c_{vo} x_{vo} + \sum_{uv,rc} C_{uv,rc} f_{uv,rc}
