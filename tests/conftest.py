@@ -28,6 +28,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # what is drawn while tests are collected must be the same in every worker
 
 if not torch.cuda.is_available():
     # Read where a Triton kernel is decorated, so before any test imports autoshard's kernels.
