@@ -23,7 +23,11 @@ class Training:
 
 
 def train(model: nn.Module, inputs: Mapping[str, Any], steps: int = 3) -> Training:
-    """A plain PyTorch loop with AdamW."""
+    """A plain PyTorch loop with AdamW.
+
+    Its eps is 1e-4, not torch's 1e-8: where a true gradient is zero (a bias of keys in attention), AdamW divides
+    rounding noise by its own size, and any other order of summation moves the parameter by up to the learning rate.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses, gradients = [], {}
     for step in range(steps):
@@ -44,7 +48,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal(found: Training, expected: Training) -> None:
-    """Losses, gradients and parameters agree within the promise: 1e-5 of the tensor's size, 1e-6 at least."""
+    """Losses, gradients and parameters agree within the promise: 1e-5 of each element, 1e-6 at least."""
     for step, (loss, reference) in enumerate(zip(found.losses, expected.losses, strict=True)):
         assert_close(loss, reference, f"loss of step {step}")
     for kind in ("gradients", "parameters"):
@@ -55,7 +59,8 @@ def assert_equal(found: Training, expected: Training) -> None:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal within 1e-5 of the largest element, and 1e-6."""
-    difference = (found - expected).abs().max().item() if expected.numel() else 0.0
-    limit = max(RELATIVE * expected.abs().max().item(), FLOOR)
-    assert difference <= limit, f"{what}: differs by {difference:.3g}, limit {limit:.3g}"
+    """Each element equals its own reference within 1e-5 of it, and 1e-6."""
+    difference = (found - expected).abs()
+    excess = difference - (RELATIVE * expected.abs()).clamp(min=FLOOR)
+    count = int((excess > 0).sum())
+    assert count == 0, f"{what}: {count} elements are off, the worst by {difference.max().item():.3g}"
