@@ -293,9 +293,15 @@ class _Planner:
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
 
     def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
-        from passes.pipeline import lower_program
+        from passes.pipeline import lower_program, prepare
+        from passes.verify_phases import verify_phases
+        from passes.verify_program import verify_program
 
-        return lower_program(program, chosen, self.cluster_for(chosen.mesh))
+        phased = lower_program(program, chosen, self.cluster_for(chosen.mesh))
+        if self.verify:
+            _LOGGER.debug("%s", verify_program(prepare(program), phased.lowered))
+            verify_phases(phased)
+        return phased
 
     def _constraints_of(self, program: Program) -> dict[str, PartitionSpec]:
         """The constraints, without those on outputs that this program (an evaluation, say) does not have."""
