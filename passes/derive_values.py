@@ -251,7 +251,7 @@ class Derivation:
         ]
         if not all(sources):
             return False
-        proxies = iter([tracer.proxy_of(source) for source in sources])
+        proxies: Iterator[Any] = iter([tracer.proxy_of(source) for source in sources])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(proxies))
         shapes = [tuple(value.shape) for value in tensor_values(node) if value is not None]
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import fx
+from torch.fx.proxy import TracerBase
 
 from passes.number_values import Numbering, call_key, draws_numbers
 
@@ -24,14 +25,15 @@ class NotFoundError(LookupError):
 class Found:
     """What a proxy of a `FindingTracer` stands for: the numbers of local values, any of which will do.
 
-    `meta` tells emitters, which ask every new node for its fake value, that there is nothing to infer.
+    `args` and `meta` are what emitters look at in a new node, to infer its fake value; here they find nothing to infer.
     """
 
     numbers: frozenset[int]
-    meta: Mapping[str, Any] = field(default_factory=lambda: {"val": None})
+    args: tuple[None, ...] = (None,)
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-class FindingTracer(fx.proxy.TracerBase):
+class FindingTracer(TracerBase):
     """Answers each call with the local values that it yields in a lowered program.
 
     Args:

@@ -12,6 +12,7 @@ spec; what belongs to a parameter, a buffer or an input (gradients, updates) lie
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
 def _first_underived(derivation: Derivation) -> fx.Node | None:
     """The first traced call that no local value holds a result of."""
     for number, node in enumerate(derivation.traced.nodes):
-        selections = [derivation.traced.numbers[user] for user in node.users]
+        selections = [derivation.traced.numbers[user] for user in node.users if user.target is operator.getitem]
         if not any(derivation.holders[held] for held in (number, *selections)):
             return node
     return None

@@ -1,0 +1,318 @@
+"""Mutations of lowered programs: what a wrong pass could have done.
+
+Each mutation takes a graph, a seeded source of choices and the mesh, changes the graph in place, and says what it did,
+or returns None where the graph has nothing of its kind.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.local import axis_index
+from autoshard.ir.mesh import Mesh
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Mutation = Callable[[fx.Graph, Random, Mesh], str | None]
+
+COLLECTIVES = (
+    c10d.all_reduce.default,
+    c10d.all_gather_into_tensor.default,
+    c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+)
+REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
+
+
+def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The same module over a graph of its own."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        environment[node] = graph.node_copy(node, environment.__getitem__)
+        environment[node].meta = dict(node.meta)
+    return fx.GraphModule(graph_module, graph)
+
+
+def _pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> fx.Node | None:
+    found = [node for node in graph.nodes if node.op == "call_function" and wanted(node)]
+    return random.choice(found) if found else None
+
+
+def _local(node: Any) -> torch.Tensor:
+    return node.meta["val"]
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _alike(left: fx.Node, right: fx.Node) -> bool:
+    return _local(left).shape == _local(right).shape and _local(left).dtype == _local(right).dtype
+
+
+def _insert(graph: fx.Graph, after: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call after `after` that all its users read from now on; its first operand is `after`."""
+    users = list(after.users)
+    with graph.inserting_after(after):
+        inserted = graph.call_function(target, (after, *args))
+    inserted.meta = dict(after.meta)
+    for user in users:
+        user.replace_input_with(after, inserted)
+    return inserted
+
+
+def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Ranks go on with what they hold themselves, brought to the shape that is expected."""
+    wait = _pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
+    if wait is None:
+        return None
+    collective = wait.args[0]
+    operand = collective.args[0]
+    if collective.target is c10d.all_gather_into_tensor.default:
+        with graph.inserting_before(wait):
+            operand = graph.call_function(aten.cat.default, ([operand] * collective.args[1],))
+    elif collective.target is c10d.reduce_scatter_tensor.default:
+        with graph.inserting_before(wait):
+            operand = graph.call_function(aten.narrow.default, (operand, 0, 0, _local(wait).shape[0]))
+    wait.replace_all_uses_with(operand)
+    graph.erase_node(wait)
+    graph.erase_node(collective)
+    return f"dropped {collective}"
+
+
+def double_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A reduction made twice."""
+    wait = _pick(
+        graph,
+        random,
+        lambda node: node.target is c10d.wait_tensor.default and node.args[0].target is c10d.all_reduce.default,
+    )
+    if wait is None:
+        return None
+    again = _insert(graph, wait, c10d.all_reduce.default, *wait.args[0].args[1:])
+    _insert(graph, again, c10d.wait_tensor.default)
+    return f"doubled {wait.args[0]}"
+
+
+def move_collective_to_other_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    node = _pick(graph, random, lambda node: node.target in COLLECTIVES)
+    if node is None or len(mesh.axes) < 2:
+        return None
+    other = random.choice([axis for axis in mesh.axis_names if axis != node.args[-1]])
+    node.args = (*node.args[:-1], other)
+    return f"{node} over {other}"
+
+
+def change_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    node = _pick(graph, random, lambda node: node.target in REDUCING)
+    if node is None:
+        return None
+    other = random.choice([name for name in ("sum", "max", "min", "avg", "product") if name != node.args[1]])
+    node.args = (node.args[0], other, *node.args[2:])
+    return f"{node} by {other}"
+
+
+def change_group_size(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    node = _pick(graph, random, lambda node: node.target in COLLECTIVES and any(isinstance(a, int) for a in node.args))
+    if node is None:
+        return None
+    node.args = tuple(2 * item if isinstance(item, int) else item for item in node.args)
+    return f"{node} in groups of twice the size"
+
+
+def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    def has_pair(node: fx.Node) -> bool:
+        operands = [item for item in node.args if _is_tensor(item)]
+        return len(operands) >= 2 and operands[0] is not operands[1] and _alike(operands[0], operands[1])
+
+    node = _pick(graph, random, has_pair)
+    if node is None:
+        return None
+    first, second = [item for item in node.args if _is_tensor(item)][:2]
+    swap = {first: second, second: first}
+    node.args = tuple(swap.get(item, item) if isinstance(item, fx.Node) else item for item in node.args)
+    return f"swapped {first} and {second} in {node}"
+
+
+def replace_operand(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A stale value, or a wrong one: any earlier one of the same shape."""
+    nodes = list(graph.nodes)
+    node = _pick(graph, random, lambda node: any(map(_is_tensor, node.all_input_nodes)))
+    if node is None:
+        return None
+    operand = random.choice([item for item in node.all_input_nodes if _is_tensor(item)])
+    earlier = nodes[: nodes.index(node)]
+    others = [item for item in earlier if _is_tensor(item) and item is not operand and _alike(item, operand)]
+    if not others:
+        return None
+    other = random.choice(others)
+    node.replace_input_with(operand, other)
+    return f"{node} reads {other} for {operand}"
+
+
+def change_rank_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    node = _pick(graph, random, lambda node: node.target is axis_index)
+    if node is None or len(mesh.axes) < 2:
+        return None
+    node.args = (next(axis for axis in mesh.axis_names if axis != node.args[0]),)
+    return f"{node} along {node.args[0]}"
+
+
+def change_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    arithmetic = (operator.mul, operator.add, operator.eq)
+    node = _pick(graph, random, lambda node: node.target in arithmetic and isinstance(node.args[1], int))
+    if node is None:
+        return None
+    node.args = (node.args[0], node.args[1] - random.choice((1, -1)))
+    return f"{node} is off by one"
+
+
+def forget_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A piece is taken for the first one: the index of the rank is lost."""
+
+    def reads_rank(node: fx.Node) -> bool:
+        return isinstance(node.target, torch._ops.OpOverload) and any(map(_is_rank_integer, node.all_input_nodes))
+
+    node = _pick(graph, random, reads_rank)
+    if node is None:
+        return None
+
+    def forget(operand: fx.Node) -> Any:
+        return 0 if _is_rank_integer(operand) else operand
+
+    node.args, node.kwargs = fx.map_arg(node.args, forget), fx.map_arg(node.kwargs, forget)
+    return f"{node} forgets its rank"
+
+
+def _is_rank_integer(node: fx.Node) -> bool:
+    return node.target is axis_index or (getattr(node.target, "__module__", "") == "_operator" and not _is_tensor(node))
+
+
+def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Pieces joined along another dim: two entries of an order are exchanged, the result keeps its shape by a view."""
+    node = _pick(graph, random, lambda node: node.target is aten.permute.default and len(node.args[1]) > 1)
+    if node is None:
+        return None
+    order = list(node.args[1])
+    first, second = random.sample(range(len(order)), 2)
+    order[first], order[second] = order[second], order[first]
+    shape = list(_local(node).shape)
+    node.args = (node.args[0], order)
+    _insert(graph, node, aten.reshape.default, shape)
+    return f"{node} with order={order}"
+
+
+def reverse_ranks(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """The pieces that a collective brings, in the opposite order of ranks."""
+    moving = (c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default)
+    wait = _pick(
+        graph, random, lambda node: node.target is c10d.wait_tensor.default and node.args[0].target in moving
+    )
+    if wait is None:
+        return None
+    _insert(graph, wait, aten.flip.default, [0])
+    return f"reversed the ranks of {wait.args[0]}"
+
+
+def scale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    node = _pick(graph, random, lambda node: _is_tensor(node) and _local(node).is_floating_point())
+    if node is None:
+        return None
+    _insert(graph, node, random.choice((aten.mul.Scalar, aten.div.Scalar)), random.choice((2, 4, 0.5)))
+    return f"scaled {node}"
+
+
+def change_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Another number among the arguments of a call: a size, an offset, a divisor, an identity, a dim."""
+
+    def numbers(node: fx.Node) -> list[int]:
+        return [
+            index for index, item in enumerate(node.args) if isinstance(item, (int, float)) and item is not None
+        ]
+
+    node = _pick(graph, random, lambda node: bool(numbers(node)))
+    if node is None:
+        return None
+    index = random.choice(numbers(node))
+    value = node.args[index]
+    changed = not value if isinstance(value, bool) else random.choice((value + 1, value * 2 + 1, -value - 1))
+    node.args = (*node.args[:index], changed, *node.args[index + 1 :])
+    return f"{node}: argument {index} is {changed} instead of {value}"
+
+
+def skip_node(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A node is left out: its users read one of its operands of the same shape."""
+
+    def candidates(node: fx.Node) -> list[fx.Node]:
+        if not _is_tensor(node) or node.target in COLLECTIVES:
+            return []
+        return [item for item in node.all_input_nodes if _is_tensor(item) and _alike(item, node)]
+
+    node = _pick(graph, random, lambda node: bool(candidates(node)))
+    if node is None:
+        return None
+    node.replace_all_uses_with(random.choice(candidates(node)))
+    graph.erase_node(node)
+    return f"skipped {node}"
+
+
+def remove_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    node = _pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
+    if node is None:
+        return None
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    return f"removed the wait for {node.args[0]}"
+
+
+def change_operator(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    others = {
+        aten.add.Tensor: aten.sub.Tensor,
+        aten.sub.Tensor: aten.add.Tensor,
+        aten.mul.Tensor: aten.add.Tensor,
+        aten.amax.default: aten.amin.default,
+        aten.exp.default: aten.tanh.default,
+        aten.lt.Scalar: aten.le.Scalar,
+        aten.ge.Scalar: aten.gt.Scalar,
+        aten.bitwise_or.Tensor: aten.bitwise_and.Tensor,
+        aten.mul.Scalar: aten.div.Scalar,
+        aten.div.Scalar: aten.mul.Scalar,
+    }
+    node = _pick(graph, random, lambda node: node.target in others)
+    if node is None:
+        return None
+    node.target = others[node.target]
+    return f"{node} calls {node.target}"
+
+
+def swap_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    output = next(reversed(graph.nodes))
+    results: Sequence[fx.Node] = output.args[0]
+    pairs = [
+        (left, right)
+        for left in range(len(results))
+        for right in range(left)
+        if results[left] is not results[right] and _alike(results[left], results[right])
+    ]
+    if not pairs:
+        return None
+    left, right = random.choice(pairs)
+    swapped = list(results)
+    swapped[left], swapped[right] = results[right], results[left]
+    output.args = (tuple(swapped),)
+    return f"swapped results {left} and {right}"
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    drop_collective, double_collective, move_collective_to_other_axis, change_reduction, change_group_size,
+    swap_operands, replace_operand, change_rank_axis, change_offset, forget_offset, permute_otherwise, reverse_ranks,
+    scale_value, change_literal, skip_node, remove_wait, change_operator, swap_results,
+)  # fmt: skip

@@ -1,0 +1,233 @@
+"""The verifier: it accepts what lowering makes of any legal plan, and refuses every mutation that changes a number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional as F
+
+import autoshard.rules  # noqa: F401  (fills the registry)
+from autoshard.errors import AutoshardError, VerificationError
+from autoshard.ir.lowered import LoweredProgram, PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.spec import P, PartitionSpec
+from autoshard.runtime.boundary import shard_all
+from autoshard.runtime.simulator import simulate
+from autoshard.testing.plans import plans
+from autoshard.testing.programs import programs
+from autoshard.tracing import trace
+from passes.build_assignment import PlanningProblem, build_problem
+from passes.enumerate_strategies import EnumerateStrategies
+from passes.liveness import find_lifetimes
+from passes.pipeline import PlanOptions, lower_program, plan_of_choice, plan_program, prepare
+from passes.price import Prices
+from passes.verify_phases import verify_phases
+from passes.verify_program import verify_program
+from tests.passes.blocks import h100s
+from tests.passes.mutations import MUTATIONS, Mutation, copy_of
+
+MESH = Mesh({"data": 2, "model": 2})
+VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 4
+
+
+class Layer(nn.Module):
+    """Attention with dropout and a perceptron, each after a norm, with residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.view(BATCH, LENGTH, 2, WIDTH // 2).transpose(1, 2) for part in self.qkv(self.first(h)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        h = h + self.out(mixed.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
+        return h + F.dropout(self.down(F.gelu(self.up(self.second(h)))), 0.1)
+
+
+class SmallGPT(nn.Module):
+    """A language model of one layer with a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layer, self.norm = Layer(), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens) + self.position(torch.arange(LENGTH))
+        logits = self.head(self.norm(self.layer(h)))
+        return F.cross_entropy(logits.view(-1, VOCABULARY), target.view(-1))
+
+
+LAYOUTS: dict[str, dict[str, PartitionSpec] | int] = {
+    "fully sharded": {"*.weight": P(("data", "model")), "*bias": P("data"), "input:*": P(("data", "model"))},
+    "tensor parallel": {
+        "*.up.weight": P("model"), "*.down.weight": P(None, "model"), "embed.weight": P("model"), "input:*": P(),
+        "*.qkv.weight": P("model"), "*.out.weight": P(None, "model"),
+    },
+    "mixed": {
+        "embed.weight": P("model", "data"), "*.up.weight": P("model", "data"), "*.down.weight": P("data", "model"),
+        "input:*": P("data"),
+    },
+    "drawn 1": 1, "drawn 2": 2, "drawn 3": 3, "drawn 4": 4,
+}  # fmt: skip
+"""Constraints on a plan, or the seed of one that takes any legal strategy for each node."""
+
+
+@cache
+def traced() -> Program:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+    return trace(SmallGPT(), (tokens, tokens.flip(0)), {})
+
+
+@cache
+def prepared() -> Program:
+    return prepare(traced())
+
+
+@cache
+def phased(layout: str) -> PhasedProgram:
+    """The small GPT under a layout."""
+    wanted = LAYOUTS[layout]
+    if isinstance(wanted, int):
+        plan = drawn_plan(Random(wanted))
+    else:
+        options = PlanOptions(constraints=wanted, with_baselines=False, time_budget_s=5)
+        plan = plan_program(traced(), MESH, h100s(MESH), options)
+    return lower_program(traced(), plan, h100s(MESH))
+
+
+@cache
+def unfolded_problem() -> PlanningProblem:
+    """The planning problem with a variable for every site, alike or not."""
+    space = EnumerateStrategies(MESH)(prepared())
+    alone = {name: name for name in space.sites}
+    return build_problem(space, Prices(h100s(MESH), MESH), find_lifetimes(space, 0.0), alone)
+
+
+def drawn_plan(random: Random) -> Plan:
+    """A plan that takes for each node any strategy that can be had beside those before it."""
+    planning = unfolded_problem()
+    costs = [cost.copy() for cost in planning.assignment.costs]
+    edges = defaultdict(list)
+    for edge in planning.assignment.edges:
+        edges[min(edge.tail, edge.head)].append(edge)
+    choice = []
+    for variable, cost in enumerate(costs):
+        choice.append(random.choice(np.flatnonzero(np.isfinite(cost)).tolist()))
+        for edge in edges[variable]:
+            if edge.tail == variable:
+                costs[edge.head] = costs[edge.head] + edge.cost[choice[-1], :]
+            else:
+                costs[edge.tail] = costs[edge.tail] + edge.cost[:, choice[-1]]
+    return plan_of_choice(planning, choice, 0.0, None, h100s(MESH), PlanOptions())
+
+
+def inputs_of(program: LoweredProgram) -> list[Sequence[torch.Tensor]]:
+    """Drawn values for all placeholders, by rank."""
+    numbers = torch.Generator().manual_seed(5)
+
+    def draw(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=numbers, dtype=dtype)
+        return torch.randint(0, VOCABULARY, shape, generator=numbers).to(dtype)
+
+    return [shard_all(draw(slot.shape, slot.dtype), slot.spec, program.mesh) for slot in program.inputs]
+
+
+def changes_numbers(program: LoweredProgram, mutated: fx.GraphModule) -> bool:
+    """Whether some rank returns another number than before; a program that does not run counts."""
+    values = inputs_of(program)
+    expected = simulate(program.graph_module, program.mesh, values)
+    try:
+        results = simulate(mutated, program.mesh, values)
+    except (AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError):
+        return True
+    pairs = [
+        pair for ranks, others in zip(results, expected, strict=True) for pair in zip(ranks, others, strict=True)
+    ]
+    return not all(
+        left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for left, right in pairs
+    )
+
+
+def is_refused(program: Program, mutated: LoweredProgram) -> bool:
+    try:
+        verify_program(program, mutated)
+    except VerificationError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lowered_programs_are_proven(layout: str) -> None:
+    """Every node of a lowered program is proven, with no assumption, and so are its phases."""
+    lowered = phased(layout).lowered
+    report = verify_program(prepared(), lowered)
+    verify_phases(phased(layout))
+    assert report.nodes == len(lowered.graph_module.graph.nodes) - 1
+    assert report.assumptions == ()
+    assert "aten.mm.default" in report.rules
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
+    """Of every kind of mutation, on every layout, none is accepted that changes a number."""
+    seen: Counter[str] = Counter()
+    for layout in LAYOUTS:
+        lowered = phased(layout).lowered
+        for seed in range(4):
+            module = copy_of(lowered.graph_module)
+            what = mutation(module.graph, Random(f"{layout} {seed}"), MESH)
+            if what is None:
+                continue
+            refused = is_refused(prepared(), dataclasses.replace(lowered, graph_module=module))
+            if refused and (seed > 0 or not layout.startswith("drawn")):
+                seen["refused"] += 1
+                continue
+            changes = changes_numbers(lowered, module)
+            assert refused or not changes, f"{layout}, seed {seed}: {what}"
+            seen["refused and changing" if changes else "refused, harmless" if refused else "accepted, harmless"] += 1
+    assert sum(seen.values()) >= 8, seen
+    if mutation.__name__ != "remove_wait":
+        assert seen["refused and changing"], seen
+
+
+@settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(data=st.data())
+def test_any_plan_of_any_program_is_proven_and_its_mutations_are_not(data: st.DataObject) -> None:
+    """Drawn programs under drawn plans: accepted as they are, refused where a mutation changes a number."""
+    drawn = data.draw(programs(max_blocks=2))
+    mesh = data.draw(st.sampled_from([MESH, Mesh({"data": 2}), Mesh({"data": 1, "model": 2})]))
+    program = trace(drawn.model, drawn.inputs)
+    plan = data.draw(plans(program, mesh))
+    both = lower_program(program, plan)
+    known = prepare(program)
+    verify_program(known, both.lowered)
+    verify_phases(both)
+    for _ in range(12):
+        module = copy_of(both.lowered.graph_module)
+        mutation = data.draw(st.sampled_from(MUTATIONS))
+        what = mutation(module.graph, Random(data.draw(st.integers(0, 10**6))), mesh)
+        if what is None or is_refused(known, dataclasses.replace(both.lowered, graph_module=module)):
+            continue
+        assert not changes_numbers(both.lowered, module), what
