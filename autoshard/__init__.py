@@ -4,7 +4,8 @@
 would.
 """
 
-from autoshard.api import compile, plan
+from autoshard.api import compile, plan, verify
+from autoshard.cluster import Cluster
 from autoshard.errors import (
     AutoshardError,
     DoesNotFitError,
@@ -23,7 +24,6 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
-from cost_models.hardware import Cluster
 
 __all__ = [
     "AutoshardError",
@@ -46,4 +46,5 @@ __all__ = [
     "VerificationError",
     "compile",
     "plan",
+    "verify",
 ]

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import tracing
+from autoshard.cluster import candidate_meshes, local_cluster
 from autoshard.errors import (
     AutoshardError,
     InvalidSpecError,
@@ -40,7 +41,10 @@ from autoshard.runtime.launch import make_engine, share_among_processes, world_s
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.runtime.train_step import TrainStep
-from cost_models.hardware import Cluster, node_type
+from cost_models.hardware import Cluster
+
+if TYPE_CHECKING:
+    from passes.verify_program import VerificationReport
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -88,7 +92,8 @@ def compile(
         micro_batches: with an optimizer: cut each batch in so many parts; see `TrainStep`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank.
-        backend: "eager", or "inductor" (with processes); "auto" is "eager".
+        backend: "eager"; "inductor" (with processes); "triton" for fused kernels, which on a CPU stand back for their
+            references unless Triton's interpreter is asked for (TRITON_INTERPRET=1); "auto" is "eager".
         verify: check that the program to run equals the traced one.
         time_budget_s: seconds that the search for a plan may take.
 
@@ -117,7 +122,8 @@ def compile(
     if isinstance(mesh, Cluster):
         planner, mesh = _choose_mesh(model, mesh, planner, example_inputs)
     before = dict(model.named_parameters())
-    engine = make_engine(mesh, _device_of(model), _backend(backend))
+    device = _device_of(model)
+    engine = make_engine(mesh, device, *_backend(backend, device))
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     sharded = ShardedModule(model, engine, planner)
@@ -184,6 +190,32 @@ def plan(
         return planner.search(program, mesh_or_cluster, {})
     meshes = [mesh] if mesh is not None else candidate_meshes(mesh_or_cluster)
     return planner.search_meshes(program, meshes)
+
+
+def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
+    """Prove again that every program compiled so far computes what its traced program does.
+
+    Args:
+        compiled: what `compile` gave.
+
+    Returns:
+        The report on the program that ran last (or was compiled last).
+
+    Raises:
+        VerificationError: a program could not be shown equal; names the node, and the line it comes from.
+        TraceError: nothing has been compiled yet.
+    """
+    from passes.verify_phases import verify_phases
+    from passes.verify_program import verify_program
+
+    sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
+    last = sharded.program
+    if last is None:
+        raise TraceError("verify(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
+    for program in sharded.programs:
+        verify_program(program.phased.lowered.traced, program.phased.lowered)
+        verify_phases(program.phased)
+    return verify_program(last.phased.lowered.traced, last.phased.lowered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,36 +349,6 @@ class _Planner:
         return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.constraints))
 
 
-def candidate_meshes(cluster: Cluster) -> list[Mesh]:
-    """The meshes that are tried for a cluster: "model" within a node, "data" over the rest; no axes of one."""
-    sizes = [size for size in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % size == 0]
-    shapes = [{"data": cluster.size // size, "model": size} for size in sizes]
-    meshes = [Mesh({axis: size for axis, size in shape.items() if size > 1} or {"data": 1}) for shape in shapes]
-    return list(dict.fromkeys(meshes))
-
-
-def local_cluster(mesh: Mesh) -> Cluster:
-    """This machine, as hardware with a device for each rank of a mesh.
-
-    Raises:
-        NotAvailableError: it has GPUs that no hardware file describes.
-    """
-    if world_size() != mesh.size or not torch.cuda.is_available():
-        kind = node_type("cpu_laptop")
-        return Cluster(replace(kind, devices_per_node=max(mesh.size, kind.devices_per_node)), 1, mesh.size)
-    found = torch.cuda.get_device_name()
-    name = next((node for part, node in _NODES_BY_DEVICE.items() if part in found), None)
-    if name is None:
-        raise NotAvailableError(
-            f"No hardware file describes {found!r}; there are {', '.join(_NODES_BY_DEVICE.values())}. Pass a Cluster."
-        )
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
-    return Cluster(name, nodes=mesh.size // per_node, devices_per_node=per_node)
-
-
-_NODES_BY_DEVICE = {"H200": "h200", "H100": "h100_sxm", "A100": "a100_sxm_80gb"}
-
-
 def _choose_mesh(
     model: nn.Module, cluster: Cluster, planner: _Planner, example_inputs: ExampleInputs | None
 ) -> tuple[_Planner, Mesh]:
@@ -441,15 +443,23 @@ def _refuse(name: str, value: Any, why: str) -> None:
         raise NotAvailableError(f"{name}={value!r} is not available yet: {why}.")
 
 
-def _backend(name: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """What is applied to each rank's graph before it runs."""
+_Wrap = Callable[[fx.GraphModule], Callable[..., Any]]
+_Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+def _backend(name: str, device: torch.device) -> tuple[_Wrap | None, _Rewrite | None]:
+    """What is applied to each rank's graph before it runs: by processes, and in the simulator."""
     if name in ("auto", "eager"):
-        return None
+        return None, None
     if name == "inductor":
-        return lambda graph_module: torch.compile(graph_module, backend="inductor", fullgraph=True, dynamic=False)
-    if name == "triton":
-        raise NotAvailableError("backend='triton' is not available yet: plans choose no fused kernels. Use 'eager'.")
-    raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'eager' or 'inductor'.")
+        return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False), None
+    if name != "triton":
+        raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'eager', 'inductor' or 'triton'.")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None, None
+    from passes.fuse_kernels import FuseKernels
+
+    return FuseKernels(), FuseKernels()
 
 
 def _read_plan(plan: Plan | str | Path | None) -> Plan | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 
 from autoshard.kernels.registry import find_kernel, kernels_of
 
@@ -25,7 +27,7 @@ class FuseKernels:
         for node in graph_module.graph.nodes:
             copied = environment[node] = graph.node_copy(node, environment.__getitem__)
             copied.meta = dict(node.meta)
-            if node.op == "call_function" and kernels_of(node.target):
+            if isinstance(node.target, OpOverload) and kernels_of(node.target):
                 _replace(copied)
         return fx.GraphModule(graph_module, graph)
 
@@ -37,7 +39,8 @@ def fused_calls(graph_module: fx.GraphModule) -> Counter[str]:
 
 
 def _replace(node: fx.Node) -> None:
+    target: Any = node.target
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    kernel = find_kernel(node.target, args, kwargs)
+    kernel = find_kernel(target, args, kwargs)
     if kernel is not None:
         node.target = kernel.replacement

@@ -11,6 +11,7 @@ was a relaxation of the full one.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -23,6 +24,8 @@ from passes.build_assignment import PlanningProblem
 from passes.dual_search import DualSearch
 from passes.smallest_peak import choice_of_smallest_peak
 from passes.solve_milp import smallest_peak, solve_milp
+
+logger = logging.getLogger(__name__)
 
 EXACT_PAIRS = 20_000
 """Pairs of options over all edges up to which a problem counts as small."""
@@ -62,7 +65,10 @@ class Search:
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(_restrict(planning.assignment, allowed or {}), limit=limit)
         if _pairs(problem) <= EXACT_PAIRS:
-            return self._exactly(planning, problem)
+            try:
+                return self._exactly(planning, problem)
+            except TimeoutError:
+                logger.info("exact search ran out of time; searching by duality")
         return self._by_duals(planning, problem, [solution.choice for solution in start])
 
     def _by_duals(self, planning: PlanningProblem, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:

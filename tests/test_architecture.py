@@ -34,10 +34,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.report": _IR,
     "cost_models": (),
     "passes": _LEAVES,
-    "autoshard.api": (*_LEAVES, "passes"),
+    "autoshard.cluster": _LEAVES,
+    "autoshard.api": (*_LEAVES, "passes", "autoshard.cluster"),
     "autoshard.cli": (*_LEAVES, "passes", "autoshard.api", "autoshard"),
-    "autoshard.testing": (*_LEAVES, "passes", "autoshard.api"),
-    "autoshard": (*_LEAVES, "autoshard.api"),
+    "autoshard.testing": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster"),
+    "autoshard": (*_LEAVES, "autoshard.api", "autoshard.cluster"),
 }
 
 # Private torch modules without a public twin that hold still across releases: the type of an operator, trees.

@@ -21,9 +21,7 @@ from autoshard.ir.reduction import combine, identity_of
 from autoshard.ir.spec import PartitionSpec, Reduction
 
 
-def shard(
-    tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding: float | int | bool = 0
-) -> Tensor:
+def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding: float | int | bool = 0) -> Tensor:
     """The padded local tensor that `rank` holds of a global `tensor`.
 
     Args:
@@ -52,9 +50,7 @@ def shard(
     return tensor.contiguous()
 
 
-def shard_all(
-    tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0
-) -> list[Tensor]:
+def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0) -> list[Tensor]:
     """What every rank holds of a global `tensor`, by rank; copies are one tensor. See `shard`."""
 
     @cache
@@ -258,6 +254,4 @@ def _dim_matches(size: int, axes: Sequence[str], mesh: Mesh) -> bool:
         return True
     indices = product(*(range(mesh.axis_size(axis)) for axis in axes))
     places = (dict(zip(axes, index, strict=True)) for index in indices)
-    return all(
-        _real_size(size, axes, mesh, place) == _chunk_size(size, axes, mesh, place) for place in places
-    )
+    return all(_real_size(size, axes, mesh, place) == _chunk_size(size, axes, mesh, place) for place in places)

@@ -87,16 +87,21 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatorEngine:
-    """All ranks of `mesh` in this process, in lock-step. Parameters stay the user's own."""
+    """All ranks of `mesh` in this process, in lock-step. Parameters stay the user's own.
+
+    `rewrite` is applied to each graph before it runs.
+    """
 
     mesh: Mesh
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rewrite: Callable[[fx.GraphModule], fx.GraphModule] | None = None
 
     def load(self, graph_module: fx.GraphModule) -> Loaded:
         """See `Engine`."""
+        rewritten = graph_module if self.rewrite is None else self.rewrite(graph_module)
 
         def run(values: Sequence[LocalValue]) -> tuple[LocalValue, ...]:
-            return tuple(simulate(graph_module, self.mesh, values))
+            return tuple(simulate(rewritten, self.mesh, values))
 
         return run
 

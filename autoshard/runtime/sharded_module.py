@@ -116,6 +116,11 @@ class ShardedModule(nn.Module):
         return None if self._last is None else self._last.compiled
 
     @property
+    def programs(self) -> tuple[CompiledProgram, ...]:
+        """Every program compiled so far."""
+        return tuple(item.compiled for known in self._executables.values() for item in known)
+
+    @property
     def specs(self) -> Mapping[str, PartitionSpec]:
         """Where parameters lie, by qualified name; empty until the first program is planned."""
         return dict(self._placed)

@@ -80,14 +80,10 @@ class _Run:
     def _checked(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         names = [node.name for node in self.graph_module.graph.nodes if node.op == "placeholder"]
         if len(names) != len(inputs):
-            raise AutoshardError(
-                f"the program has {len(names)} placeholders {names}, found {len(inputs)} inputs."
-            )
+            raise AutoshardError(f"the program has {len(names)} placeholders {names}, found {len(inputs)} inputs.")
         for name, ranks in zip(names, inputs, strict=True):
             if len(ranks) != self.mesh.size:
-                raise AutoshardError(
-                    f"placeholder {name!r} needs a value per rank of {self.mesh}, found {len(ranks)}."
-                )
+                raise AutoshardError(f"placeholder {name!r} needs a value per rank of {self.mesh}, found {len(ranks)}.")
         return inputs
 
     def _outputs(self, result: Any, values: Mapping[fx.Node, list[Any]]) -> list[Any]:
@@ -142,9 +138,7 @@ class _Run:
     def _groups(self, node: fx.Node) -> tuple[tuple[int, ...], ...]:
         name = node.args[-1]
         if not isinstance(name, str):
-            raise AutoshardError(
-                f"node {node.name!r}: a group is named by mesh axes, found group_name={name!r}."
-            )
+            raise AutoshardError(f"node {node.name!r}: a group is named by mesh axes, found group_name={name!r}.")
         return self.mesh.groups(*name.split(","))
 
 
@@ -197,9 +191,7 @@ def _all_gather(name: str, tensors: Sequence[Tensor], size: int) -> list[Tensor]
 def _reduce_scatter(name: str, tensors: Sequence[Tensor], reduction: str, size: int) -> list[Tensor]:
     _check_size(name, size, tensors)
     if tensors[0].shape[0] % size:
-        raise AutoshardError(
-            f"node {name!r}: dim 0 of shape={tuple(tensors[0].shape)} does not divide by {size}."
-        )
+        raise AutoshardError(f"node {name!r}: dim 0 of shape={tuple(tensors[0].shape)} does not divide by {size}.")
     return [piece.clone() for piece in _reduce(name, tensors, reduction).chunk(size)]
 
 
@@ -208,9 +200,7 @@ def _all_to_all(
 ) -> list[Tensor]:
     _check_size(name, len(input_sizes), tensors)
     if sum(input_sizes) != tensors[0].shape[0]:
-        raise AutoshardError(
-            f"node {name!r}: {input_sizes=} do not add up to shape={tuple(tensors[0].shape)}."
-        )
+        raise AutoshardError(f"node {name!r}: {input_sizes=} do not add up to shape={tuple(tensors[0].shape)}.")
     pieces = [tensor.split(list(input_sizes)) for tensor in tensors]
     received = [[piece[member] for piece in pieces] for member in range(len(tensors))]
     if any([piece.shape[0] for piece in row] != list(output_sizes) for row in received):
@@ -250,18 +240,14 @@ def _reduce(name: str, tensors: Sequence[Tensor], reduction: str) -> Tensor:
     if reduction == "avg":
         return combine(Reduction.SUM, tensors) / len(tensors)
     if reduction not in list(Reduction):
-        raise AutoshardError(
-            f"node {name!r}: unknown reduce_op={reduction!r}; use sum, avg, max, min or product."
-        )
+        raise AutoshardError(f"node {name!r}: unknown reduce_op={reduction!r}; use sum, avg, max, min or product.")
     result = combine(Reduction(reduction), tensors)
     return result.clone() if len(tensors) == 1 else result
 
 
 def _check_size(name: str, size: int, tensors: Sequence[Tensor]) -> None:
     if size != len(tensors):
-        raise AutoshardError(
-            f"node {name!r} names a group of {size} ranks, the mesh has {len(tensors)} there."
-        )
+        raise AutoshardError(f"node {name!r} names a group of {size} ranks, the mesh has {len(tensors)} there.")
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:

@@ -142,7 +142,8 @@ def _read_results(graph: fx.Graph, joint: JointGraph, call: Call) -> _Results:
     plain = len(joint.result.indices)
     found: list[tuple[fx.Node, OutputKind, str]] = []
     guarded: list[fx.Node] = []
-    for node, what in zip(output.args[0], output.meta["desc"], strict=True):
+    results: Any = output.args[0]
+    for node, what in zip(results, output.meta["desc"], strict=True):
         if node is None:
             continue
         if isinstance(what, aot.PlainAOTOutput) and what.idx >= plain:

@@ -100,8 +100,9 @@ class ConcreteValues(TorchDispatchMode):
     def _spoil_written(self, func: Any, args: tuple[Any, ...]) -> None:
         """What `func` wrote into tensors is not known: their twins, and all views of them, are out of date."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, Tensor) and self._twin(value) is not None:
-                self._stale.add(_storage(self._twin(value)))
+            twin = self._twin(value) if argument.is_write and isinstance(value, Tensor) else None
+            if twin is not None:
+                self._stale.add(_storage(twin))
 
 
 def _is_equal(first: Tensor, second: Tensor) -> Tensor:

@@ -88,19 +88,20 @@ class Copier:
 
     def _same_as(self, node: fx.Node) -> fx.Node | None:
         """The copied node with the same value as `node`, if it changes nothing."""
+        args: Any = node.args
         if node.target in _IDENTITIES or (node.target is _ATEN.clone.default and self._only_returned(node)):
-            return self.node(node.args[0])
+            return self.node(args[0])
         if node.target in _RESHAPES:
-            operand = self.node(node.args[0])
+            operand = self.node(args[0])
             return operand if operand.meta["val"].shape == node.meta["val"].shape else None
         if node.target is _ATEN.t.default:
-            operand = self.node(node.args[0])
-            return operand.args[0] if operand.target is _ATEN.t.default else None
+            operand = self.node(args[0])
+            return operand.all_input_nodes[0] if operand.target is _ATEN.t.default else None
         if node.target is _ATEN.copy.default:
-            written = self.node(node.args[1])
+            written = self.node(args[1])
             return written if _is_alike(written.meta["val"], node.meta["val"]) else None
         if node.target is _ATEN.cat.default:
-            kept = _without_empty([self.node(operand) for operand in node.args[0]])
+            kept = _without_empty([self.node(operand) for operand in args[0]])
             return kept[0] if len(kept) == 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype else None
         return None
 
@@ -108,7 +109,7 @@ class Copier:
         return node in self._results and all(user.op == "output" for user in node.users)
 
     def _copy_constant(self, node: fx.Node) -> fx.Node:
-        value = _attribute(self._source, node.target)
+        value = _attribute(self._source, str(node.target))
         if not isinstance(value, Tensor):
             return self._hold(f"constant_{node.target}", value)
         node.meta.setdefault("val", torch.empty_like(value, device="meta"))

@@ -150,7 +150,6 @@ def test_a_model_on_meta_can_be_planned_but_not_run() -> None:
     ("arguments", "message"),
     [
         ({"precision": "bf16"}, r"precision='bf16' is not available yet"),
-        ({"backend": "triton"}, r"backend='triton' is not available yet"),
         ({"backend": "inductor"}, r"needs a process per rank"),
         ({"backend": "nonsense"}, r"backend='nonsense' is unknown"),
         ({"micro_batches": 2}, r"micro_batches=2 belongs to a training step"),
