@@ -39,13 +39,22 @@ for _operands, _results, _linear, _operators in (
     ((2,), (1, 2), (), [aten._linalg_eigh.default, aten.linalg_eig.default]),
     ((2,), (2, 2), (), [aten.linalg_qr.default]),
     ((2,), (2, 1, 2), (), [aten._linalg_svd.default]),
-    ((2, 1), (2, 2, 2), (), [aten.lu_unpack.default]),
     ((2, 1), (2,), (), [aten.linalg_householder_product.default]),
     ((2, 2), (2,), ((0,),), [aten.cholesky_solve.default]),
     ((2, 1, 2), (2,), ((2,),), [aten.linalg_lu_solve.default]),
     ((2, 2), (2, 2), (), [aten.triangular_solve.default]),
 ):
     sharding_rule(*_operators)(_batched(_operands, _results, _linear))
+
+
+@sharding_rule(aten.lu_unpack.default)
+def lu_unpack(
+    lu: torch.Tensor, pivots: torch.Tensor, unpack_data: bool = True, unpack_pivots: bool = True
+) -> Rule | None:
+    """Results that are not asked for are empty, without batches."""
+    if not (unpack_data and unpack_pivots):
+        return None
+    return _batched((2, 1), (2, 2, 2))(lu, pivots)
 
 
 @sharding_rule(aten._linalg_solve_ex.default)

@@ -97,4 +97,4 @@ def test_all_rules_on_all_samples_of_pytorch() -> None:
     meshes = [Mesh({"a": 2}), Mesh({"a": 5}), Mesh({"a": 4}), Mesh({"a": 2, "b": 5})]
     tally = check_database(None, limit=10, meshes=meshes)
     assert not tally.failures, f"{tally.calls} calls, {tally.strategies} strategies:\n" + "\n".join(tally.failures)
-    assert tally.calls > 10_000
+    assert tally.calls > 9_000
