@@ -43,9 +43,7 @@ def model(tmp_path: Path) -> str:
     return f"{path}:build"
 
 
-def test_plan_prints_a_table(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_plan_prints_a_table(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Parameters, and the cost of a step."""
     status = _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x4", "--batch", "8", "--seq", "16")
     text = capsys.readouterr().out
@@ -66,9 +64,7 @@ def test_plan_json_is_the_plan(
     assert autoshard.Plan.load(out).mesh == autoshard.Mesh({"data": 2, "model": 2})
 
 
-def test_doctor_finds_this_machine_ready(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Every finding is good where the tests run."""
     assert _run(monkeypatch, "doctor", "--json") == 0
     findings = json.loads(capsys.readouterr().out)
