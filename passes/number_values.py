@@ -122,7 +122,7 @@ def draws_numbers(target: Any) -> bool:
 
 def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[Any], Any]) -> Key:
     """The structure of a call; `operand` gives what stands for a node or a proxy."""
-    return (kind, target, freeze(args, operand), freeze(dict(kwargs), operand))
+    return (kind, target, freeze(args, operand), freeze(kwargs, operand) if kwargs else (_DICT,))
 
 
 def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:

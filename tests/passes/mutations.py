@@ -28,6 +28,7 @@ COLLECTIVES = (
     c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default,
 )
+COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.bitwise_or.Tensor)
 REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 
@@ -130,6 +131,8 @@ def change_group_size(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None
 
 def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     def has_pair(node: fx.Node) -> bool:
+        if node.target in COMMUTATIVE:
+            return False
         operands = [item for item in node.args if _is_tensor(item)]
         return len(operands) >= 2 and operands[0] is not operands[1] and _alike(operands[0], operands[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +22,7 @@ from autoshard.errors import AutoshardError, VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import Program
+from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
@@ -36,9 +37,11 @@ from passes.price import Prices
 from passes.verify_phases import verify_phases
 from passes.verify_program import verify_program
 from tests.passes.blocks import h100s
-from tests.passes.mutations import MUTATIONS, Mutation, copy_of
+from tests.passes.mutations import MUTATIONS, Mutation, copy_of, move_collective_to_other_axis, swap_results
 
 MESH = Mesh({"data": 2, "model": 2})
+SEEDS = 60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 3
+"""Mutations of each kind and layout."""
 VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 4
 
 
@@ -86,9 +89,9 @@ LAYOUTS: dict[str, dict[str, PartitionSpec] | int] = {
         "embed.weight": P("model", "data"), "*.up.weight": P("model", "data"), "*.down.weight": P("data", "model"),
         "input:*": P("data"),
     },
-    "drawn 1": 1, "drawn 2": 2, "drawn 3": 3, "drawn 4": 4,
+    "drawn 1": 1, "drawn 2": 2,
 }  # fmt: skip
-"""Constraints on a plan, or the seed of one that takes any legal strategy for each node."""
+"""Constraints on a plan, or the seed of one that is drawn from all legal ones."""
 
 
 @cache
@@ -124,15 +127,18 @@ def unfolded_problem() -> PlanningProblem:
 
 
 def drawn_plan(random: Random) -> Plan:
-    """A plan that takes for each node any strategy that can be had beside those before it."""
+    """A plan that takes for one node in three any strategy, for others one that goes well with those before it."""
     planning = unfolded_problem()
     costs = [cost.copy() for cost in planning.assignment.costs]
-    edges = defaultdict(list)
+    edges, edges_before = defaultdict(list), Counter()
     for edge in planning.assignment.edges:
         edges[min(edge.tail, edge.head)].append(edge)
+        edges_before[max(edge.tail, edge.head)] += 1
     choice = []
     for variable, cost in enumerate(costs):
-        choice.append(random.choice(np.flatnonzero(np.isfinite(cost)).tolist()))
+        is_free = not edges_before[variable] or random.random() < 1 / 3
+        options = np.flatnonzero(np.isfinite(cost) if is_free else cost == cost.min())
+        choice.append(random.choice(options.tolist()))
         for edge in edges[variable]:
             if edge.tail == variable:
                 costs[edge.head] = costs[edge.head] + edge.cost[choice[-1], :]
@@ -195,7 +201,7 @@ def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
     seen: Counter[str] = Counter()
     for layout in LAYOUTS:
         lowered = phased(layout).lowered
-        for seed in range(4):
+        for seed in range(SEEDS):
             module = copy_of(lowered.graph_module)
             what = mutation(module.graph, Random(f"{layout} {seed}"), MESH)
             if what is None:
@@ -207,7 +213,7 @@ def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
             changes = changes_numbers(lowered, module)
             assert refused or not changes, f"{layout}, seed {seed}: {what}"
             seen["refused and changing" if changes else "refused, harmless" if refused else "accepted, harmless"] += 1
-    assert sum(seen.values()) >= 8, seen
+    assert sum(seen.values()) >= 6, seen
     if mutation.__name__ != "remove_wait":
         assert seen["refused and changing"], seen
 
@@ -231,3 +237,82 @@ def test_any_plan_of_any_program_is_proven_and_its_mutations_are_not(data: st.Da
         if what is None or is_refused(known, dataclasses.replace(both.lowered, graph_module=module)):
             continue
         assert not changes_numbers(both.lowered, module), what
+
+
+# Messages.
+
+
+def mutated(layout: str, mutation: Mutation, seed: int = 0) -> LoweredProgram:
+    """A layout's lowered program after one mutation."""
+    lowered = phased(layout).lowered
+    module = copy_of(lowered.graph_module)
+    assert mutation(module.graph, Random(seed), MESH)
+    return dataclasses.replace(lowered, graph_module=module)
+
+
+def test_a_message_names_the_node_what_it_reads_and_the_users_line() -> None:
+    """A collective over another axis: the node, the value and spec of its operand, and the line of the model."""
+    with pytest.raises(VerificationError) as caught:
+        verify_program(prepared(), mutated("drawn 1", move_collective_to_other_axis))
+    message = str(caught.value)
+    assert "is part of no proof" in message
+    assert "under P(" in message
+    assert "test_verify_program.py:" in message
+
+
+def test_a_wrong_result_is_named_with_what_is_promised_and_derived() -> None:
+    """Two gradients exchanged: the slot, the promised value and spec, and what was derived."""
+    with pytest.raises(VerificationError, match=r"is promised as .* under P.*was derived to hold"):
+        verify_program(prepared(), mutated("fully sharded", swap_results))
+
+
+def test_a_gradient_must_lie_like_its_parameter() -> None:
+    """A gradient's slot that promises another spec than its parameter's is refused."""
+    lowered = phased("fully sharded").lowered
+    first = next(slot for slot in lowered.outputs if slot.slot.kind == OutputKind.GRADIENT and len(slot.shape) == 2)
+    changed = dataclasses.replace(first, spec=P(None, "data"))
+    outputs = tuple(changed if slot is first else slot for slot in lowered.outputs)
+    with pytest.raises(VerificationError, match="what it belongs to lies as"):
+        verify_program(prepared(), dataclasses.replace(lowered, outputs=outputs))
+
+
+def test_slots_are_those_of_the_traced_program() -> None:
+    """Inputs in another order are refused."""
+    lowered = phased("mixed").lowered
+    with pytest.raises(VerificationError, match="inputs for the slots"):
+        verify_program(prepared(), dataclasses.replace(lowered, inputs=lowered.inputs[::-1]))
+
+
+def test_another_constant_is_refused() -> None:
+    """A constant of the trace with another value in the lowered program."""
+    program = trace(AddsConstant(), (torch.ones(4, 4),), {})
+    lowered = lower_program(program, plan_program(program, MESH, h100s(MESH), PlanOptions())).lowered
+    verify_program(prepare(program), lowered)
+    module = copy_of(lowered.graph_module)
+    name = next(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+    setattr(module, name, getattr(module, name) + 1)
+    with pytest.raises(VerificationError, match="is part of no proof"):
+        verify_program(prepare(program), dataclasses.replace(lowered, graph_module=module))
+
+
+class AddsConstant(nn.Module):
+    """x plus a tensor that is written in the forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_operators_without_a_rule_are_named_as_assumptions() -> None:
+    """What runs whole on every rank for lack of a rule is in the report."""
+    program = trace(Unruled(), (torch.rand(4, 4),), {})
+    lowered = lower_program(program, plan_program(program, MESH, h100s(MESH), PlanOptions())).lowered
+    report = verify_program(prepare(program), lowered)
+    assert any("has no sharding rule" in item for item in report.assumptions)
+    assert "assumed" in str(report)
+
+
+class Unruled(nn.Module):
+    """Calls an operator that has no rule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rot90(x).sum() + x.trace()

@@ -1,0 +1,56 @@
+"""Verify that the form of a program that is planned and lowered computes what the trace computes.
+
+Both graphs are numbered in one table (`passes.number_values`), in which a hub has its operand's number and
+`addmm(bias, a, b)` that of `mm(a, b) + bias`. Results with equal numbers are equal values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.program import Program
+from passes.number_values import Numbering
+
+_aten = torch.ops.aten
+
+
+def verify_preparation(traced: Program, prepared: Program) -> None:
+    """Prove that every result of `prepared` is the same expression as that of `traced`.
+
+    Raises:
+        VerificationError: slots differ, or a result is another expression; the message names it and the user's line.
+    """
+    if traced.inputs != prepared.inputs or _names(traced) != _names(prepared):
+        raise VerificationError("preparing the program changed its inputs or the order of its outputs.")
+    numbering = Numbering()
+    expected, found = _result_numbers(numbering, traced), _result_numbers(numbering, prepared)
+    for slot, before, after in zip(prepared.outputs, expected, found, strict=True):
+        if before != after:
+            node = prepared.nodes[slot.node]
+            raise VerificationError(
+                f"{slot.kind.value} {slot.name!r} is {node.format_node()} once the program is prepared, another value "
+                f"than in the trace; it comes from {node.meta.get('source') or 'an unknown line'}. Written by "
+                "passes.canonicalize or passes.insert_hubs."
+            )
+
+
+def _names(program: Program) -> list[tuple[str, str]]:
+    return [(slot.kind, slot.name) for slot in program.outputs]
+
+
+def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
+    numbering.restart_draws()
+    split = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.target is _aten.addmm.default and not node.kwargs:
+            bias, left, right = fx.map_arg(node.args, environment.__getitem__)
+            product = split.call_function(_aten.mm.default, (left, right))
+            environment[node] = split.call_function(_aten.add.Tensor, (product, bias))
+        else:
+            environment[node] = split.node_copy(node, environment.__getitem__)
+    numbering.add_graph(fx.GraphModule(program.graph_module, split))
+    nodes = program.nodes
+    return [numbering.numbers[environment[nodes[slot.node]]] for slot in program.outputs]
