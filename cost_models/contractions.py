@@ -7,7 +7,7 @@ A multiply-add is two FLOPs. Attention's FLOPs follow Dao 2023 (FlashAttention-2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 
 from cost_models.counting import compute_dtype, operator_cost, size_bytes
 from cost_models.work import Kind, MatmulShape, TensorInfo, Work
@@ -50,6 +50,33 @@ def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """bias + [b, m, k] @ [b, k, n]."""
     batch, m, k = inputs[1].shape
     return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], k, batch),))
+
+
+@operator_cost("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+def grouped_mm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """A product for each group; the dim that is grouped (rows, columns or contracted) is taken as cut evenly."""
+    left, right = inputs[0].shape, inputs[1].shape
+    rows, contracted, columns = left[-2], left[-1], right[-1]
+    match len(left), len(right):
+        case 2, 3:
+            product = MatmulShape(ceil(rows / right[0]), columns, contracted, right[0])
+        case 3, 2:
+            product = MatmulShape(rows, ceil(columns / left[0]), contracted, left[0])
+        case 2, 2:
+            groups = outputs[0].shape[0]
+            product = MatmulShape(rows, columns, ceil(contracted / groups), groups)
+        case _:
+            product = MatmulShape(rows, columns, contracted, left[0])
+    return _products(inputs, outputs, (product,))
+
+
+@operator_cost("transformers.grouped_mm_fallback_backward.default")
+def grouped_mm_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (x [s, k], weight [e, k, n], offsets, grad [s, n]); one product for each gradient."""
+    (rows, contracted), (groups, _, columns) = inputs[0].shape, inputs[1].shape
+    mean = ceil(rows / groups)
+    products = (MatmulShape(mean, contracted, columns, groups), MatmulShape(contracted, columns, mean, groups))
+    return _products(inputs, outputs, products)
 
 
 def _convolution_product(pixels: int, weight: tuple[int, ...], groups: int) -> MatmulShape:

@@ -8,6 +8,7 @@ results, which holds for everything but contractions: a contraction without an e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log2, prod
 
 from cost_models import contractions as contractions  # fills its part of the table
 from cost_models.counting import FREE, TABLE, compute_dtype, memory_bound, numel, operator_cost, size_bytes
@@ -124,6 +125,20 @@ def embedding_backward(
         Kind.GATHER,
         compute_dtype(inputs),
     )
+
+
+@operator_cost("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")
+def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
+    """arguments: (x, dim, ...). 5 N log2 N for a complex transform of N points, half for a real one (FFTW's count).
+
+    Reads and writes x once for each dim that is transformed. Complex numbers are counted as float32 ones.
+    """
+    whole = max(inputs[0].shape, outputs[0].shape, key=prod)
+    dims = tuple(arguments[1]) if len(arguments) > 1 else tuple(range(len(whole)))  # type: ignore[arg-type]
+    per_element = 5 * sum(log2(max(2, whole[dim])) for dim in dims)
+    flops = prod(whole) * per_element * (1.0 if inputs[0].dtype == outputs[0].dtype else 0.5)
+    passes = max(1, len(dims))
+    return Work(flops, passes * size_bytes(inputs), passes * size_bytes(outputs), Kind.REDUCTION, "f32")
 
 
 @operator_cost("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import fx
 
 from autoshard.ir.plan import Prediction
 from autoshard.ir.program import InputKind, tensor_values
@@ -107,10 +108,8 @@ def _utilisation(planning: PlanningProblem, step_time_s: float) -> float | None:
             results = [value for value in tensor_values(site.node) if value is not None]
             if not operands:
                 continue
-            arguments = tuple(
-                argument if isinstance(argument, (bool, int, float)) else None for argument in site.node.args
-            )
-            done = work(operator_name(site.node), _infos(operands), _infos(results), arguments)
+            arguments = fx.map_arg(site.node.args, lambda argument: None)
+            done = work(operator_name(site.node), _infos(operands), _infos(results), tuple(arguments))
             if done.products or done.kind.value == "attention":
                 flops[done.dtype] = flops.get(done.dtype, 0.0) + done.flops
     device = planning.prices.cluster.device

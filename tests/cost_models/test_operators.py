@@ -140,3 +140,32 @@ def test_a_second_entry_raises():
     """Nothing is overwritten silently."""
     with pytest.raises(ValueError, match="already has a cost formula"):
         operator_cost("aten.mm.default")(lambda inputs, outputs, arguments: work("aten.t.default", inputs, outputs))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "flops"),
+    [
+        (tensor(8, 4), tensor(2, 4, 6), tensor(8, 6), 2 * 8 * 4 * 6),
+        (tensor(2, 8, 4), tensor(4, 6), tensor(8, 6), 2 * 8 * 4 * 6),
+        (tensor(8, 4), tensor(4, 6), tensor(2, 8, 6), 2 * 8 * 4 * 6),
+        (tensor(2, 8, 4), tensor(2, 4, 6), tensor(2, 8, 6), 2 * 2 * 8 * 4 * 6),
+    ],
+)
+def test_grouped_products_count_each_row_once(left, right, result, flops):
+    """Whichever dim is grouped."""
+    assert work("aten._grouped_mm.default", [left, right, indices(2)], [result]).flops == flops
+
+
+def test_the_backward_of_a_grouped_product_is_two_products():
+    """One for each gradient."""
+    x, weight, grad = tensor(8, 4), tensor(2, 4, 6), tensor(8, 6)
+    found = work("transformers.grouped_mm_fallback_backward.default", [x, weight, indices(2), grad], [x, weight])
+    assert found.flops == 2 * (2 * 8 * 4 * 6)
+
+
+def test_a_real_transform_is_half_a_complex_one():
+    """5 N log2 N for the complex one."""
+    real, complex_ = TensorInfo((3, 16), 4, "f32"), TensorInfo((3, 16), 8, "c64")
+    found = work("aten._fft_c2c.default", [complex_], [complex_], (None, [1], 0, True))
+    assert found.flops == 3 * 5 * 16 * 4
+    assert work("aten._fft_r2c.default", [real], [complex_], (None, [1], 0, False)).flops == found.flops / 2
