@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import PlanMismatchError
 from autoshard.ir.emit import emit_reshard
@@ -26,6 +25,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.hub import hub
 from passes.enumerate_strategies import resolve, rule_of
+from passes.local_tracer import LocalTracer
 from passes.match_strategy import match_strategy
 
 
@@ -57,48 +57,18 @@ def result_key(slot: OutputSlot) -> str:
     return f"{slot.kind.value} {slot.name}"
 
 
-class _LocalTracer(GraphAppendingTracer):
-    """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
-
-    `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it.
-    """
-
-    def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
-        super().__init__(graph)
-        self._fake_mode = fake_mode
-        self.like: fx.Node | None = None
-        self.moving: fx.Node | None = None
-
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
-        node = super().create_node(kind, target, args, kwargs, *rest, **named)
-        if self.like is not None:
-            inherited = ("phase", "module", "source")
-            node.meta = {key: self.like.meta[key] for key in inherited if key in self.like.meta}
-            node.meta["global"] = (self.moving or self.like).name
-        if kind == "call_function":
-            node.meta["val"] = self._evaluate(node)
-        return node
-
-    def _evaluate(self, node: fx.Node) -> Any:
-        if getattr(node.target, "__name__", "") == "axis_index":
-            return 0
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-        with self._fake_mode:
-            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-
-
 @dataclass(slots=True)
 class _Lowering:
     program: Program
     plan: Plan
     step_cost: StepCost | None
     graph: fx.Graph = field(default_factory=fx.Graph)
-    tracer: _LocalTracer = field(init=False)
+    tracer: LocalTracer = field(init=False)
     local: dict[tuple[str, int], tuple[fx.Proxy, PartitionSpec]] = field(default_factory=dict)
     results: dict[int, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tracer = _LocalTracer(self.graph, fake_mode_of(self.program))
+        self.tracer = LocalTracer(self.graph, fake_mode_of(self.program))
 
     def run(self) -> LoweredProgram:
         pending = self._results_by_node()
@@ -143,10 +113,7 @@ class _Lowering:
 
     def _placeholder(self, node: fx.Node) -> fx.Proxy:
         value, spec = node.meta["val"], self._node_plan(node).outputs[0]
-        proxy = self.tracer.create_proxy("placeholder", node.name, (), {}, name=node.name)
-        with fake_mode_of(self.program):
-            proxy.node.meta["val"] = value.new_empty(spec.local_shape(value.shape, self.plan.mesh))
-        return proxy
+        return self.tracer.placeholder(node.name, value, spec.local_shape(value.shape, self.plan.mesh))
 
     def _lower_call(self, node: fx.Node) -> None:
         rule, node_plan = rule_of(node), self._node_plan(node)

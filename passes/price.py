@@ -18,7 +18,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import describe
 from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
 from autoshard.ir.spec import PartitionSpec
-from autoshard.rules.enumeration import Strategy
+from autoshard.rules.enumeration import Split, Strategy
 from autoshard.rules.hub import hub
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
 from cost_models.compute import memory_time, work_time
@@ -28,6 +28,7 @@ from cost_models.topology import GroupLinks
 from cost_models.work import TensorInfo
 from passes.assignment import Floats
 from passes.enumerate_strategies import Site, ValueInfo, operands_of
+from passes.price_rewrites import rewrite_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,12 @@ class Prices:
         )
         outputs = tuple(_local(v, s, self.mesh) for v, s in zip(site.results, strategy.outputs, strict=True))
         arguments = fx.map_arg(node.args, lambda argument: None)
-        key = (str(node.target), inputs, outputs, repr(arguments))
+        choices = strategy.choices if _may_communicate(site, strategy) else None
+        key = (str(node.target), inputs, outputs, repr(arguments), choices)
         if key not in self._calls:
             done = work(operator_name(node), inputs, outputs, tuple(arguments))
-            self._calls[key] = work_time(done, self.cluster.device)
+            sent = rewrite_time(site, strategy, self.mesh, self.cluster) if choices else 0.0
+            self._calls[key] = work_time(done, self.cluster.device) + sent
         return self._calls[key]
 
     def reshard_table(
@@ -117,6 +120,12 @@ def operator_name(node: fx.Node) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """The cost models' name of a dtype: "bf16"."""
     return describe(torch.empty((), dtype=dtype, device="meta")).partition("[")[0]
+
+
+def _may_communicate(site: Site, strategy: Strategy) -> bool:
+    """Whether a split factor is reduced inside the call's rewrite."""
+    whole = site.rule.whole if site.rule is not None else {}
+    return any(isinstance(choice, Split) and choice.factor in whole for choice in strategy.choices)
 
 
 def _info(value: torch.Tensor) -> ValueInfo:

@@ -79,9 +79,7 @@ def emit_reshard(
 def _dtype_of(value: Any) -> torch.dtype:
     known = value.node.meta.get("val") if isinstance(value, fx.Proxy) else value
     if not isinstance(known, torch.Tensor):
-        raise ValueError(
-            f"emit_reshard does not know the dtype of {value!r}; pass dtype=, or set meta['val']."
-        )
+        raise ValueError(f"emit_reshard does not know the dtype of {value!r}; pass dtype=, or set meta['val'].")
     return known.dtype
 
 

@@ -72,8 +72,7 @@ class PartitionSpec:
         for axis in (*(axis for dim in self.dims for axis in dim), *(axis for axis, _ in self.partial)):
             if axis in seen:
                 raise InvalidSpecError(
-                    f"{self!r} uses mesh axis {axis!r} twice; an axis may split at most one dim, "
-                    "or be partial."
+                    f"{self!r} uses mesh axis {axis!r} twice; an axis may split at most one dim, or be partial."
                 )
             seen.add(axis)
 
@@ -189,8 +188,7 @@ class PartitionSpec:
             return cls(*dims, **keywords)
         except (SyntaxError, TypeError, ValueError) as error:
             raise InvalidSpecError(
-                f"spec={text!r} cannot be read; write it as P('data', None) or "
-                "P('data', partial={'model': 'sum'})."
+                f"spec={text!r} cannot be read; write it as P('data', None) or P('data', partial={{'model': 'sum'}})."
             ) from error
 
     def __repr__(self) -> str:

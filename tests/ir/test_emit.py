@@ -164,9 +164,7 @@ def test_on_node_names_the_spec_of_each_step() -> None:
 
 def test_text() -> None:
     """The emitted program is short, and the same on every rank."""
-    program = lower(
-        P("data", partial={"model": "sum"}), P(None, "model"), (8, 4), Mesh({"data": 2, "model": 2})
-    )
+    program = lower(P("data", partial={"model": "sum"}), P(None, "model"), (8, 4), Mesh({"data": 2, "model": 2}))
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     assert [getattr(node.target, "__name__", "") for node in calls] == [
         "contiguous.default",
@@ -182,9 +180,7 @@ def test_text() -> None:
         "view.default",
         "view.default",
     ]
-    assert [
-        node.args[-1] for node in calls if "c10d" in str(node.target) and "wait" not in str(node.target)
-    ] == [
+    assert [node.args[-1] for node in calls if "c10d" in str(node.target) and "wait" not in str(node.target)] == [
         "model",
         "data",
     ]

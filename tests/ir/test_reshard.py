@@ -55,9 +55,7 @@ def brute_force(
             after = PartitionSpec(*reached[0], partial=dict(reached[1]))
             sizes = [4 * math.prod(spec.local_shape(shape, mesh)) for spec in (before, after)]
             size = mesh.axis_size(move.axis)
-            step = ReshardStep(
-                move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, before, after, *sizes
-            )
+            step = ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, before, after, *sizes)
             heapq.heappush(queue, (price + cost(step), next(order), reached))
     raise AssertionError("every spec is reached from every other")
 

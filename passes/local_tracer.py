@@ -1,0 +1,48 @@
+"""The tracer with which local programs are built: every node gets its local fake value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.proxy import GraphAppendingTracer
+
+
+class LocalTracer(GraphAppendingTracer):
+    """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
+
+    `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it.
+    """
+
+    def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
+        super().__init__(graph)
+        self._fake_mode = fake_mode
+        self.like: fx.Node | None = None
+        self.moving: fx.Node | None = None
+
+    def placeholder(self, name: str, value: torch.Tensor, shape: Sequence[int]) -> fx.Proxy:
+        """A placeholder for the local piece, of the given shape, of a global value."""
+        proxy = self.create_proxy("placeholder", name, (), {}, name=name)
+        with self._fake_mode:
+            proxy.node.meta["val"] = value.new_empty(shape)
+        return proxy
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
+        """See `fx.proxy.TracerBase`."""
+        node = super().create_node(kind, target, args, kwargs, *rest, **named)
+        if self.like is not None:
+            inherited = ("phase", "module", "source")
+            node.meta = {key: self.like.meta[key] for key in inherited if key in self.like.meta}
+            node.meta["global"] = (self.moving or self.like).name
+        if kind == "call_function":
+            node.meta["val"] = self._evaluate(node)
+        return node
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        if getattr(node.target, "__name__", "") == "axis_index":
+            return 0
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+        with self._fake_mode:
+            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
