@@ -143,10 +143,10 @@ def _measure_collectives(ranks: int, budget_s: float) -> dict[str, float]:
 
 def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
     """This rank's group among blocks of `size` neighbouring ranks."""
-    if size == ranks:
-        return distributed.group.WORLD
     blocks = [list(range(first, first + size)) for first in range(0, ranks, size)]
-    return distributed.new_subgroups_by_enumeration(blocks)[0]
+    group = distributed.group.WORLD if size == ranks else distributed.new_subgroups_by_enumeration(blocks)[0]
+    assert isinstance(group, distributed.ProcessGroup)
+    return group
 
 
 def _measure_group(group: distributed.ProcessGroup, size: int, message: int, share_s: float) -> dict[str, float]:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
+from cost_models.calibration import calibrate
 
 VOCABULARY = 256
 
@@ -109,6 +110,21 @@ def make_mesh() -> DeviceMesh | autoshard.Mesh:
     return init_device_mesh(device, (ranks // model_ranks, model_ranks), mesh_dim_names=("data", "model"))
 
 
+def make_plan(
+    model: nn.Module, mesh: DeviceMesh | autoshard.Mesh, example: tuple[torch.Tensor, ...], console: Console
+) -> autoshard.Plan | None:
+    """The first rank's plan, priced for these ranks as measured now; none (compile plans) for simulated ranks."""
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    console.print("Measuring this machine: products, memory, and collectives of all ranks at once ...")
+    cluster = calibrate(name="this_machine").cluster
+    plans = [None]
+    if dist.get_rank() == 0:
+        plans = [autoshard.plan(model, cluster, mesh=autoshard.Mesh.from_device_mesh(mesh), example_inputs=example)]
+    dist.broadcast_object_list(plans)
+    return plans[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     losses: list[float]
@@ -183,7 +199,9 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"A GPT of {parameters:,} parameters on {len(text.data):,} bytes of Python's standard library.")
 
-    sharded = autoshard.compile(model, mesh, example_inputs=tuple(part.to(device) for part in text.at(0)))
+    example = tuple(part.to(device) for part in text.at(0))
+    plan = make_plan(model, mesh, example, console)
+    sharded = autoshard.compile(model, mesh, example_inputs=example, plan=plan)
     plan = sharded.plan
     console.print(str(plan), highlight=False, markup=False, soft_wrap=True)
     curve = train_with_bar("sharded   ", sharded, text, options.steps, device, console)
@@ -200,11 +218,8 @@ def main() -> None:
 def report(sharded: Curve, alone: Curve, plan: autoshard.Plan, console: Console) -> None:
     differences = [abs(a - b) for a, b in zip(sharded.losses, alone.losses, strict=True)]
     predicted_s, measured_s = plan.predicted.step_time_s, sharded.median_step_time_s
-    cores, ranks = os.cpu_count() or 1, plan.mesh.size
     console.print(f"Loss {sharded.losses[0]:.4f} -> {sharded.losses[-1]:.4f} in {len(sharded.losses)} steps.")
     console.print(f"Step: predicted {predicted_s * 1e3:.1f} ms, measured {measured_s * 1e3:.1f} ms (median).")
-    if not torch.cuda.is_available() and ranks > cores:
-        console.print(f"(The prediction gives each rank a core of its own; here {ranks} share {cores}.)")
     console.print(f"Largest difference of the loss curve to one device: {max(differences):.2e}")
 
 
