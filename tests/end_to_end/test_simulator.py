@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
-from torch import nn
 
 import autoshard
 from autoshard import Mesh
-from autoshard.testing import check_plan
 from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS
-from tests.end_to_end.training import Training, assert_equal, train
+from tests.end_to_end.training import FLOOR, RELATIVE, Training, assert_equal, train
 
 MESHES = [Mesh({"model": 4}), Mesh({"data": 2, "model": 2}), Mesh({"data": 2, "context": 2, "model": 2})]
 SQUARE = Mesh({"data": 2, "model": 2})
@@ -46,18 +42,21 @@ def test_experts_layouts_equal_one_device(reference: tuple[str, Training], layou
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_adamw_of_default_eps_stays_close(name: str) -> None:
-    """Where a true gradient is zero AdamW enlarges rounding (see `train`): within 1e-4 of each tensor's largest element."""
+def test_torchs_own_eps_enlarges_rounding_alone(name: str) -> None:
+    """With AdamW's default eps at most 0.2 % of the elements miss the promise, and none by 1 % of the learning rate.
+
+    One device beside itself with the batch in reverse order misses it too: at lr=1e-3 in 1 of GPT-2's 27,520 elements,
+    at lr=1e-2 in 56, by up to 2.8e-5 (gradients that are truly zero; see `train`).
+    """
     model, inputs = MODELS[name]()
-    plan = autoshard.compile(model, SQUARE, constraints=layouts(name)["data and tensor"], example_inputs=inputs).plan
-
-    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-3)
-
-    fresh = MODELS[name]()[0]
-    report = check_plan(fresh, SQUARE, inputs, plan=plan, steps=3, make_optimizer=make_optimizer, tolerance=1e-4)
-    report.raise_if_different()
-    assert len(report.comparisons) > 20
+    sharded = autoshard.compile(model, SQUARE, constraints=layouts(name)["data and tensor"])
+    found = train(sharded, inputs, lr=1e-3, eps=1e-8).parameters
+    expected = train(MODELS[name]()[0], inputs, lr=1e-3, eps=1e-8).parameters
+    off = [(found[key] - value).abs() for key, value in expected.items()]
+    promised = [(RELATIVE * value.abs()).clamp(min=FLOOR) for value in expected.values()]
+    missed = sum(int((a > b).sum()) for a, b in zip(off, promised, strict=True))
+    assert missed <= 0.002 * sum(value.numel() for value in expected.values())
+    assert max(float(difference.max()) for difference in off) <= 0.01 * 1e-3
 
 
 def test_evaluation_and_training_alternate() -> None:

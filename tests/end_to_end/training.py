@@ -22,13 +22,15 @@ class Training:
     parameters: dict[str, torch.Tensor]
 
 
-def train(model: nn.Module, inputs: Mapping[str, Any], steps: int = 3) -> Training:
+def train(
+    model: nn.Module, inputs: Mapping[str, Any], steps: int = 3, *, lr: float = 1e-2, eps: float = 1e-4
+) -> Training:
     """A plain PyTorch loop with AdamW.
 
-    Its eps is 1e-4, not torch's 1e-8: where a true gradient is zero (a bias of keys in attention), AdamW divides
+    Its eps defaults to 1e-4, not torch's 1e-8: where a true gradient is zero (a bias of keys in attention), AdamW divides
     rounding noise by its own size, and any other order of summation moves the parameter by up to the learning rate.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
     losses, gradients = [], {}
     for step in range(steps):
         loss = model(**inputs)["loss"]
