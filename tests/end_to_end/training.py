@@ -27,8 +27,8 @@ def train(
 ) -> Training:
     """A plain PyTorch loop with AdamW.
 
-    Its eps defaults to 1e-4, not torch's 1e-8: where a true gradient is zero (a bias of keys in attention), AdamW divides
-    rounding noise by its own size, and any other order of summation moves the parameter by up to the learning rate.
+    Its eps defaults to 1e-4, not torch's 1e-8: where a true gradient is zero (a bias of keys in attention), AdamW
+    divides rounding noise by its own size, and any other order of summation moves the parameter by up to lr.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
     losses, gradients = [], {}
