@@ -15,6 +15,7 @@ from autoshard.errors import (
     NotAvailableError,
     PlanMismatchError,
     RankMismatchError,
+    RuleInferenceError,
     TraceError,
     UnknownHardwareError,
     VerificationError,
@@ -22,6 +23,7 @@ from autoshard.errors import (
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.spec import P, PartitionSpec
+from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 
@@ -39,12 +41,16 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "RankMismatchError",
+    "Rule",
+    "RuleInferenceError",
     "ShardedModule",
     "TraceError",
     "TrainStep",
     "UnknownHardwareError",
     "VerificationError",
     "compile",
+    "infer_rule",
     "plan",
+    "sharding_rule",
     "verify",
 ]

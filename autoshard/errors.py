@@ -25,6 +25,10 @@ class NoShardingRuleError(AutoshardError):
     """An operator has no sharding rule, and `strict=True` forbids running it replicated."""
 
 
+class RuleInferenceError(AutoshardError):
+    """No sharding rule can be found by running an operator: it is random, in-place, or refuses what is drawn."""
+
+
 class DoesNotFitError(AutoshardError):
     """No plan fits in the memory limit; carries the smallest limit that would do."""
 

@@ -27,9 +27,19 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     views,
 )
 from autoshard.rules.enumeration import enumerate_strategies, replicated
-from autoshard.rules.registry import bound_rule, evaluate, has_rule, sharding_rule, tensor_operands
+from autoshard.rules.infer import infer_rule
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import (
+    as_overload,
+    bound_rule,
+    evaluate,
+    has_rule,
+    inferred_operators,
+    sharding_rule,
+    tensor_operands,
+)
 
-__all__ = ["has_rule", "sharding_rule", "strategies"]
+__all__ = ["Rule", "has_rule", "infer_rule", "inferred_operators", "sharding_rule", "strategies"]
 
 
 def strategies(
@@ -38,7 +48,7 @@ def strategies(
     """Every strategy that the rules admit for one call on a mesh of one axis.
 
     Args:
-        op: a `torch.ops` overload.
+        op: a `torch.ops` overload, or a custom operator.
         args, kwargs: its arguments; tensors may be real, fake or on "meta", only their shapes and dtypes count.
         axis_size: the number of ranks along the axis.
 
@@ -58,7 +68,7 @@ def strategies(
         (Partial(sum), Replicate()) -> (Partial(sum),)
         (Replicate(), Partial(sum)) -> (Partial(sum),)
     """
-    kwargs = kwargs or {}
+    op, kwargs = as_overload(op), kwargs or {}
     mesh = Mesh({"axis": axis_size})
     results = evaluate(op, args, kwargs)
     rule = bound_rule(op, args, kwargs, results)

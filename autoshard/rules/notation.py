@@ -61,6 +61,17 @@ class Rule:
     sizes: Mapping[str, int] | None = None
     local: Rewrite | None = None
 
+    def __str__(self) -> str:
+        """The notation, and in brackets what it cannot say."""
+        notes = [f"{factor}: {reduction}" for factor, reduction in (self.reduce or {}).items()]
+        if self.linear:
+            notes.append("linear in " + ", ".join(f"({' '.join(map(str, group))})" for group in self.linear))
+        if added := tuple(self.added):
+            notes.append("added: " + " ".join(map(str, added)))
+        notes += [f"{factor}: whole in {' '.join(map(str, results))}" for factor, results in (self.whole or {}).items()]
+        notation = self.notation if isinstance(self.notation, str) else " -> ".join(map(render, self.notation))
+        return f"{notation}  ({'; '.join(notes)})" if notes else notation
+
 
 @dataclass(frozen=True, slots=True)
 class BoundRule:
@@ -136,6 +147,22 @@ def parse(notation: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
         raise InvalidSpecError(f"rule notation={notation!r} must have the form 'operands -> results'.")
     left, right = (tuple(_parse_operand(text) for text in side.split(",")) if side.strip() else () for side in sides)
     return left, right
+
+
+def render(side: Sequence[Dims]) -> str:
+    """Operands or results as notation: the inverse of `parse`.
+
+    Example:
+        >>> render(parse("(a b) c, scalar -> a b 1")[0])
+        '(a b) c, scalar'
+    """
+    return ", ".join(" ".join(map(_render_dim, dims)) or "scalar" for dims in side)
+
+
+def _render_dim(dim: tuple[str, ...]) -> str:
+    if len(dim) == 1:
+        return dim[0]
+    return f"({' '.join(dim)})" if dim else "1"
 
 
 def _parse_operand(text: str) -> Dims:

@@ -1,8 +1,8 @@
 """The table of sharding rules, keyed by operator.
 
 A rule function takes the call's arguments (tensors as fake or meta tensors of global shape) and returns a
-`Rule`, or None where the call cannot be split at all. Rules are registered when the family modules are
-imported; registering an operator twice raises.
+`Rule`, the notation alone as a string, or None where the call cannot be split at all. Our rules are registered
+when the family modules are imported; registering an operator twice raises.
 """
 
 from __future__ import annotations
@@ -12,28 +12,35 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverloadPacket
+from torch.library import CustomOpDef
 from torch.utils import _pytree as pytree
 
+from autoshard.errors import InvalidSpecError
 from autoshard.rules.notation import BoundRule, Rule, bind
 
-RuleFunction = Callable[..., Rule | None]
+RuleFunction = Callable[..., Rule | str | None]
 _Function = TypeVar("_Function", bound=RuleFunction)
 
 _rules: dict[Any, RuleFunction] = {}
+_inferred: dict[Any, tuple[str, ...]] = {}
 
 
 def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
     """Register the decorated function as the sharding rule of `operators`.
 
-    Operators are `torch.ops` overloads, or their names ("library.name.overload") where the library that defines
-    them may not be imported yet.
+    Operators are `torch.ops` overloads, what `torch.library.custom_op` or `triton_op` gave, or names
+    ("library.name.overload") where the library that defines them may not be imported yet.
+
+    The function takes the arguments of a call, tensors as fake tensors of global shape, and returns a `Rule`, its
+    notation alone as a string, or None for a call that cannot be split.
 
     Raises:
         ValueError: an operator already has a rule.
     """
 
     def register(function: _Function) -> _Function:
-        for operator in operators:
+        for operator in map(as_overload, operators):
             if operator in _rules:
                 raise ValueError(f"{operator} already has a sharding rule: {_rules[operator].__qualname__}")
             _rules[operator] = function
@@ -42,9 +49,36 @@ def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
     return register
 
 
+def as_overload(operator: Any) -> Any:
+    """The overload that stands in traced programs for `operator`.
+
+    Raises:
+        InvalidSpecError: a name in `torch.ops` that stands for several overloads.
+    """
+    if isinstance(operator, CustomOpDef):
+        return operator._opoverload
+    if not isinstance(operator, OpOverloadPacket):
+        return operator
+    overloads = operator.overloads()
+    if len(overloads) != 1:
+        names = ", ".join(f"{operator}.{name}" for name in overloads)
+        raise InvalidSpecError(f"{operator} has {len(overloads)} overloads; name one of them: {names}.")
+    return getattr(operator, overloads[0])
+
+
 def has_rule(operator: Any) -> bool:
     """Whether `operator` has a sharding rule."""
-    return _find(operator) is not None
+    return _find(as_overload(operator)) is not None
+
+
+def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
+    """Note that the rules of an operator were found by running it; `rules` as text."""
+    _inferred[operator] = rules
+
+
+def inferred_operators() -> dict[str, tuple[str, ...]]:
+    """Operators whose rules were found by running them, with these rules: assumptions of every plan that uses them."""
+    return {str(operator): rules for operator, rules in _inferred.items()}
 
 
 def _find(operator: Any) -> RuleFunction | None:
@@ -65,6 +99,8 @@ def bound_rule(
     rule = function(*args, **kwargs) if function is not None else None
     if rule is None:
         return None
+    if isinstance(rule, str):
+        rule = Rule(rule)
     operands = tensor_operands(args, kwargs)
     if rule.transparent and any(operand.is_complex() for operand in operands):
         rule = _with_sums_only(rule)

@@ -1,0 +1,374 @@
+"""Find the sharding rule of an operator by running it on shards.
+
+1. Find which dims of the operands change their size together: each such set may be a factor (`sampling`).
+2. Draw operands of several sizes and values, and run the operator whole.
+3. For each factor, cut the operands that have it, run the operator on each piece, and keep, for each result,
+   the ways in which the pieces make up the whole: concatenated along a dim, reduced, or all equal.
+   Where nothing does, try also with other operands cut into random addends (the bias of a product).
+4. For each set of operands, cut them into random addends and keep it if the results add up: there it is linear.
+
+What held on all draws is kept; a factor that fails once, or could not be tried at two sizes, is blocked. This is
+evidence, no proof: inferred rules are listed by `registry.inferred_operators`. The idea of finding parallel
+dims by execution follows EasyDist's ShardCombine (Alibaba, 2023); redrawn sizes, addends and linearity are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.errors import RuleInferenceError
+from autoshard.rules.notation import Dims, Rule, bind, parse, render
+from autoshard.rules.registry import as_overload, has_rule, mark_inferred, sharding_rule, tensor_operands
+from autoshard.rules.sampling import Call, Sampler, Tie, Trial, agree, call_of, is_additive
+
+Outcome = int | str
+"""How pieces of a result make it up: concatenated along a dim, reduced ("sum", "max", "min"), or "whole"."""
+
+_REDUCERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+_REDUCTIONS = tuple(_REDUCERS)
+_DRAWS = 4
+_FEWEST_TRIALS = 4
+_MOST_OPERANDS_FOR_ALL_SETS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFactor:
+    """A factor that may be split.
+
+    Args:
+        tie: the operand dims that carry it.
+        outcomes: for each result, how its pieces make it up.
+        added: operands that must be addends where the factor is split.
+    """
+
+    tie: Tie
+    outcomes: tuple[Outcome, ...]
+    added: frozenset[int]
+
+    @property
+    def reduction(self) -> str | None:
+        """The reduction over this factor, or None where no result needs one."""
+        return next((outcome for outcome in self.outcomes if outcome in _REDUCTIONS), None)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A rule, and the calls it was found for: those with the same ranks, types and other arguments."""
+
+    kind: str
+    rule: Rule
+
+
+def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) -> Rule:
+    """Find the sharding rule of an operator by running it on shards, and register it.
+
+    The rule covers calls like the sample: operands of the same ranks, all other arguments equal. Infer again with
+    another sample to cover other calls. Calls not covered run whole on every device.
+
+    Args:
+        operator: a `torch.ops` overload, or what `torch.library.custom_op` or `triton_op` gave.
+        sample_inputs: a tuple of positional or a dict of keyword arguments that the operator accepts, with real
+            tensors. Dims of size one are taken to be of size one always; let other dims be 2 or larger, with sizes
+            that differ where they may. The operator is run hundreds of times: small tensors will do.
+
+    Returns:
+        The rule. Dims that may not be split are `_`; all of them, where nothing could be split.
+
+    Raises:
+        RuleInferenceError: the operator is random, writes to an operand, gives no tensors, or refuses what is drawn.
+        ValueError: the operator has a rule that was written.
+
+    Example:
+        >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())
+        ... def scaled_sum(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ...     return (x * w).sum(0)
+        >>> print(infer_rule(scaled_sum, (torch.randn(6, 4), torch.randn(4))))
+        a b, b -> b  (a: sum; linear in (0), (1))
+    """
+    operator = as_overload(operator)
+    known = _cases.get(operator)
+    if known is None and has_rule(operator):
+        raise ValueError(f"{operator} already has a sharding rule; there is nothing to infer.")
+    args, kwargs = ((), sample_inputs) if isinstance(sample_inputs, Mapping) else (sample_inputs, {})
+    rule = find_rule(operator, args, kwargs)
+    if known is None:
+        known = _cases[operator] = []
+        sharding_rule(operator)(_rule_function(operator))
+    known.insert(0, _Case(_kind_of_call(operator, args, kwargs), rule))
+    mark_inferred(operator, tuple(str(case.rule) for case in known))
+    return rule
+
+
+_cases: dict[Any, list[_Case]] = {}
+
+
+def _rule_function(operator: Any) -> Any:
+    """The rule function of an operator with inferred cases."""
+
+    def inferred(*args: Any, **kwargs: Any) -> Rule | None:
+        kind = _kind_of_call(operator, args, kwargs)
+        shapes = [tuple(x.shape) for x in tensor_operands(args, kwargs)]
+        fitting = (case.rule for case in _cases[operator] if case.kind == kind and _fits(case.rule, shapes))
+        return next(fitting, None)
+
+    return inferred
+
+
+def _kind_of_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """All that a rule may depend on but sizes: arguments by name, tensors by rank and kind of number."""
+    arguments = {a.name: a.default_value for a in operator._schema.arguments}
+    arguments.update(zip(arguments, args, strict=False))
+    arguments.update(kwargs)
+    return repr({name: _kind_of(value) for name, value in arguments.items()})
+
+
+def _kind_of(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_kind_of(item) for item in value]
+    if isinstance(value, torch.device):
+        return "device"
+    return _kind_of_tensor(value) if isinstance(value, Tensor) else value
+
+
+def _kind_of_tensor(x: Tensor) -> str:
+    kinds = {"float": x.is_floating_point(), "complex": x.is_complex(), "bool": x.dtype == torch.bool}
+    return f"{next((kind for kind, has in kinds.items() if has), 'integer')}[{x.dim()}]"
+
+
+def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether each factor has one size over all operands, and dims without a factor are of size one."""
+    assert isinstance(rule.notation, str)
+    operands, _ = parse(rule.notation)
+    sizes: dict[str, set[int]] = {"1": {1}}
+    for dims, shape in zip(operands, shapes, strict=True):
+        for dim, size in zip(dims, shape, strict=True):
+            sizes.setdefault(dim[0] if dim else "1", set()).add(size)
+    return all(len(found) == 1 for name, found in sizes.items() if name != "_")
+
+
+def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
+    """The rule that holds on all draws; see `infer_rule`. Nothing is registered."""
+    call, sample = call_of(operator, args, kwargs)
+    _check_operator(call, sample)
+    sampler = Sampler(call, sample).in_widest_type()
+    ties = sampler.ties()
+    trials = list(sampler.trials(ties, _DRAWS))
+    _check_trials(call, ties, trials)
+    factors = [found for tie in ties if (found := _find_factor(sampler, tie, trials)) is not None]
+    rule = _assemble(sampler, _compatible(factors), trials)
+    for trial in trials:
+        bind(rule, [x.shape for x in trial.operands], [x.shape for x in trial.results])
+    return rule
+
+
+def _check_operator(call: Call, sample: Sequence[Tensor]) -> None:
+    """Refuse what no rule can be found for, by what the operator says and by what it does."""
+    name, schema = str(call.operator), call.operator._schema
+    if schema.is_mutable:
+        raise RuleInferenceError(
+            f"{name} writes to an operand ({schema}); a rule needs an operator without side effects."
+        )
+    if torch.Tag.nondeterministic_seeded in call.operator.tags:
+        raise RuleInferenceError(f"{name} draws random numbers, which must not depend on the mesh. {_BY_HAND}")
+    before = [x.clone() for x in sample]
+    results, again = call.run(sample), call.run(sample)
+    if not results:
+        raise RuleInferenceError(f"{name} gives no tensors ({schema}); there is nothing to split.")
+    if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, sample, strict=True)):
+        raise RuleInferenceError(f"{name} changes its operands, though its schema does not say so ({schema}).")
+    if not all(agree(x, y) for x, y in zip(results, again, strict=True)):
+        raise RuleInferenceError(f"{name} gives other results when it is run again: it is random. {_BY_HAND}")
+
+
+_BY_HAND = "Write its rule by hand, with @autoshard.sharding_rule."
+
+
+def _check_trials(call: Call, ties: Sequence[Tie], trials: Sequence[Trial]) -> None:
+    ranks = {tuple(x.dim() for x in trial.results) for trial in trials}
+    if len(ranks) != 1:
+        raise RuleInferenceError(f"{call.operator}: the ranks of its results vary: {sorted(ranks)}. {_BY_HAND}")
+    if ties and len(trials) < _FEWEST_TRIALS:
+        raise RuleInferenceError(
+            f"{call.operator} accepts the sample, but only {len(trials) - 1} draws with other sizes and values: "
+            f"too few to trust a rule. {_BY_HAND}"
+        )
+
+
+def _find_factor(sampler: Sampler, tie: Tie, trials: Sequence[Trial]) -> FoundFactor | None:
+    """The factor that `tie` carries, or None where splitting it is wrong in some trial."""
+    carriers = {operand for operand, _ in tie}
+    addends = [i for i in _additive(sampler.sample) if i not in carriers]
+    for added in chain([()], combinations(addends, 1), combinations(addends, 2)):
+        outcomes = _outcomes(sampler, tie, frozenset(added), trials)
+        chosen = _choose(tie, outcomes, trials)
+        if chosen is not None:
+            found = FoundFactor(tie, chosen, frozenset(added))
+            if not added or found.reduction == "sum":
+                return found
+    return None
+
+
+def _outcomes(sampler: Sampler, tie: Tie, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
+    """For each result, the outcomes that held in all trials; none where there were fewer than two sizes to try."""
+    found: list[set[Outcome]] = [
+        {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
+        for x in trials[0].results
+    ]
+    sizes = set()
+    for trial in trials:
+        for pieces in _piece_counts(trial.size(tie)):
+            parts = [sampler.call.attempt(operands) for operands in _cut(sampler, tie, added, trial, pieces)]
+            found = [
+                {
+                    outcome
+                    for outcome in outcomes
+                    if _makes_up(outcome, [None if part is None else part[i] for part in parts], whole)
+                }
+                for i, (outcomes, whole) in enumerate(zip(found, trial.results, strict=True))
+            ]
+            sizes.add(trial.size(tie))
+            if not all(found):
+                return found
+    return found if len(sizes) > 1 else [set() for _ in found]
+
+
+def _piece_counts(size: int) -> list[int]:
+    """Into how many pieces a dim is cut: few, and single elements of a small one."""
+    return [count for count in (2, 3, size) if count > 1 and size % count == 0 and count <= 8]
+
+
+def _cut(sampler: Sampler, tie: Tie, added: frozenset[int], trial: Trial, pieces: int) -> Iterator[tuple[Tensor, ...]]:
+    """The operands of each piece: dims of `tie` sliced, operands of `added` as addends, others whole."""
+    split: list[Sequence[Tensor]] = []
+    for index, operand in enumerate(trial.operands):
+        parts: Sequence[Tensor] = [operand] * pieces
+        if index in added:
+            parts = sampler.addends(operand, pieces)
+        for dim in sorted(dim for carrier, dim in tie if carrier == index):
+            parts = [part.chunk(pieces, dim)[rank].contiguous() for rank, part in enumerate(parts)]
+        split.append(parts)
+    return iter(zip(*split, strict=True))
+
+
+def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
+    """Whether `parts` make up `whole` in this way; a piece is None where the operator refused its operands."""
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts) or len({part.shape for part in present}) != 1:
+        return False
+    if present[0].dim() != whole.dim() or present[0].dtype != whole.dtype:
+        return False
+    if isinstance(outcome, int):
+        return agree(torch.cat(present, outcome), whole)
+    if present[0].shape != whole.shape:
+        return False
+    if outcome == "whole":
+        return all(agree(part, whole) for part in present)
+    return agree(_REDUCERS[outcome](torch.stack(present)), whole)
+
+
+def _choose(tie: Tie, outcomes: Sequence[set[Outcome]], trials: Sequence[Trial]) -> tuple[Outcome, ...] | None:
+    """One outcome for each result: a dim before "whole" before a reduction, which is the same for all results."""
+    for reduction in _REDUCTIONS:
+        chosen = [_best(tie, index, found, reduction, trials) for index, found in enumerate(outcomes)]
+        if all(outcome is not None for outcome in chosen):
+            return tuple(outcome for outcome in chosen if outcome is not None)
+    return None
+
+
+def _best(tie: Tie, index: int, found: set[Outcome], reduction: str, trials: Sequence[Trial]) -> Outcome | None:
+    dims = [outcome for outcome in sorted(found, key=str) if isinstance(outcome, int)]
+    for dim in dims:
+        if all(trial.results[index].shape[dim] % trial.size(tie) == 0 for trial in trials):
+            return dim
+    return next((outcome for outcome in ("whole", reduction) if outcome in found), None)
+
+
+def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
+    """The factors that one rule can hold: each result dim has one factor, and all sums agree on what is added."""
+    kept: list[FoundFactor] = []
+    for factor in factors:
+        taken = {(i, outcome) for other in kept for i, outcome in enumerate(other.outcomes) if isinstance(outcome, int)}
+        is_free = not taken & set(enumerate(factor.outcomes))
+        reduced = [other for other in kept if other.reduction]
+        if is_free and (factor.reduction is None or all(other.added == factor.added for other in reduced)):
+            kept.append(factor)
+    return kept
+
+
+def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence[Trial]) -> Rule:
+    """The rule that these factors, and the linearity that all trials show, make up."""
+    names = {factor: _name(position) for position, factor in enumerate(factors)}
+    operands = tuple(_operand_dims(index, x, names) for index, x in enumerate(sampler.sample))
+    results = tuple(_result_dims(index, names, trials) for index in range(len(trials[0].results)))
+    whole = {
+        name: tuple(i for i, outcome in enumerate(factor.outcomes) if outcome == "whole")
+        for factor, name in names.items()
+    }
+    return Rule(
+        f"{render(operands)} -> {render(results)}",
+        reduce={name: factor.reduction for factor, name in names.items() if factor.reduction is not None},
+        linear=_linear_sets(sampler, trials),
+        added=sorted({index for factor in factors for index in factor.added}),
+        whole={name: results for name, results in whole.items() if results},
+    )
+
+
+def _name(position: int) -> str:
+    return chr(ord("a") + position) if position < 26 else f"f{position}"
+
+
+def _operand_dims(index: int, operand: Tensor, names: Mapping[FoundFactor, str]) -> Dims:
+    owners = {dim: (name,) for factor, name in names.items() for carrier, dim in factor.tie if carrier == index}
+    return tuple(owners.get(dim, () if size == 1 else ("_",)) for dim, size in enumerate(operand.shape))
+
+
+def _result_dims(index: int, names: Mapping[FoundFactor, str], trials: Sequence[Trial]) -> Dims:
+    owners = {factor.outcomes[index]: (factor, name) for factor, name in names.items()}
+    return tuple(_result_dim(index, dim, owners.get(dim), trials) for dim in range(trials[0].results[index].dim()))
+
+
+def _result_dim(
+    index: int, dim: int, owner: tuple[FoundFactor, str] | None, trials: Sequence[Trial]
+) -> tuple[str, ...]:
+    """A factor; with a blocked minor one where the dim is a multiple of it."""
+    sizes = [trial.results[index].shape[dim] for trial in trials]
+    if owner is None:
+        return () if set(sizes) == {1} else ("_",)
+    factor, name = owner
+    is_factor = all(size == trial.size(factor.tie) for size, trial in zip(sizes, trials, strict=True))
+    return (name,) if is_factor else (name, "_")
+
+
+def _linear_sets(sampler: Sampler, trials: Sequence[Trial]) -> list[tuple[int, ...]]:
+    """The sets of operands in which all results are jointly linear."""
+    if not all(map(is_additive, trials[0].results)):
+        return []
+    additive = _additive(sampler.sample)
+    largest = len(additive) if len(additive) <= _MOST_OPERANDS_FOR_ALL_SETS else 2
+    sets = chain.from_iterable(combinations(additive, size) for size in range(1, largest + 1))
+    return [chosen for chosen in sets if all(_is_linear(sampler, chosen, trial) for trial in trials)]
+
+
+def _is_linear(sampler: Sampler, chosen: Sequence[int], trial: Trial) -> bool:
+    """Whether results add up where the chosen operands are cut into random addends."""
+    for count in (2, 3):
+        cut = [sampler.addends(x, count) if index in chosen else [x] * count for index, x in enumerate(trial.operands)]
+        parts = [sampler.call.attempt(operands) for operands in zip(*cut, strict=True)]
+        for index, whole in enumerate(trial.results):
+            if not _makes_up("sum", [None if part is None else part[index] for part in parts], whole):
+                return False
+    return True
+
+
+def _additive(operands: Sequence[Tensor]) -> list[int]:
+    return [index for index, operand in enumerate(operands) if is_additive(operand)]

@@ -1,0 +1,230 @@
+"""Calls to learn from: an operator's arguments, redrawn in other sizes and values.
+
+What is drawn must be able to expose a wrong rule. Values are normal, small and large, and also like the
+sample's own, as an operator may be defined for positive numbers only. Sizes are those the operator accepts:
+dims that can only change together are found by trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Dim = tuple[int, int]
+"""A dim of an operand: index of the operand, position of the dim."""
+
+Tie = frozenset[Dim]
+"""Dims whose sizes change together."""
+
+_REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ArithmeticError)
+"""What operators raise on operands that do not suit them."""
+
+_SMALL_SIZES = (2, 3, 4, 6, 8, 9, 12)
+_NORMAL_SCALES = (1.0, 10.0, 100.0)
+_MOST_TIED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator with its tensors taken out.
+
+    Args:
+        operator: a `torch.ops` overload.
+        leaves: all arguments, flattened; None in the place of tensors.
+        spec: how `leaves` make up `(args, kwargs)`.
+        places: positions of the tensors in `leaves`.
+    """
+
+    operator: Any
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    places: tuple[int, ...]
+
+    def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The tensor results of the call on `operands`, in order; raises what the operator raises."""
+        leaves = list(self.leaves)
+        for place, operand in zip(self.places, operands, strict=True):
+            leaves[place] = operand
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with torch.no_grad():
+            results = self.operator(*args, **kwargs)
+        return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+
+    def attempt(self, operands: Sequence[Tensor]) -> list[Tensor] | None:
+        """The tensor results, or None where the operator refuses the operands."""
+        try:
+            return self.run(operands)
+        except _REFUSALS:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Operands that the operator accepts, with its results on one device."""
+
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+    def size(self, tie: Tie) -> int:
+        """The size that the dims of `tie` have here."""
+        operand, dim = min(tie)
+        return self.operands[operand].shape[dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Draws operands for a call from a sample.
+
+    Args:
+        call: the call.
+        sample: operands it accepts.
+        generator: of all random numbers, so that a rule does not depend on the run.
+    """
+
+    call: Call
+    sample: tuple[Tensor, ...]
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def in_widest_type(self) -> Sampler:
+        """The same with floats in double precision, if the operator takes it: there less is lost by rounding."""
+        wide = tuple(map(_widened, self.sample))
+        return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
+
+    def ties(self) -> list[Tie]:
+        """The smallest sets of dims that the operator lets change together; dims of size one never change."""
+        open_dims = [(i, dim) for i, x in enumerate(self.sample) for dim in range(x.dim()) if x.shape[dim] > 1]
+        found: list[Tie] = []
+        while open_dims:
+            tie = self._smallest_tie(open_dims[0], open_dims[1:])
+            taken = tie or frozenset({open_dims[0]})
+            open_dims = [dim for dim in open_dims if dim not in taken]
+            if tie is not None:
+                found.append(tie)
+        return found
+
+    def _smallest_tie(self, dim: Dim, others: Sequence[Dim]) -> Tie | None:
+        equal = [other for other in others if self._size(other) == self._size(dim)]
+        for count in range(min(len(equal), _MOST_TIED) + 1):
+            for partners in combinations(equal, count):
+                if self._can_change(frozenset({dim, *partners})):
+                    return frozenset({dim, *partners})
+        return None
+
+    def _can_change(self, tie: Tie) -> bool:
+        size = self._size(min(tie))
+        changed = (self.call.attempt(self.draw({tie: new}, None)) for new in (2 * size, 3 * size, size + 1))
+        return any(results is not None for results in changed)
+
+    def _size(self, dim: Dim) -> int:
+        return self.sample[dim[0]].shape[dim[1]]
+
+    def trials(self, ties: Sequence[Tie], count: int) -> Iterator[Trial]:
+        """The sample itself, then up to `count` draws for each way to draw values."""
+        yield from self._trial(self.sample)
+        for scale in (None, *_NORMAL_SCALES):
+            for _ in range(count):
+                yield from self._drawn_trial(ties, scale)
+
+    def _drawn_trial(self, ties: Sequence[Tie], scale: float | None) -> Iterator[Trial]:
+        """At most one trial: sizes are drawn small first, then as multiples of the sample's."""
+        for draw_size in (self._small_size, self._small_size, self._multiple, self._multiple):
+            trial = list(self._trial(self.draw({tie: draw_size(tie) for tie in ties}, scale)))
+            if trial:
+                yield from trial
+                return
+
+    def _trial(self, operands: Sequence[Tensor]) -> Iterator[Trial]:
+        results = self.call.attempt(operands)
+        if results is not None:
+            yield Trial(tuple(operands), tuple(results))
+
+    def _small_size(self, tie: Tie) -> int:
+        """Not smaller than in the sample if there are integers, which may index this dim."""
+        if any(not _is_float(x) for x in self.sample):
+            return self._multiple(tie)
+        return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
+
+    def _multiple(self, tie: Tie) -> int:
+        return self._size(min(tie)) * (1 + self._integer(3))
+
+    def _integer(self, limit: int) -> int:
+        return int(torch.randint(limit, (), generator=self.generator))
+
+    def draw(self, sizes: Mapping[Tie, int], scale: float | None) -> tuple[Tensor, ...]:
+        """Operands with the dims of ties in new sizes.
+
+        Args:
+            sizes: new size of the dims of each tie; others stay.
+            scale: of normal values; None draws values like the sample's. Integers are always like the sample's.
+        """
+        shapes = [list(x.shape) for x in self.sample]
+        for tie, size in sizes.items():
+            for operand, dim in tie:
+                shapes[operand][dim] = size
+        return tuple(self._values(x, shape, scale) for x, shape in zip(self.sample, shapes, strict=True))
+
+    def _values(self, like: Tensor, shape: Sequence[int], scale: float | None) -> Tensor:
+        if not _is_float(like):
+            return self._chosen(like, shape)
+        if scale is None and bool(like.any()) and bool(like.isfinite().all()):
+            return self._chosen(like, shape) * self.noise(like, shape).sigmoid().add(0.5)
+        return self.noise(like, shape) * (scale or 1.0)
+
+    def _chosen(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Elements of `like`, picked at random."""
+        if like.numel() == 0:
+            return like.new_zeros(tuple(shape))
+        index = torch.randint(like.numel(), tuple(shape), generator=self.generator)
+        return like.flatten()[index.to(like.device)]
+
+    def noise(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Normal values of the type of `like`."""
+        dtype = torch.complex128 if like.is_complex() else torch.float64
+        return torch.randn(tuple(shape), dtype=dtype, generator=self.generator).to(like)
+
+    def addends(self, x: Tensor, count: int) -> list[Tensor]:
+        """`count` random tensors that add up to `x`."""
+        scale = x.abs().amax() if x.numel() else 1.0
+        noise = [self.noise(x, x.shape) * scale for _ in range(count - 1)]
+        return [*noise, x - sum(noise)]
+
+
+def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, tuple[Tensor, ...]]:
+    """A call taken apart: what stays, and its tensor operands, detached."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return Call(operator, rest, spec, places), tuple(leaves[place].detach() for place in places)
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results are equal up to rounding, relative to each element and, far less, to the largest."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not _is_float(expected):
+        return bool(torch.equal(found, expected))
+    relative, absolute = (1e-7, 1e-11) if expected.dtype in (torch.float64, torch.complex128) else (1e-3, 1e-5)
+    finite = expected[expected.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(found, expected, rtol=relative, atol=absolute * largest, equal_nan=True)
+
+
+def is_additive(x: Tensor) -> bool:
+    """Whether partial sums of `x` can be drawn and compared."""
+    return _is_float(x)
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _widened(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x
