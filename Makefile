@@ -3,6 +3,7 @@
 #   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
 #   make test                  lint, types, and every test that is not slow (what CI runs)
 #   make test-all              the slow tests too
+#   make zoo                   sixty architectures and more on a simulated mesh, beside one device; tests/zoo/results.md
 #   make lint | make format    check the style | put it right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
 #
@@ -12,7 +13,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format types pytest clean
+.PHONY: help demo test test-all zoo lint format types pytest clean
 
 VENV := .venv
 PIP_FLAGS ?=
@@ -53,6 +54,9 @@ test: lint types
 
 test-all: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS)
+
+zoo: $(READY)
+	$(PYTHON) -m tests.zoo --jobs $(WORKERS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

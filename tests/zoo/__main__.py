@@ -1,0 +1,74 @@
+"""`python -m tests.zoo [--only PATTERN ...]`: run architectures, and write `tests/zoo/results.md`.
+
+Each runs in a process of its own, with limits of time and memory, so that one that hangs or is killed is a line of
+the table like any other. Results are kept in `results.json`: those of architectures that are not run stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import fnmatch
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.zoo.check import Result
+from tests.zoo.processes import Limits, run_all
+from tests.zoo.report import markdown, rich_table
+from tests.zoo.table import ARCHITECTURES
+
+PAGE = Path(__file__).with_name("results.md")
+KEPT = Path(__file__).with_name("results.json")
+
+
+def main(arguments: list[str]) -> int:
+    """Run what was asked for; 0 if all of it passed."""
+    options = _parser().parse_args(arguments)
+    names = [name for name in ARCHITECTURES if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)]
+    limits = Limits(options.seconds, options.search_seconds, options.gigabytes)
+    console = Console(soft_wrap=True)
+    results: list[Result] = []
+    for result in run_all(names, limits, options.jobs):
+        results.append(result)
+        verdict = "passed" if result.passed else f"{result.stage}: {result.reason}"
+        console.print(f"{len(results):4}/{len(names)} {result.name}: {verdict}", markup=False, highlight=False)
+        if options.tracebacks and result.traceback:
+            console.print(result.traceback, markup=False, highlight=False)
+        _write(result)
+    results.sort(key=lambda result: names.index(result.name))
+    console.print(rich_table(results))
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _write(result: Result) -> None:
+    """Put a result among the kept ones, and write the page anew. Two runs at once do not lose each other's."""
+    with PAGE.open("a") as page:
+        fcntl.flock(page, fcntl.LOCK_EX)
+        _write_locked(result)
+
+
+def _write_locked(result: Result) -> None:
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept[result.name] = asdict(result) | {"traceback": ""}
+    kept = {name: kept[name] for name in ARCHITECTURES if name in kept}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    PAGE.write_text(markdown([Result(**fields) for fields in kept.values()], len(ARCHITECTURES)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=["*"], help="globs of names")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each architecture")
+    parser.add_argument("--search-seconds", type=float, default=10.0, help="of these, for the search")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="for each architecture")
+    parser.add_argument("--tracebacks", action="store_true", help="print where each that failed did")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

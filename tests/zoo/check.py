@@ -1,0 +1,225 @@
+"""Run one architecture on a simulated mesh, under a memory limit that forces parameters to be split.
+
+In order: (1) trace; (2) find the smallest peak memory that the planner knows a plan for, and that of a plan without
+splits, and set the limit between them, near the smallest; (3) plan under it; (4) lower, and prove the lowered program
+equal to the traced one; (5) run forward and backward on the simulator through `ShardedModule`, as a user would;
+(6) compare the loss and every gradient with one device.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard import Mesh
+from autoshard.api import local_cluster
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.runtime.engine import Engine, SimulatorEngine
+from autoshard.runtime.executable import CompiledProgram
+from autoshard.runtime.sharded_module import Request, ShardedModule
+from autoshard.tracing import check_guards, trace
+from passes.build_assignment import PlanningProblem
+from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem, prepare
+from passes.search import Search
+from passes.smallest_peak import choice_of_smallest_peak
+from passes.verify_phases import verify_phases
+from passes.verify_program import verify_program
+from tests.zoo.architecture import Architecture
+
+MESH = Mesh({"data": 2, "model": 2})
+
+SLACK = 0.15
+"""How far the memory limit is from the smallest peak towards that of an unsplit plan."""
+
+SCALE_FLOOR = 1e-2
+"""Gradients smaller than this part of the largest one are compared on that scale: some are zero but for rounding."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of one architecture.
+
+    Args:
+        stage: where it is, or where it stopped: "build", "trace", "plan", "lower", "verify",
+            "run", "compare", "done".
+        replicated: operators that run whole on every rank for want of a rule, and how many calls of each.
+        seconds: wall time of each stage that ended.
+        parameters, split: tensors of the model, and how many of them the plan splits.
+        error: largest relative error of the loss and gradients, and `worst`, the tensor that has it.
+        reason: why it did not pass; empty if it did. `traceback`: of the exception that ended it.
+    """
+
+    name: str
+    family: str
+    stage: str = "build"
+    nodes: int = 0
+    replicated: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    parameters: int = 0
+    split: int = 0
+    error: float = 0.0
+    worst: str = ""
+    reason: str = ""
+    traceback: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss and gradients equal one device, with parameters split."""
+        return self.stage == "done" and not self.reason
+
+
+Report = Callable[[Result], None]
+
+
+def check(architecture: Architecture, time_budget_s: float = 20.0, report: Report = lambda result: None) -> Result:
+    """What becomes of an architecture.
+
+    Args:
+        architecture: what to run.
+        time_budget_s: for the search for a plan; 0: take the one of the smallest peak.
+        report: is given the result, as far as it is known, as each stage starts.
+
+    Raises:
+        Exception: whatever a stage raises; the last result that was reported says which one.
+    """
+    result = Result(architecture.name, str(architecture.family))
+    compiler = TightCompiler(time_budget_s, result, report)
+    compiler.enter("build")
+    model, inputs = architecture.build()
+    expected = observe(copy.deepcopy(model), inputs)
+    found = observe(ShardedModule(model, SimulatorEngine(MESH), compiler), inputs)
+    compiler.enter("compare")
+    result.worst, result.error = largest_error(found, expected)
+    result.stage, result.reason = "done", _failing(result, architecture)
+    return result
+
+
+def observe(network: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The loss, or the outputs where there is none, and the gradients of all parameters."""
+    outputs = [leaf for leaf in pytree.tree_leaves(network(**inputs)) if isinstance(leaf, torch.Tensor)]
+    differentiable = [output for output in outputs if output.requires_grad]
+    scalars = [output for output in differentiable if output.ndim == 0]
+    if scalars:
+        seen = {"loss": scalars[0]}
+        scalars[0].backward()
+    else:
+        seen = {f"output:{index}": output for index, output in enumerate(differentiable)}
+        torch.stack([_weighted_sum(output) for output in differentiable]).sum().backward()
+    found = {name: value.detach().clone() for name, value in seen.items()}
+    gradients = {name: item.grad for name, item in network.named_parameters() if item.grad is not None}
+    return found | {f"gradient of {name}": gradient.clone() for name, gradient in gradients.items()}
+
+
+def _weighted_sum(output: torch.Tensor) -> torch.Tensor:
+    """A scalar in which each element counts differently."""
+    return (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum()
+
+
+def largest_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+    """The value that differs most, relative to the largest element of its tensor (see `SCALE_FLOOR`)."""
+    if found.keys() != expected.keys():
+        return f"only one of the two has {sorted(found.keys() ^ expected.keys())[:3]}", float("inf")
+    scales = {name: float(value.abs().max()) for name, value in expected.items() if value.numel()}
+    floor = SCALE_FLOOR * max((scale for name, scale in scales.items() if "gradient" in name), default=0.0)
+    errors = {name: _difference(found[name], expected[name]) / max(scale, floor) for name, scale in scales.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return worst, errors[worst]
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    return float((found.double() - expected.double()).abs().max().nan_to_num(float("inf")))
+
+
+def _failing(result: Result, architecture: Architecture) -> str:
+    if not result.error <= architecture.tolerance:
+        return f"{result.worst} is off by {result.error:.2g} of its scale"
+    if not result.split:
+        return "no parameter is split"
+    return ""
+
+
+@dataclass(slots=True)
+class TightCompiler:
+    """The runtime's `Compiler` that plans for as little memory as it can; see the module's docstring."""
+
+    time_budget_s: float
+    result: Result
+    report: Report
+    _since: float = field(default_factory=time.perf_counter)
+
+    def enter(self, stage: str) -> None:
+        """Report that a stage begins, and how long the one before took."""
+        start, self._since = self._since, time.perf_counter()
+        self.result.seconds[self.result.stage] = round(self._since - start, 2)
+        self.result.stage = stage
+        self.report(self.result)
+
+    def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
+        """See `Compiler`."""
+        self.enter("trace")
+        program = trace(request.model, request.args, dict(request.kwargs), all_tangents=request.all_tangents)
+        self.result.nodes = len(program.graph.nodes)
+        self.enter("plan")
+        chosen = plan_tightly(program, self.time_budget_s)
+        self._note(program, chosen)
+        self.enter("lower")
+        phased = lower_program(program, chosen, local_cluster(MESH))
+        self.enter("verify")
+        verify_program(prepare(program), phased.lowered)
+        verify_phases(phased)
+        self.enter("run")
+        return CompiledProgram(phased, chosen)
+
+    def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
+        """See `Compiler`."""
+        return check_guards(program, inputs, state)
+
+    def _note(self, program: Program, chosen: Plan) -> None:
+        self.result.parameters = len(chosen.parameters)
+        self.result.split = sum(not item.spec.is_fully_replicated for item in chosen.parameters.values())
+        names = {name for name, _ in chosen.replicated_operators}
+        calls = [str(node.target) for node in program.graph.nodes if str(node.target) in names]
+        self.result.replicated = {name: calls.count(name) for name in sorted(names)}
+
+
+def plan_tightly(program: Program, time_budget_s: float) -> Plan:
+    """A plan under a memory limit that is near the smallest there is a plan for."""
+    cluster = local_cluster(MESH)
+    options = PlanOptions(time_budget_s=time_budget_s, with_baselines=False)
+    planning = planning_problem(program, MESH, cluster, options)
+    smallest = choice_of_smallest_peak(planning.assignment, planning.usage, planning.memory_row)
+    options = replace(options, memory_budget=_tight_limit(planning, smallest))
+    if time_budget_s <= 0:
+        return plan_of_choice(planning, smallest, planning.assignment.cost_of(smallest), None, cluster, options)
+    solution = Search(options.memory_budget, time_budget_s)(planning)
+    return plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+
+
+def _tight_limit(planning: PlanningProblem, smallest: Sequence[int]) -> float:
+    """Bytes per device: a bit over the smallest peak that is found, well below that of a plan without splits."""
+    low, high = (float(planning.usage(choice).max()) for choice in (smallest, _unsplit(planning)))
+    return low + SLACK * max(0.0, high - low)
+
+
+def _unsplit(planning: PlanningProblem) -> tuple[int, ...]:
+    """The choice in which each node runs whole on each rank."""
+    return tuple(_whole(planning, members[0]) for members in planning.members)
+
+
+def _whole(planning: PlanningProblem, name: str) -> int:
+    strategies = planning.space.sites[name].strategies
+    splits = [
+        sum(not spec.is_fully_replicated for spec in (*strategy.inputs, *strategy.outputs)) for strategy in strategies
+    ]
+    return int(np.argmin(splits))

@@ -1,0 +1,101 @@
+"""The table of results, for the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import transformers
+from rich.table import Table
+
+from tests.zoo.check import MESH, Result
+
+COLUMNS = ("architecture", "family", "nodes", "trace s", "plan s", "lower s", "split", "error", "runs whole", "result")
+
+
+def row(result: Result) -> tuple[str, ...]:
+    """The cells of one line."""
+    replicated = ", ".join(f"{_short(name)} x{count}" for name, count in result.replicated.items())
+    compared = result.stage == "done"
+    return (
+        result.name,
+        result.family,
+        str(result.nodes or ""),
+        *(f"{result.seconds[stage]:.1f}" if stage in result.seconds else "" for stage in ("trace", "plan", "lower")),
+        f"{result.split}/{result.parameters}" if result.parameters else "",
+        f"{result.error:.1e}" if compared else "",
+        replicated,
+        "passed" if result.passed else f"{result.stage}: {result.reason[:300]}",
+    )
+
+
+def rich_table(results: Sequence[Result]) -> Table:
+    """For the terminal."""
+    table = Table(*COLUMNS, title=summary(results))
+    for result in results:
+        cells = row(result)
+        table.add_row(*cells, style=None if result.passed else "red")
+    return table
+
+
+def markdown(results: Sequence[Result], known: int) -> str:
+    """As a page: what was run of all `known`, what did not pass, results, operators without a rule by how often."""
+    failing = [result for result in results if not result.passed]
+    lines = [
+        "# The zoo",
+        "",
+        "Written by `make zoo`: architectures of transformers with small random configs, each traced, planned under a",
+        "memory limit near the smallest there is a plan for, run on the simulator, and compared with one device (loss",
+        "and all gradients; the error is relative to the largest element of each tensor).",
+        "",
+        f"{summary(results)}; the table has {known}.",
+        f"{MESH}, torch {torch.__version__}, transformers {transformers.__version__}.",
+        "",
+        "## What does not pass",
+        "",
+        *([f"* **{result.name}** ({result.stage}): {_escape(result.reason)}" for result in failing] or ["Nothing."]),
+        "",
+        "## Results",
+        "",
+        "Split: parameters that the plan splits, of all. Runs whole: operators without a sharding rule, and calls.",
+        "",
+        _line(COLUMNS),
+        _line(["---"] * len(COLUMNS)),
+        *(_line([_escape(cell) for cell in row(result)]) for result in results),
+        "",
+        "## Operators without a rule",
+        "",
+        *_ranking(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def summary(results: Sequence[Result]) -> str:
+    """One line."""
+    families = Counter(result.family for result in results if result.passed)
+    parts = ", ".join(f"{count} {family}" for family, count in families.items())
+    return f"{sum(result.passed for result in results)} of {len(results)} architectures pass ({parts})"
+
+
+def _ranking(results: Sequence[Result]) -> list[str]:
+    models = Counter(name for result in results for name in result.replicated)
+    calls = Counter()
+    for result in results:
+        calls.update(result.replicated)
+    if not models:
+        return ["None."]
+    ranked = sorted(models, key=lambda name: (-models[name], -calls[name], name))
+    return [f"* `{name}`: {models[name]} architectures, {calls[name]} calls" for name in ranked]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("aten.").removesuffix(".default")
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
