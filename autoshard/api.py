@@ -325,13 +325,16 @@ class _Planner:
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
 
     def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
-        from passes.pipeline import lower_program, prepare
+        from passes.pipeline import lower_program
         from passes.verify_phases import verify_phases
+        from passes.verify_preparation import verify_preparation
         from passes.verify_program import verify_program
 
         phased = lower_program(program, chosen, self.cluster_for(chosen.mesh))
         if self.verify:
-            _LOGGER.debug("%s", verify_program(prepare(program), phased.lowered))
+            prepared = phased.lowered.traced
+            verify_preparation(program, prepared)
+            _LOGGER.debug("%s", verify_program(prepared, phased.lowered))
             verify_phases(phased)
         return phased
 
