@@ -20,6 +20,7 @@ from torch.fx import traceback as fx_traceback
 from torch.nn.utils import stateless
 from torch.utils import checkpoint as torch_checkpoint
 
+from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
@@ -168,6 +169,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield _compiling_flag(options.as_compiled)
     yield keep_operators_whole()
     yield without_checkpoints()
+    yield _refusing_inner_backward()
     yield _without_attention_fast_path()
     yield _without_fused_recurrent_layers()
     yield fx_traceback.preserve_node_meta()
@@ -207,6 +209,24 @@ def without_checkpoints() -> Iterator[None]:
         yield
     finally:
         torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction = saved
+
+
+@contextlib.contextmanager
+def _refusing_inner_backward() -> Iterator[None]:
+    """A backward that the model runs itself adds to `.grad`, where no program would see it."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TraceError(
+            "The model, or an autograd.Function of it, runs torch.autograd.backward itself (as reversible layers do), "
+            "which adds to .grad past what is traced. Use torch.autograd.grad there and return the gradients."
+        )
+
+    saved = torch.autograd.backward
+    torch.autograd.backward = refuse
+    try:
+        yield
+    finally:
+        torch.autograd.backward = saved
 
 
 @contextlib.contextmanager

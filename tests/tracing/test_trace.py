@@ -376,3 +376,35 @@ def test_no_noise_is_left() -> None:
     """Detaches, aliases and double transposes are gone."""
     counts = count_operators(trace(Mlp(), (torch.randn(6, 4),)))
     assert not counts.keys() & {"detach", "alias", "lift_fresh_copy", "copy"}
+
+
+class _Reversed(torch.autograd.Function):
+    """Computes again in its backward, and runs a backward through that."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            torch.autograd.backward((x.detach() * weight), grad)
+        return grad * weight, None
+
+
+def test_a_backward_of_the_models_own_is_refused() -> None:
+    """Its gradients would be missing from the program."""
+
+    class Reversible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _Reversed.apply(x * self.scale, self.weight).sum()
+
+    with pytest.raises(TraceError, match=r"runs torch\.autograd\.backward itself"):
+        trace(Reversible(), (torch.ones(2, 4),))
