@@ -216,9 +216,7 @@ def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None
 def reverse_ranks(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """The pieces that a collective brings, in the opposite order of ranks."""
     moving = (c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default)
-    wait = _pick(
-        graph, random, lambda node: node.target is c10d.wait_tensor.default and node.args[0].target in moving
-    )
+    wait = _pick(graph, random, lambda node: node.target is c10d.wait_tensor.default and node.args[0].target in moving)
     if wait is None:
         return None
     _insert(graph, wait, aten.flip.default, [0])
@@ -237,9 +235,7 @@ def change_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """Another number among the arguments of a call: a size, an offset, a divisor, an identity, a dim."""
 
     def numbers(node: fx.Node) -> list[int]:
-        return [
-            index for index, item in enumerate(node.args) if isinstance(item, (int, float)) and item is not None
-        ]
+        return [index for index, item in enumerate(node.args) if isinstance(item, (int, float)) and item is not None]
 
     node = _pick(graph, random, lambda node: bool(numbers(node)))
     if node is None:

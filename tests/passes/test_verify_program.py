@@ -167,9 +167,7 @@ def changes_numbers(program: LoweredProgram, mutated: fx.GraphModule) -> bool:
         results = simulate(mutated, program.mesh, values)
     except (AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError):
         return True
-    pairs = [
-        pair for ranks, others in zip(results, expected, strict=True) for pair in zip(ranks, others, strict=True)
-    ]
+    pairs = [pair for ranks, others in zip(results, expected, strict=True) for pair in zip(ranks, others, strict=True)]
     return not all(
         left.shape == right.shape and torch.allclose(left, right, rtol=1e-4, atol=1e-6, equal_nan=True)
         for left, right in pairs
