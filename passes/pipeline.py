@@ -18,6 +18,7 @@ from passes.baselines import solve_baselines
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.canonicalize import Canonicalize
 from passes.constraints import allowed_options
+from passes.cover import cover
 from passes.enumerate_strategies import EnumerateStrategies
 from passes.fold_blocks import fold_blocks
 from passes.insert_hubs import InsertHubs
@@ -138,6 +139,7 @@ def plan_of_choice(
         hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
         replicated_operators=planning.space.replicated_operators,
+        operators=cover(planning, choice),
     )
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from autoshard import api
+from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
 from autoshard.errors import AutoshardError, MeshError
@@ -89,7 +90,34 @@ def plan(
 
 
 @app.command()
-def doctor(as_json: _Json = False) -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model, as for plan: report on its operators. Without: report on this machine."),
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES to plan the model for.")] = "h100_sxm:1x4",
+    mesh: Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    precision: Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")] = "bf16",
+    as_json: _Json = False,
+) -> None:
+    """Say what this machine has, or which operators of a model run whole on every device and what that takes."""
+    if model is None:
+        _examine_machine(as_json)
+        return
+    loaded = load_model(model, batch=batch, seq=seq, precision=precision)
+    axes = None if mesh is None else parse_mesh(mesh)
+    result = api.plan(loaded.model, parse_cluster(cluster), example_inputs=loaded.inputs, mesh=axes)
+    if as_json:
+        _show(coverage_json(result))
+        return
+    _show(coverage_summary(result))
+    if rows := coverage_rows(result):
+        _show(coverage_table(rows))
+
+
+def _examine_machine(as_json: bool) -> None:
     """Say what this machine has, and compile a small model on the simulator as a test."""
     findings = diagnose()
     if as_json:

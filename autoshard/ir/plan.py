@@ -38,6 +38,27 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorCoverage:
+    """What a plan does with the calls of one operator on one line of the user's code.
+
+    Args:
+        operator: its name, "aten.mm.default".
+        source: the line, "model.py:12 in forward"; "" where unknown.
+        has_rule: whether a sharding rule covers these calls.
+        is_split: whether they are split over some axis; else they run whole on every rank.
+        calls: how many there are in a step.
+        time_s: predicted time of all of them on each rank, resharding left out.
+    """
+
+    operator: str
+    source: str
+    has_rule: bool
+    is_split: bool
+    calls: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What the cost models say of a plan.
 
@@ -76,6 +97,7 @@ class Plan:
         hardware: name of the cluster that priced the plan.
         memory_budget: bytes per device that the plan had to fit in, or None.
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
+        operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
     """
 
     mesh: Mesh
@@ -92,6 +114,20 @@ class Plan:
     memory_budget: int | None = None
     baselines: Mapping[str, float | None] = field(default_factory=dict)
     replicated_operators: tuple[tuple[str, str], ...] = ()
+    operators: tuple[OperatorCoverage, ...] = ()
+
+    @property
+    def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
+        """The program's operators by what the plan does with them, the most expensive first.
+
+        "split" over some axis; "replicated": run whole on every rank by choice; "without rule": run whole for want of
+        a sharding rule.
+        """
+        return {
+            "split": tuple(item for item in self.operators if item.is_split),
+            "replicated": tuple(item for item in self.operators if item.has_rule and not item.is_split),
+            "without rule": tuple(item for item in self.operators if not item.has_rule),
+        }
 
     @property
     def gap(self) -> float | None:
@@ -131,6 +167,7 @@ class Plan:
             "search_time_s": self.search_time_s,
             "baselines": dict(self.baselines),
             "replicated_operators": [list(item) for item in self.replicated_operators],
+            "operators": [asdict(item) for item in self.operators],
             "parameters": {name: _parameter_json(item) for name, item in self.parameters.items()},
             "outputs": {name: repr(spec) for name, spec in self.outputs.items()},
             "nodes": {name: _node_json(node) for name, node in self.nodes.items()},
@@ -158,6 +195,7 @@ class Plan:
             memory_budget=data["memory_budget"],
             baselines=data["baselines"],
             replicated_operators=tuple((name, line) for name, line in data["replicated_operators"]),
+            operators=tuple(OperatorCoverage(**item) for item in data.get("operators", ())),
         )
 
     def __str__(self) -> str:

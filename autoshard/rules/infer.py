@@ -180,6 +180,8 @@ def _check_operator(call: Call, sample: Sequence[Tensor]) -> None:
         )
     if torch.Tag.nondeterministic_seeded in call.operator.tags:
         raise RuleInferenceError(f"{name} draws random numbers, which must not depend on the mesh. {_BY_HAND}")
+    if any(x.is_meta for x in sample):
+        raise RuleInferenceError(f"{name} must be run to find its rule; sample_inputs has tensors without data (meta).")
     before = [x.clone() for x in sample]
     results, again = call.run(sample), call.run(sample)
     if not results:

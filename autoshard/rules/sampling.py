@@ -89,7 +89,7 @@ class Sampler:
 
     call: Call
     sample: tuple[Tensor, ...]
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu").manual_seed(0))
 
     def in_widest_type(self) -> Sampler:
         """The same with floats in double precision, if the operator takes it: there less is lost by rounding."""
@@ -154,7 +154,7 @@ class Sampler:
         return self._size(min(tie)) * (1 + self._integer(3))
 
     def _integer(self, limit: int) -> int:
-        return int(torch.randint(limit, (), generator=self.generator))
+        return int(torch.randint(limit, (), generator=self.generator, device="cpu"))
 
     def draw(self, sizes: Mapping[Tie, int], scale: float | None) -> tuple[Tensor, ...]:
         """Operands with the dims of ties in new sizes.
@@ -180,13 +180,13 @@ class Sampler:
         """Elements of `like`, picked at random."""
         if like.numel() == 0:
             return like.new_zeros(tuple(shape))
-        index = torch.randint(like.numel(), tuple(shape), generator=self.generator)
+        index = torch.randint(like.numel(), tuple(shape), generator=self.generator, device="cpu")
         return like.flatten()[index.to(like.device)]
 
     def noise(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Normal values of the type of `like`."""
         dtype = torch.complex128 if like.is_complex() else torch.float64
-        return torch.randn(tuple(shape), dtype=dtype, generator=self.generator).to(like)
+        return torch.randn(tuple(shape), dtype=dtype, generator=self.generator, device="cpu").to(like)
 
     def addends(self, x: Tensor, count: int) -> list[Tensor]:
         """`count` random tensors that add up to `x`."""

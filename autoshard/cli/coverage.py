@@ -1,0 +1,82 @@
+"""What `autoshard doctor MODEL` says: operators that run whole on every device, where, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from autoshard.ir.plan import OperatorCoverage, Plan
+from autoshard.ir.printer import format_time
+from autoshard.rules import inferred_operators
+
+_LEAST_SHARE = 1e-3
+"""Operators that are replicated by choice and take less of a step than this are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operator on one line.
+
+    Args:
+        kind: "without rule", "replicated" or "inferred rule".
+        item: the operator, its line and its time.
+        share: its part of the step's predicted time.
+    """
+
+    kind: str
+    item: OperatorCoverage
+    share: float
+
+
+def coverage_rows(plan: Plan) -> tuple[Row, ...]:
+    """The operators of a plan that a user may want to know of; replicated ones only if they cost something."""
+    return tuple(row for row in _rows(plan) if row.kind != "replicated" or row.share >= _LEAST_SHARE)
+
+
+def _rows(plan: Plan) -> Iterator[Row]:
+    for kind in ("without rule", "replicated"):
+        yield from (Row(kind, item, _share(item, plan)) for item in plan.coverage[kind])
+    inferred = inferred_operators()
+    found = (item for item in plan.operators if item.has_rule and item.operator in inferred)
+    yield from (Row("inferred rule", item, _share(item, plan)) for item in found)
+
+
+def _share(item: OperatorCoverage, plan: Plan) -> float:
+    return item.time_s / plan.predicted.step_time_s if plan.predicted.step_time_s else 0.0
+
+
+def coverage_json(plan: Plan) -> dict[str, Any]:
+    """The report as data; shares are of the step's predicted time."""
+    return {
+        "step_time_s": plan.predicted.step_time_s,
+        "operators": [{"kind": row.kind, "share": row.share, **asdict(row.item)} for row in coverage_rows(plan)],
+        "split_calls": sum(item.calls for item in plan.coverage["split"]),
+        "replicated_calls": sum(item.calls for item in plan.coverage["replicated"]),
+        "calls_without_rule": sum(item.calls for item in plan.coverage["without rule"]),
+    }
+
+
+def coverage_summary(plan: Plan) -> str:
+    """The report in one sentence."""
+    counts = {kind: sum(item.calls for item in items) for kind, items in plan.coverage.items()}
+    shares = {kind: sum(_share(item, plan) for item in items) for kind, items in plan.coverage.items()}
+    return (
+        f"Of {sum(counts.values())} calls in a step on {plan.mesh}, {counts['split']} are split, "
+        f"{counts['replicated']} run whole on every device by choice ({shares['replicated']:.1%} of "
+        f"{format_time(plan.predicted.step_time_s)}) and {counts['without rule']} for want of a sharding rule "
+        f"({shares['without rule']:.1%})."
+    )
+
+
+def coverage_table(rows: tuple[Row, ...]) -> Table:
+    """The report as a table."""
+    table = Table("", "operator", "line", "calls", "time", "of the step")
+    for row in rows:
+        item = row.item
+        table.add_row(
+            row.kind, item.operator, item.source or "-", str(item.calls), format_time(item.time_s), f"{row.share:.1%}"
+        )
+    return table

@@ -1,0 +1,49 @@
+"""What a plan says of each operator."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.rules import registry
+from cost_models.hardware import Cluster
+from passes.pipeline import PlanOptions, plan_program
+from tests.passes.blocks import perceptron_program
+
+
+def _plan() -> Plan:
+    mesh = Mesh({"x": 2})
+    return plan_program(perceptron_program(), mesh, Cluster("h100_sxm", nodes=1, devices_per_node=2), PlanOptions())
+
+
+def test_every_call_is_counted_once() -> None:
+    """In one of three groups, the most expensive first, and their times add up to the predicted compute."""
+    plan = _plan()
+    rows = [row for group in plan.coverage.values() for row in group]
+    assert sorted(map(repr, rows)) == sorted(map(repr, plan.operators))
+    assert plan.coverage["without rule"] == ()
+    assert [row.time_s for row in plan.operators] == sorted((row.time_s for row in plan.operators), reverse=True)
+    assert sum(row.time_s for row in plan.operators) == pytest.approx(plan.predicted.breakdown["compute"])
+
+
+def test_operators_without_a_rule_have_a_line_and_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the doctor reports them."""
+    monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
+    (row,) = _plan().coverage["without rule"]
+    assert row.operator == "aten.relu.default"
+    assert "blocks.py:" in row.source
+    assert row.time_s > 0
+    assert not row.is_split
+
+
+def test_coverage_is_saved() -> None:
+    """A plan read back says the same; one saved before has none."""
+    plan = _plan()
+    data = json.loads(json.dumps(plan.to_json()))
+    assert Plan.from_json(data).coverage == plan.coverage
+    del data["operators"]
+    assert Plan.from_json(data).operators == ()
