@@ -39,9 +39,8 @@ class Architecture:
         model: class name in transformers.
         config: keyword arguments of the model's config class; nested configs are dicts.
         inputs: makes the keyword arguments of a call from the model.
-        tolerance: largest relative error of a loss or gradient, of the scale of its tensor.
-        reason: why the tolerance is wider than usual.
         training: run in training mode (batch statistics); such a config has no dropout.
+        call: more keyword arguments of the call.
     """
 
     name: str
@@ -49,8 +48,6 @@ class Architecture:
     model: str
     config: Mapping[str, Any]
     inputs: Callable[[nn.Module], Inputs]
-    tolerance: float = 1e-5
-    reason: str = ""
     training: bool = False
     call: Mapping[str, Any] = field(default_factory=dict)
 

@@ -40,6 +40,10 @@ MESH = Mesh({"data": 2, "model": 2})
 SLACK = 0.15
 """How far the memory limit is from the smallest peak towards that of an unsplit plan."""
 
+TOLERANCE, ROUNDING, LOOSEST = 1e-5, 4.0, 1e-4
+"""A relative error is at most 1e-5; where one device's own rounding (float32 against float64) is more than a quarter of
+that, four times the rounding, and never more than 1e-4."""
+
 SCALE_FLOOR = 1e-2
 """Gradients smaller than this part of the largest one are compared on that scale: some are zero but for rounding."""
 
@@ -55,6 +59,7 @@ class Result:
         seconds: wall time of each stage that ended.
         parameters, split: tensors of the model, and how many of them the plan splits.
         error: largest relative error of the loss and gradients, and `worst`, the tensor that has it.
+        rounding: the same of one device in float32 against float64.
         reason: why it did not pass; empty if it did. `traceback`: of the exception that ended it.
     """
 
@@ -67,6 +72,7 @@ class Result:
     parameters: int = 0
     split: int = 0
     error: float = 0.0
+    rounding: float = 0.0
     worst: str = ""
     reason: str = ""
     traceback: str = ""
@@ -96,10 +102,11 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
     compiler.enter("build")
     model, inputs = architecture.build()
     expected = observe(copy.deepcopy(model), inputs)
+    result.rounding = largest_error(expected, _in_double(model, inputs, expected))[1]
     found = observe(ShardedModule(model, SimulatorEngine(MESH), compiler), inputs)
     compiler.enter("compare")
     result.worst, result.error = largest_error(found, expected)
-    result.stage, result.reason = "done", _failing(result, architecture)
+    result.stage, result.reason = "done", _failing(result)
     return result
 
 
@@ -141,9 +148,20 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().max().nan_to_num(float("inf")))
 
 
-def _failing(result: Result, architecture: Architecture) -> str:
-    if not result.error <= architecture.tolerance:
-        return f"{result.worst} is off by {result.error:.2g} of its scale"
+def _in_double(
+    model: nn.Module, inputs: Mapping[str, Any], otherwise: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What one device computes in float64; `otherwise` where a model insists on float32."""
+    doubled = pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, dict(inputs))
+    try:
+        return observe(copy.deepcopy(model).double(), doubled)
+    except RuntimeError:
+        return otherwise
+
+
+def _failing(result: Result) -> str:
+    if not result.error <= max(TOLERANCE, min(ROUNDING * result.rounding, LOOSEST)):
+        return f"{result.worst} is off by {result.error:.2g} of its scale (rounding: {result.rounding:.2g})"
     if not result.split:
         return "no parameter is split"
     return ""
