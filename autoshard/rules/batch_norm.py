@@ -53,6 +53,14 @@ def batch_norm_functional(
     return _forward(x, [weight, bias, running_mean, running_var], training, updates=True)
 
 
+@sharding_rule(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_in_evaluation(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor,
+    running_var: torch.Tensor, momentum: float, eps: float,
+) -> Rule:  # fmt: skip
+    return _forward(x, [weight, bias, running_mean, running_var], training=False, updates=False)
+
+
 def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: bool, *, updates: bool) -> Rule:
     """Results: output, mean and inverse deviation of the batch (empty in evaluation), new running statistics."""
     dims = _x_dims(x)

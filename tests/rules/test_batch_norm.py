@@ -38,6 +38,7 @@ def test_evaluation(affine: bool) -> None:
     weight, bias = (_draw(8), _draw(8)) if affine else (None, None)
     check_splits(aten.native_batch_norm.default, x, weight, bias, *running, False, 0.1, 1e-5)
     check_splits(aten._native_batch_norm_legit_functional.default, x, weight, bias, *running, False, 0.1, 1e-5)
+    check_splits(aten._native_batch_norm_legit_no_training.default, x, weight, bias, *running, 0.1, 1e-5)
     _, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, False, 0.1, 1e-5)
     args = (_draw(4, 8, 2), x, weight, *running, mean, invstd, False, 1e-5, [True, affine, affine])
     check_splits(aten.native_batch_norm_backward.default, *args)
