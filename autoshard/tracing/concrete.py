@@ -121,5 +121,20 @@ def answer_reads(known: Iterable[tuple[Tensor, Tensor]] | None) -> Iterator[Read
     if known is None:
         yield Reads()
         return
-    with ConcreteValues(known) as mode:
+    with ConcreteValues(known) as mode, _lists_read_by_item():
         yield mode.reads
+
+
+@contextlib.contextmanager
+def _lists_read_by_item() -> Iterator[None]:
+    """Torch's `FunctionalTensor.tolist` reads from the tensor that it wraps, past the mode; here it reads its items."""
+    saved = FunctionalTensor.tolist
+    FunctionalTensor.tolist = _to_list
+    try:
+        yield
+    finally:
+        FunctionalTensor.tolist = saved
+
+
+def _to_list(self: Tensor) -> Any:
+    return self.item() if self.dim() == 0 else [_to_list(row) for row in self.unbind()]

@@ -408,3 +408,23 @@ def test_a_backward_of_the_models_own_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"runs torch\.autograd\.backward itself"):
         trace(Reversible(), (torch.ones(2, 4),))
+
+
+def test_lists_of_values_are_read() -> None:
+    """`tolist` of an input of sizes, and of a constant that was made on the way."""
+
+    class Grid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+            merges = torch.tensor([2]).expand(len(grid)).tolist()
+            scales = [height * width * merge for (height, width), merge in zip(grid.tolist(), merges, strict=True)]
+            return (x * self.weight).sum() * sum(scales)
+
+    inputs = (torch.ones(4), torch.tensor([[1, 4], [2, 3]]))
+    program = trace(Grid(), inputs)
+    assert_equals_eager(program, Grid(), inputs)
+    assert check_guards(program, list(inputs))
+    assert not check_guards(program, [inputs[0], torch.tensor([[1, 4], [2, 2]])])
