@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from autoshard.ir.plan import OperatorCoverage, Plan
@@ -23,7 +24,7 @@ class Row:
     Args:
         kind: "without rule", "replicated" or "inferred rule".
         item: the operator, its line and its time.
-        share: its part of the step's predicted time.
+        share: its part of the step's predicted time, with that of bringing its operands to it.
     """
 
     kind: str
@@ -45,7 +46,7 @@ def _rows(plan: Plan) -> Iterator[Row]:
 
 
 def _share(item: OperatorCoverage, plan: Plan) -> float:
-    return item.time_s / plan.predicted.step_time_s if plan.predicted.step_time_s else 0.0
+    return (item.time_s + item.reshard_time_s) / plan.predicted.step_time_s if plan.predicted.step_time_s else 0.0
 
 
 def coverage_json(plan: Plan) -> dict[str, Any]:
@@ -73,10 +74,13 @@ def coverage_summary(plan: Plan) -> str:
 
 def coverage_table(rows: tuple[Row, ...]) -> Table:
     """The report as a table."""
-    table = Table("", "operator", "line", "calls", "time", "of the step")
+    names = ("", "operator", "line", "calls", "time", "reshards", "share")
+    table = Table(*names, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
+        column.no_wrap = column.header not in ("operator", "line")
     for row in rows:
         item = row.item
-        table.add_row(
-            row.kind, item.operator, item.source or "-", str(item.calls), format_time(item.time_s), f"{row.share:.1%}"
-        )
+        times = (format_time(item.time_s), format_time(item.reshard_time_s))
+        table.add_row(row.kind, item.operator, item.source or "-", str(item.calls), *times, f"{row.share:.1%}")
     return table

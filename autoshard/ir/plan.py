@@ -47,7 +47,8 @@ class OperatorCoverage:
         has_rule: whether a sharding rule covers these calls.
         is_split: whether they are split over some axis; else they run whole on every rank.
         calls: how many there are in a step.
-        time_s: predicted time of all of them on each rank, resharding left out.
+        time_s: predicted time of all of them on each rank.
+        reshard_time_s: predicted time of bringing their operands into the specs they read.
     """
 
     operator: str
@@ -56,6 +57,7 @@ class OperatorCoverage:
     is_split: bool
     calls: int
     time_s: float
+    reshard_time_s: float
 
 
 @dataclass(frozen=True, slots=True)

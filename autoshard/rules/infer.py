@@ -163,7 +163,7 @@ def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     sampler = Sampler(call, sample).in_widest_type()
     ties = sampler.ties()
     trials = list(sampler.trials(ties, _DRAWS))
-    _check_trials(call, ties, trials)
+    _check_trials(call, trials)
     factors = [found for tie in ties if (found := _find_factor(sampler, tie, trials)) is not None]
     rule = _assemble(sampler, _compatible(factors), trials)
     for trial in trials:
@@ -195,11 +195,11 @@ def _check_operator(call: Call, sample: Sequence[Tensor]) -> None:
 _BY_HAND = "Write its rule by hand, with @autoshard.sharding_rule."
 
 
-def _check_trials(call: Call, ties: Sequence[Tie], trials: Sequence[Trial]) -> None:
+def _check_trials(call: Call, trials: Sequence[Trial]) -> None:
     ranks = {tuple(x.dim() for x in trial.results) for trial in trials}
     if len(ranks) != 1:
         raise RuleInferenceError(f"{call.operator}: the ranks of its results vary: {sorted(ranks)}. {_BY_HAND}")
-    if ties and len(trials) < _FEWEST_TRIALS:
+    if len(trials) < _FEWEST_TRIALS:
         raise RuleInferenceError(
             f"{call.operator} accepts the sample, but only {len(trials) - 1} draws with other sizes and values: "
             f"too few to trust a rule. {_BY_HAND}"

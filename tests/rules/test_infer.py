@@ -228,7 +228,13 @@ def _exactly(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def _only_positive(x: Tensor) -> Tensor:
+def _picky(x: Tensor) -> Tensor:
+    if not x.is_meta and x.double().sum() != 24:
+        raise ValueError("no")
+    return x.clone()
+
+
+def _moody(x: Tensor) -> Tensor:
     return x.nonzero().float() if x.shape[0] == 4 else x.sum()
 
 
@@ -237,13 +243,14 @@ def _only_positive(x: Tensor) -> Tensor:
     [
         ("noise", _noise, r"noise.default gives other results when it is run again: it is random.*by hand"),
         ("three", _three, r"three.default gives no tensors .*nothing to split"),
-        ("moody", _only_positive, r"moody.default: the ranks of its results vary"),
+        ("picky", _picky, r"picky.default accepts the sample, but only 0 draws"),
+        ("moody", _moody, r"moody.default: the ranks of its results vary"),
     ],
 )
 def test_what_has_no_rule_is_refused(name: str, function: Callable[..., Any], message: str) -> None:
     """The message says why, and what to do."""
     with pytest.raises(RuleInferenceError, match=message):
-        autoshard.infer_rule(_custom(name, function), (_draw(4, 6),))
+        autoshard.infer_rule(_custom(name, function), (torch.ones(4, 6),))
 
 
 def test_an_operator_that_only_takes_the_sample_is_not_split() -> None:
@@ -257,6 +264,18 @@ def test_random_and_in_place_operators_of_torch_are_refused() -> None:
         autoshard.infer_rule(torch.ops.aten.rand_like.default, (_draw(4),))
     with pytest.raises(RuleInferenceError, match=r"aten.xlogy_.Tensor writes to an operand"):
         autoshard.infer_rule(torch.ops.aten.xlogy_.Tensor, (_draw(4), _draw(4)))
+
+
+def test_operators_are_known_by_what_defines_them() -> None:
+    """A `triton_op`, its name in `torch.ops` and its overload are one operator."""
+    double = torch.library.triton_op("autoshard_test_infer::double", _double, mutates_args=())
+    assert str(autoshard.infer_rule(double, (_draw(4, 6),))) == "a b -> a b  (linear in (0))"
+    assert autoshard.rules.has_rule(torch.ops.autoshard_test_infer.double)
+    assert autoshard.rules.has_rule(torch.ops.autoshard_test_infer.double.default)
+
+
+def _double(x: Tensor) -> Tensor:
+    return x + x
 
 
 def test_meta_tensors_are_refused() -> None:
