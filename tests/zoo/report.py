@@ -64,7 +64,7 @@ def markdown(results: Sequence[Result], known: int) -> str:
         "of one device in float32 against float64: where it is large, the model is ill-conditioned, and the limit of",
         "the error, 1e-5, becomes four times the rounding, at most 1e-4.",
         "With `--search-seconds 0` the plan is the one of the smallest peak that is found, without a search for the",
-        "fastest within the limit; the results kept in the repository today were made so. Where the columns lower s and",
+        "fastest within the limit; the kept results were made so. Where the columns lower s and",
         "rounding are empty, the lowered program was run but not yet proven.",
         "",
         f"{summary(results)}; the table has {known}.",
