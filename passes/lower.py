@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.errors import PlanMismatchError
+from autoshard.errors import NotAvailableError, PlanMismatchError
 from autoshard.ir.emit import emit_reshard
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
 from autoshard.ir.plan import NodePlan, Plan
@@ -50,6 +50,10 @@ class Lower:
                 f"inputs {dict(self.plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
             )
         return _Lowering(program, self.plan, self.step_cost).run()
+
+
+_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+"""Operators whose value depends on how their operand lies in memory."""
 
 
 def result_key(slot: OutputSlot) -> str:
@@ -120,6 +124,8 @@ class _Lowering:
         strategy = match_strategy(rule, self.plan.mesh, node_plan, node.name)
         specs = iter(strategy.inputs)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._argument(argument, specs))
+        if node.target in _STRIDED:
+            _check_strides(node, args[0].node)
         values = [value for value in tensor_values(node) if value is not None]
         shapes = [tuple(value.shape) for value in values]
         result = emit_local(node.target, args, kwargs, rule, strategy, self.plan.mesh, shapes, tracer=self.tracer)
@@ -182,6 +188,17 @@ class _Lowering:
     def _shape_and_dtype(self, slot: InputSlot | OutputSlot) -> tuple[tuple[int, ...], torch.dtype]:
         value = self.program.nodes[slot.node].meta["val"]
         return tuple(value.shape), value.dtype
+
+
+def _check_strides(node: fx.Node, operand: fx.Node) -> None:
+    """Refuse a call that reads its operand's memory in an order which a reshard has changed."""
+    traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.meta["val"].stride()
+    if traced != local:
+        raise NotAvailableError(
+            f"{node.target} (node {node.name!r}, from {node.meta.get('source') or 'an unknown line'}) reads memory by "
+            f"strides, and its operand has strides {local} on each device where the model has {traced}. Write it with view, "
+            "unfold or slicing, or constrain its operand to stay whole."
+        )
 
 
 def _note_spec(node: fx.Node, spec: PartitionSpec | None) -> None:
