@@ -196,8 +196,8 @@ def _check_strides(node: fx.Node, operand: fx.Node) -> None:
     if traced != local:
         raise NotAvailableError(
             f"{node.target} (node {node.name!r}, from {node.meta.get('source') or 'an unknown line'}) reads memory by "
-            f"strides, and its operand has strides {local} on each device where the model has {traced}. Write it with view, "
-            "unfold or slicing, or constrain its operand to stay whole."
+            f"strides, and its operand has strides {local} on each device where the model has {traced}. Write it with "
+            "view, unfold or slicing, or constrain its operand to stay whole."
         )
 
 
