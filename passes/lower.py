@@ -125,7 +125,7 @@ class _Lowering:
         specs = iter(strategy.inputs)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._argument(argument, specs))
         if node.target in _STRIDED:
-            _check_strides(node, args[0].node)
+            _check_strides(node, args[0])
         values = [value for value in tensor_values(node) if value is not None]
         shapes = [tuple(value.shape) for value in values]
         result = emit_local(node.target, args, kwargs, rule, strategy, self.plan.mesh, shapes, tracer=self.tracer)
@@ -190,9 +190,9 @@ class _Lowering:
         return tuple(value.shape), value.dtype
 
 
-def _check_strides(node: fx.Node, operand: fx.Node) -> None:
+def _check_strides(node: fx.Node, operand: Any) -> None:
     """Refuse a call that reads its operand's memory in an order which a reshard has changed."""
-    traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.meta["val"].stride()
+    traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.node.meta["val"].stride()
     if traced != local:
         raise NotAvailableError(
             f"{node.target} (node {node.name!r}, from {node.meta.get('source') or 'an unknown line'}) reads memory by "
