@@ -97,7 +97,7 @@ def _check_saved(names: Mapping[str, int], phased: PhasedProgram, saved: Sequenc
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
     """The nodes that a graph returns."""
-    results = next(reversed(graph_module.graph.nodes)).args[0]
+    results = next(iter(reversed(graph_module.graph.nodes))).args[0]
     if not isinstance(results, (tuple, list)) or not all(isinstance(item, fx.Node) for item in results):
         raise VerificationError(f"a program returns a tuple of its values; found {results!r}.")
     return [item for item in results if isinstance(item, fx.Node)]

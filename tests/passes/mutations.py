@@ -293,7 +293,7 @@ def change_operator(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def swap_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    output = next(reversed(graph.nodes))
+    output = next(iter(reversed(graph.nodes)))
     results: Sequence[fx.Node] = output.args[0]
     pairs = [
         (left, right)

@@ -35,7 +35,7 @@ def phased() -> PhasedProgram:
 def with_results(graph_module: fx.GraphModule, order: list[int]) -> fx.GraphModule:
     """The program with its results in another order."""
     module = copy_of(graph_module)
-    output = next(reversed(module.graph.nodes))
+    output = next(iter(reversed(module.graph.nodes)))
     output.args = (tuple(output.args[0][index] for index in order),)
     return module
 
