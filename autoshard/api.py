@@ -213,9 +213,10 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
     if last is None:
         raise TraceError("verify(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
     for program in sharded.programs:
-        verify_program(program.phased.lowered.traced, program.phased.lowered)
         verify_phases(program.phased)
-    return verify_program(last.phased.lowered.traced, last.phased.lowered)
+    lowered = [program.phased.lowered for program in sharded.programs]
+    reports = [verify_program(item.traced, item) for item in lowered]
+    return reports[lowered.index(last.phased.lowered)]
 
 
 @dataclass(frozen=True, slots=True)

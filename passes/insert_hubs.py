@@ -27,24 +27,24 @@ class InsertHubs:
         """The program with hubs, over a graph of its own."""
         program = copy_program(program)
         order = {node: index for index, node in enumerate(program.graph.nodes)}
+        results = {slot.node for slot in program.outputs}
         for node in order:
             if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].ndim > 0:
-                _insert(program, node, order)
+                _insert(program.graph, node, order, is_result=node.name in results)
         program.graph_module.recompile()
         return program
 
 
-def _insert(program: Program, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
+def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_result: bool) -> None:
     users = sorted((user for user in node.users if user.op == "call_function"), key=order.__getitem__)
-    is_result = any(slot.node == node.name for slot in program.outputs)
     if len(users) + is_result < 2:
         return
     forward = [user for user in users if user.meta["phase"] == "forward"]
     backward = [user for user in users if user.meta["phase"] == "backward"]
     if forward:
-        node = _hub(program.graph, node, users)
+        node = _hub(graph, node, users)
     if len(backward) >= 2:
-        _hub(program.graph, node, backward)
+        _hub(graph, node, backward)
 
 
 def _hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:

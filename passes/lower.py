@@ -70,9 +70,11 @@ class _Lowering:
     tracer: LocalTracer = field(init=False)
     local: dict[tuple[str, int], tuple[fx.Proxy, PartitionSpec]] = field(default_factory=dict)
     results: dict[int, fx.Node] = field(default_factory=dict)
+    nodes: dict[str, fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tracer = LocalTracer(self.graph, fake_mode_of(self.program))
+        self.nodes = self.program.nodes
 
     def run(self) -> LoweredProgram:
         pending = self._results_by_node()
@@ -167,7 +169,7 @@ class _Lowering:
 
     def _emit_result(self, index: int) -> None:
         slot = self.program.outputs[index]
-        node = self.program.nodes[slot.node]
+        node = self.nodes[slot.node]
         self.results[index] = self._operand(node, self.plan.outputs[result_key(slot)]).node
 
     def _keep(self, node: fx.Node, result: int, proxy: fx.Proxy, spec: PartitionSpec) -> None:
@@ -186,7 +188,7 @@ class _Lowering:
         return self.plan.outputs[result_key(slot)]
 
     def _shape_and_dtype(self, slot: InputSlot | OutputSlot) -> tuple[tuple[int, ...], torch.dtype]:
-        value = self.program.nodes[slot.node].meta["val"]
+        value = self.nodes[slot.node].meta["val"]
         return tuple(value.shape), value.dtype
 
 

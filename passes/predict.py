@@ -10,9 +10,10 @@ from torch import fx
 from autoshard.ir.plan import Prediction
 from autoshard.ir.program import InputKind, tensor_values
 from autoshard.ir.reshard import plan_reshard
+from autoshard.ir.spec import PartitionSpec
 from cost_models.operators import work
 from cost_models.work import TensorInfo
-from passes.build_assignment import PlanningProblem, needs_of, specs_of
+from passes.build_assignment import PlanningProblem, needs_of
 from passes.enumerate_strategies import Link, operands_of
 from passes.liveness import Interval
 from passes.price import dtype_name, local_bytes, operator_name
@@ -26,12 +27,13 @@ def predict(planning: PlanningProblem, choice: Sequence[int]) -> Prediction:
     step_time_s = sum(breakdown.values())
     used = planning.usage(choice)
     peak = int(np.argmax(used))
+    tokens = _tokens(planning)
     return Prediction(
         step_time_s=step_time_s,
         peak_memory_bytes=int(used[peak]),
         breakdown=breakdown,
         memory_breakdown=_memory_parts(planning, choice, peak),
-        tokens_per_s=_tokens(planning) / step_time_s if _tokens(planning) and step_time_s > 0 else None,
+        tokens_per_s=tokens / step_time_s if tokens and step_time_s > 0 else None,
         mfu=_utilisation(planning, step_time_s),
     )
 
@@ -57,7 +59,7 @@ def _communication_times(planning: PlanningProblem, choice: Sequence[int]) -> di
     return times
 
 
-def _need(planning: PlanningProblem, link: Link, choice: Sequence[int]):
+def _need(planning: PlanningProblem, link: Link, choice: Sequence[int]) -> PartitionSpec:
     head = planning.space.sites[link.head]
     return needs_of(head, link)[choice[planning.classes[link.head]]]
 
@@ -70,7 +72,7 @@ def _memory_parts(planning: PlanningProblem, choice: Sequence[int], point: int) 
     for (name, result), interval in planning.liveness.values.items():
         if _alive(interval, point):
             site = space.sites[name]
-            spec = specs_of(site, result)[choice[planning.classes[name]]]
+            spec = planning.strategy(name, choice).outputs[result]
             size = local_bytes(site.results[result], spec, space.mesh)
             if kinds.get(name) == InputKind.PARAMETER:
                 parts["parameters"] += size

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -108,13 +109,6 @@ class Search:
         )
 
 
-def peak_memory(planning: PlanningProblem, solution: Solution) -> tuple[int, int]:
-    """The largest number of bytes in use on a rank, and the program point where that is."""
-    used = planning.usage(solution.choice)
-    point = int(np.argmax(used))
-    return int(used[point]), point
-
-
 def _pairs(problem: Assignment) -> int:
     return sum(edge.cost.size for edge in problem.edges)
 
@@ -159,11 +153,9 @@ def _smallest_limit(planning: PlanningProblem, problem: Assignment, points: set[
 
 
 def _largest(planning: PlanningProblem) -> str:
-    sizes = {
-        (name, result): float(np.min(planning.space.sites[name].results[result].itemsize))
-        * float(np.prod(planning.space.sites[name].results[result].shape))
-        for name, result in planning.liveness.values
-    }
+    sites = planning.space.sites
+    sizes = {key: math.prod(sites[key[0]].results[key[1]].shape) for key in planning.liveness.values}
+    sizes = {key: count * sites[key[0]].results[key[1]].itemsize for key, count in sizes.items()}
     largest = sorted(sizes, key=lambda key: -sizes[key])[:3]
     names = ", ".join(f"{name} ({format_bytes(sizes[name, result])})" for name, result in largest)
     return f"The largest tensors, before they are split: {names}."

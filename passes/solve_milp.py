@@ -18,7 +18,6 @@ The objective is scaled so that the solver's absolute tolerances do not matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import highspy
@@ -26,9 +25,6 @@ import numpy as np
 
 from passes.assignment import Assignment, Edge, Floats, MemoryRow, Solution
 from passes.reduce_assignment import reduce_assignment
-
-Progress = Callable[[float, float], None]
-"""Called with the incumbent's cost and the proven bound, seconds, while the search runs."""
 
 _RELATIVE_GAP = 1e-9
 
