@@ -10,7 +10,7 @@ import torch
 
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.program import OutputKind
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
 
 
@@ -66,11 +66,6 @@ class Executable:
     def updated_buffers(self) -> frozenset[str]:
         """Names of the buffers that a forward call changes."""
         return frozenset(slot.slot.name for slot in self.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE)
-
-    @cached_property
-    def has_seed(self) -> bool:
-        """Whether the program draws random numbers."""
-        return any(slot.slot.kind == InputKind.SEED for slot in self.inputs)
 
     @cached_property
     def _forward(self) -> Loaded:

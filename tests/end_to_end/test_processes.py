@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard import Mesh, P, RankMismatchError
 from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import assert_close, assert_equal, train, whole
+from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.processes import report, run_checks
 
 SQUARE = Mesh({"data": 2, "model": 2})
@@ -124,19 +124,6 @@ def check_only_local_operators_and_collectives_run() -> None:
         sharded(**inputs)["loss"].backward()
     assert any("_c10d_functional" in name for name in recorded.local)
     assert set(recorded.on_dtensors) <= {"aten.detach.default"}, recorded.on_dtensors
-
-
-class RecordDispatch(TorchDispatchMode):
-    """The operators that run, on plain tensors and on DTensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.local: list[str] = []
-        self.on_dtensors: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        (self.on_dtensors if DTensor in types else self.local).append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def check_the_program_is_the_same_on_all_ranks() -> None:

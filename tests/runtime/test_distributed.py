@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.errors import MeshError, RankMismatchError
 from autoshard.ir.mesh import Mesh
@@ -25,6 +24,7 @@ from autoshard.runtime.optimizer_state import rebind_optimizer
 from autoshard.runtime.process_groups import bind
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
+from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.handmade import WIDTH, HandCompiler, TwoLayers
 from tests.runtime.processes import report, run_checks
 
@@ -113,19 +113,6 @@ def check_no_dtensor_dispatch_in_a_step() -> None:
         sharded(batch())[0].backward()
     assert "_c10d_functional.all_reduce.default" in recorded.local
     assert set(recorded.on_dtensors) <= {"aten.detach.default"}, recorded.on_dtensors
-
-
-class RecordDispatch(TorchDispatchMode):
-    """The operators that run, on plain tensors and on DTensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.local: list[str] = []
-        self.on_dtensors: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        (self.on_dtensors if DTensor in types else self.local).append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def check_state_dict_round_trip() -> None:

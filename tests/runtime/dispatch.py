@@ -1,0 +1,19 @@
+"""What a block of code dispatches, for tests that count it."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class RecordDispatch(TorchDispatchMode):
+    """The operators that run, on plain tensors and on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local: list[str] = []
+        self.on_dtensors: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        (self.on_dtensors if DTensor in types else self.local).append(str(func))
+        return func(*args, **(kwargs or {}))
