@@ -3,74 +3,91 @@
 A stream runs one task at a time in the order given; a task starts when its stream is free and its dependencies ended:
 
     start(i) = max(end(previous on the stream), max over dependencies j of end(j)),  end(i) = start(i) + duration(i)
+
+Streams belong to processes (ranks that differ; ranks that do the same at the same time are one process).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from cost_models.errors import CostArgumentError
 
 COMPUTE = "compute"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """A piece of work: `duration_s` on `stream`, after the tasks in `after` (by index, all earlier in the list)."""
 
     name: str
     stream: str
     duration_s: float
     after: tuple[int, ...] = ()
+    process: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When a task ran."""
+class Span(NamedTuple):
+    """When a task ran, and on which stream of which process (an index into the timeline's `processes`)."""
 
     name: str
     stream: str
     start_s: float
     end_s: float
+    process: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The simulated step.
-
-    Args:
-        spans: one per task, in their order.
-        total_s: end of the last task.
-        busy_s: by stream, the sum of its durations.
-        exposed_s: by stream but the compute stream, the time in which it runs and the compute stream does not.
-    """
+    """The simulated step: spans in the order of their tasks, and the names of the processes that they run on."""
 
     spans: tuple[Span, ...]
-    total_s: float
-    busy_s: Mapping[str, float]
-    exposed_s: Mapping[str, float]
+    processes: tuple[str, ...] = ("rank 0",)
+
+    @property
+    def total_s(self) -> float:
+        """End of the last task."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def busy_s(self, process: int = 0) -> dict[str, float]:
+        """By stream of a process, the sum of its durations."""
+        busy: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            if span.process == process:
+                busy[span.stream] += span.end_s - span.start_s
+        return dict(busy)
+
+    def exposed_s(self, process: int = 0, compute_stream: str = COMPUTE) -> dict[str, float]:
+        """By stream but the compute stream, the time in which it runs and the compute stream does not."""
+        streams: dict[str, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            if span.process == process:
+                streams[span.stream].append(span)
+        computing = streams.pop(compute_stream, [])
+        return {name: _uncovered(spans, computing) for name, spans in streams.items()}
 
 
-def simulate(tasks: Sequence[Task], compute_stream: str = COMPUTE) -> Timeline:
+def simulate(tasks: Sequence[Task], processes: Sequence[str] = ("rank 0",)) -> Timeline:
     """Run the tasks in order.
 
     Raises:
         CostArgumentError: a negative duration, or a dependency that is not an earlier task.
     """
-    free: dict[str, float] = {}
+    free: dict[tuple[int, str], float] = {}
     spans: list[Span] = []
     for index, task in enumerate(tasks):
         _check(index, task)
-        ready = max((spans[before].end_s for before in task.after), default=0.0)
-        start = max(ready, free.get(task.stream, 0.0))
-        free[task.stream] = start + task.duration_s
-        spans.append(Span(task.name, task.stream, start, free[task.stream]))
-    busy: dict[str, float] = {}
-    for task in tasks:
-        busy[task.stream] = busy.get(task.stream, 0.0) + task.duration_s
-    return Timeline(tuple(spans), max(free.values(), default=0.0), busy, _exposed(spans, compute_stream))
+        stream = (task.process, task.stream)
+        start = free.get(stream, 0.0)
+        for before in task.after:
+            start = max(start, spans[before].end_s)
+        free[stream] = start + task.duration_s
+        spans.append(Span(task.name, task.stream, start, free[stream], task.process))
+    return Timeline(tuple(spans), tuple(processes))
 
 
 def serial_sum(tasks: Iterable[Task]) -> float:
@@ -86,33 +103,39 @@ def critical_path(tasks: Sequence[Task]) -> float:
     return max(ends, default=0.0)
 
 
-def trace_json(timeline: Timeline, process: str = "rank 0") -> str:
-    """The timeline in Chrome's trace event format (chrome://tracing, ui.perfetto.dev): one thread per stream, in us."""
-    streams = list(dict.fromkeys(span.stream for span in timeline.spans))
+def trace_events(timeline: Timeline) -> list[dict[str, object]]:
+    """Chrome's trace events: metadata that names processes and streams, then one complete event per span, in us."""
+    streams = dict.fromkeys((span.process, span.stream) for span in timeline.spans)
+    threads = {key: index for index, key in enumerate(streams)}
     events: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": process}}
+        {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
+        for process, name in enumerate(timeline.processes)
     ]
-    for thread, stream in enumerate(streams):
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": thread, "args": {"name": stream}})
+    for (process, stream), thread in threads.items():
+        events.append({"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": stream}})
     for span in timeline.spans:
-        place = {"pid": 0, "tid": streams.index(span.stream)}
+        place = {"pid": span.process, "tid": threads[span.process, span.stream]}
         when = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
-        events.append({"name": span.name, "ph": "X", **place, **when})
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        events.append({"name": span.name, "cat": span.stream, "ph": "X", **place, **when})
+    return events
+
+
+def trace_json(timeline: Timeline) -> str:
+    """The timeline in Chrome's trace event format (JSON object form), one process per rank, one thread per stream."""
+    return json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"})
+
+
+def write_trace(timeline: Timeline, path: str | Path) -> None:
+    """Write `trace_json` to a file that chrome://tracing and ui.perfetto.dev open."""
+    Path(path).write_text(trace_json(timeline), encoding="utf-8")
 
 
 def _check(index: int, task: Task) -> None:
     if task.duration_s < 0:
         raise CostArgumentError(f"Task {task.name!r} has duration_s={task.duration_s!r}, which is negative.")
-    late = [before for before in task.after if not 0 <= before < index]
-    if late:
-        raise CostArgumentError(f"Task {index} {task.name!r} waits for task {late[0]}, which is not before it.")
-
-
-def _exposed(spans: Sequence[Span], compute_stream: str) -> dict[str, float]:
-    computing = [span for span in spans if span.stream == compute_stream]
-    others = dict.fromkeys(span.stream for span in spans if span.stream != compute_stream)
-    return {name: _uncovered([span for span in spans if span.stream == name], computing) for name in others}
+    for before in task.after:
+        if not 0 <= before < index:
+            raise CostArgumentError(f"Task {index} {task.name!r} waits for task {before}, which is not before it.")
 
 
 def _uncovered(spans: Sequence[Span], cover: Sequence[Span]) -> float:
@@ -122,10 +145,10 @@ def _uncovered(spans: Sequence[Span], cover: Sequence[Span]) -> float:
         position = span.start_s
         while first < len(cover) and cover[first].end_s <= span.start_s:
             first += 1
-        for other in cover[first:]:
-            if other.start_s >= span.end_s:
-                break
-            total += max(0.0, other.start_s - position)
-            position = max(position, other.end_s)
+        index = first
+        while index < len(cover) and cover[index].start_s < span.end_s:
+            total += max(0.0, cover[index].start_s - position)
+            position = max(position, cover[index].end_s)
+            index += 1
         total += max(0.0, span.end_s - position)
     return total

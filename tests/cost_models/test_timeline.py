@@ -25,7 +25,7 @@ def test_total_lies_between_critical_path_and_serial_sum(tasks):
     """No schedule beats its longest chain or its busiest stream, and an in-order one never idles altogether."""
     line = simulate(tasks)
     assert critical_path(tasks) <= line.total_s <= serial_sum(tasks)
-    assert all(busy <= line.total_s for busy in line.busy_s.values())
+    assert all(busy <= line.total_s for busy in line.busy_s().values())
 
 
 @given(task_lists())
@@ -44,7 +44,7 @@ def test_exposed_time_is_what_compute_does_not_cover(tasks):
     """Counted on a fine grid (durations are eighths)."""
     line = simulate(tasks)
     computing = [(s.start_s, s.end_s) for s in line.spans if s.stream == "compute"]
-    for stream, exposed in line.exposed_s.items():
+    for stream, exposed in line.exposed_s().items():
         ticks = [
             tick
             for span in line.spans
@@ -69,7 +69,7 @@ def test_a_shorter_task_never_delays_the_step(tasks, data):
 def test_overlapped_communication_is_not_exposed():
     """A gather of 3 s under 2 s of compute leaves 1 s exposed."""
     line = simulate([Task("gather", "data", 3.0), Task("mm", "compute", 2.0), Task("use", "compute", 1.0, (0,))])
-    assert (line.total_s, line.exposed_s["data"]) == (4.0, 1.0)
+    assert (line.total_s, line.exposed_s()["data"]) == (4.0, 1.0)
 
 
 def test_the_trace_is_chrome_json():

@@ -1,0 +1,328 @@
+"""Pipeline schedules: in which order each pipeline rank runs the actions of its stages.
+
+The schedules are those of `torch.distributed.pipelining`, under its names; a property test compares the orders. With p
+ranks, v stages on each and m micro-batches, actions are forward (F), backward (B), or the backward cut in two: for the
+stage's input (I), which the stage before waits for, and for its weights (W), which nobody does.
+
+* GPipe (Huang et al. 2019): all F, then all B.
+* 1F1B (Narayanan et al. 2019, PipeDream-Flush): p - 1 - rank F, then F and B in turn.
+* Interleaved1F1B (Narayanan et al. 2021, section 2.2): 1F1B over v > 1 stages a rank, rounds of about p micro-batches.
+* LoopedBFS (Lamy-Poirier 2022): all micro-batches of a stage before the next stage.
+* InterleavedZeroBubble (Qi et al. 2023, ZB-H1): as Interleaved1F1B, I as early as can be, W later, in the bubble.
+* ZBVZeroBubble (Qi et al. 2023, section 6): two stages a rank, laid out as a V, so that the last follows the first.
+* DualPipeV (DeepSeek-AI 2024, and Qi et al.'s cut-in-half form): the same V; in its middle, F and B run as one.
+
+Stage s of a looped schedule sits on rank s mod p; of a V, on rank s, then back from the last rank to the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
+
+from cost_models.errors import CostArgumentError
+
+
+class ActionKind(Enum):
+    """What a pipeline rank does for one stage and one micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
+
+
+class Action(NamedTuple):
+    """One kind of work of one stage on one micro-batch; written `1F0`: stage 1, forward, micro-batch 0."""
+
+    stage: int
+    kind: ActionKind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+Slot = tuple[Action, ...]
+"""What a rank runs at once: one action, or a forward and a backward that DualPipeV runs as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """p ranks, v stages on each, m micro-batches."""
+
+    ranks: int
+    virtual_stages: int
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual_stages
+
+    @property
+    def rounds(self) -> int:
+        """Groups of micro-batches that an interleaved schedule takes through the stages of a rank together."""
+        return max(1, self.micro_batches // self.ranks)
+
+    @property
+    def round_size(self) -> int:
+        return self.micro_batches // self.rounds
+
+
+@lru_cache(maxsize=256)
+def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[tuple[Slot, ...], ...]:
+    """What each pipeline rank runs, in order.
+
+    Args:
+        schedule: a name of `SCHEDULES`.
+        ranks: p, pipeline ranks.
+        micro_batches: m, micro-batches of a step.
+        virtual_stages: v, stages on each rank.
+
+    Returns:
+        One sequence of slots per rank.
+
+    Raises:
+        CostArgumentError: an unknown schedule, or numbers that it does not admit; says which it does.
+
+    Example:
+        >>> [" ".join(str(slot[0]) for slot in order) for order in rank_orders("1F1B", 2, 3)]
+        ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
+    """
+    _check(schedule, ranks, micro_batches, virtual_stages)
+    shape = _Shape(ranks, virtual_stages, micro_batches)
+    return tuple(tuple(_ORDERS[schedule](shape, rank)) for rank in range(ranks))
+
+
+def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
+    """The rank of each of the ranks * virtual_stages stages: looped, or a V for the schedules that are made so."""
+    stages = range(ranks * virtual_stages)
+    if schedule in V_SHAPED:
+        return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
+    return tuple(stage % ranks for stage in stages)
+
+
+def peak_in_flight(order: Sequence[Slot], sizes: Mapping[int, float] | None = None) -> float:
+    """Most that a rank holds at once of what forwards save for backwards.
+
+    What F saves is held until B, or until W where the backward is cut (W reads the inputs of the stage's products).
+
+    Args:
+        order: what the rank runs.
+        sizes: what one micro-batch saves, by stage, in any unit; default 1 each, so that micro-batches are counted.
+    """
+    held, peak = 0.0, 0.0
+    for slot in order:
+        for action in slot:
+            size = 1.0 if sizes is None else sizes[action.stage]
+            if action.kind is F:
+                held += size
+                peak = max(peak, held)
+            elif action.kind is not I:
+                held -= size
+    return peak
+
+
+def _gpipe(shape: _Shape, rank: int) -> Iterator[Slot]:
+    for kind in (F, B):
+        yield from ((Action(rank, kind, index),) for index in range(shape.micro_batches))
+
+
+def _one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Slot]:
+    forwards = [Action(rank, F, index) for index in range(shape.micro_batches)]
+    backwards = [Action(rank, B, index) for index in range(shape.micro_batches)]
+    yield from _alternate(forwards, backwards, min(shape.ranks - 1 - rank, shape.micro_batches))
+
+
+def _looped_breadth_first(shape: _Shape, rank: int) -> Iterator[Slot]:
+    stages = range(rank, shape.stages, shape.ranks)
+    yield from ((Action(stage, F, index),) for stage in stages for index in range(shape.micro_batches))
+    for stage in reversed(stages):
+        yield from ((Action(stage, B, index),) for index in reversed(range(shape.micro_batches)))
+
+
+def _interleaved(shape: _Shape, rank: int) -> Iterator[Slot]:
+    forwards, backwards = _rounds(shape, rank, F), _rounds(shape, rank, B)
+    yield from _alternate(forwards, backwards, _warm_up(shape, rank, 2))
+
+
+def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Iterator[Slot]:
+    """W follow the I of `rank` backwards later; what is left of them comes last."""
+    weights = iter(_rounds(shape, rank, W))
+    begun = 0
+    for slot in _alternate(_rounds(shape, rank, F), _rounds(shape, rank, I), _warm_up(shape, rank, 1)):
+        yield slot
+        if slot[0].kind is I:
+            begun += 1
+            if begun > rank:
+                yield (next(weights),)
+    yield from ((weight,) for weight in weights)
+
+
+def _warm_up(shape: _Shape, rank: int, per_hop: int) -> int:
+    """Forwards before the first backward of an interleaved schedule."""
+    last_rank = (shape.virtual_stages - 1) * shape.round_size
+    return min(last_rank + per_hop * (shape.ranks - 1 - rank), shape.virtual_stages * shape.micro_batches)
+
+
+def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> list[Action]:
+    """Round by round, the rank's stages in turn (forwards from its first stage, backwards from its last)."""
+    stages = range(rank, shape.stages, shape.ranks)
+    return [
+        Action(stage, kind, start + index)
+        for start in range(0, shape.micro_batches, shape.round_size)
+        for stage in (stages if kind is F else reversed(stages))
+        for index in range(shape.round_size)
+    ]
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Slot]:
+    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    yield from ((action,) for action in forwards[:warm_up])
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        yield (forward,)
+        yield (backward,)
+    yield from ((action,) for action in backwards[len(forwards) - warm_up :])
+
+
+@dataclass(slots=True)
+class _Counting:
+    """Slots under construction: each stage takes its micro-batches in order."""
+
+    slots: list[Slot] = field(default_factory=list)
+    counts: dict[tuple[int, ActionKind], int] = field(default_factory=dict)
+    owed: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def run(self, stage: int, *kinds: ActionKind) -> None:
+        """Append the stage's next action of each kind, one after the other."""
+        self.slots += [(self._next(stage, kind),) for kind in kinds]
+
+    def overlap(self, forward_stage: int, backward_stage: int) -> None:
+        """Append a forward and a full backward that run as one."""
+        self.slots.append((self._next(forward_stage, F), self._next(backward_stage, B)))
+
+    def repay(self) -> None:
+        """Append the W that has waited longest for its turn, if one does."""
+        if self.owed:
+            stage, index = self.owed.popleft()
+            self.slots.append((Action(stage, W, index),))
+
+    def _next(self, stage: int, kind: ActionKind) -> Action:
+        """B counts as the stage's I."""
+        key = (stage, I if kind is B else kind)
+        index = self.counts.get(key, 0)
+        self.counts[key] = index + 1
+        if kind is I:
+            self.owed.append((stage, index))
+        return Action(stage, kind, index)
+
+
+def _zero_bubble_v(shape: _Shape, rank: int) -> Iterator[Slot]:
+    """The paper's order for at least 2p - 1 micro-batches, without those that are not there."""
+    p, first, last = shape.ranks, rank, shape.stages - 1 - rank
+    total = max(2 * p - 1, shape.micro_batches)
+    made = _Counting()
+    made.run(first, *[F] * (2 * (p - rank) - 1))
+    for _ in range(rank):
+        made.run(last, F)
+        made.run(first, F)
+    for _ in range(p - rank):
+        made.run(last, F, I, W)
+    while made.counts[last, F] < made.counts[first, F] or made.counts[first, F] < total:
+        if made.counts[first, F] < total:
+            made.run(first, F)
+        made.run(first, I, W)
+        made.run(last, F, I, W)
+    for _ in range(rank):
+        made.run(first, I)
+        made.run(last, I)
+    made.run(first, *[I, W] * (p - rank))
+    for stage in (last, first):
+        made.run(stage, *[W] * (total - made.counts.get((stage, W), 0)))
+    return (slot for slot in made.slots if slot[0].micro_batch < shape.micro_batches)
+
+
+def _dual_pipe_v(shape: _Shape, rank: int) -> Iterator[Slot]:
+    """The eight phases of DualPipe's order, for a rank of its V."""
+    p, first, last = shape.ranks, rank, shape.stages - 1 - rank
+    after = p - rank - 1
+    made = _Counting()
+    made.run(first, *[F] * (2 * after))
+    for _ in range(rank + 1):
+        made.run(first, F)
+        made.run(last, F)
+    for _ in range(after):
+        made.run(last, I)
+        made.repay()
+        made.run(last, F)
+    for turn in range(shape.micro_batches - 2 * p + rank + 1):
+        if turn == 0 and after == 0:  # apart, for the gradient of the last stage's first micro-batch to leave early
+            made.run(first, F)
+            made.run(last, B)
+        else:
+            made.overlap(first, last)
+        made.overlap(last, first)
+    for _ in range(after):
+        made.run(last, B)
+        made.overlap(last, first)
+    _wind_down(made, rank, first, last, after)
+    return iter(made.slots)
+
+
+def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) -> None:
+    """The last backwards of DualPipeV, from halfway on cut in two."""
+    for turn in range(2 * (rank + 1)):
+        made.run(last if turn % 2 == 0 else first, B if turn <= rank else I)
+    for _ in range(after):
+        made.repay()
+        made.run(first, I)
+    while made.owed:
+        made.repay()
+
+
+_ORDERS: Mapping[str, Callable[[_Shape, int], Iterator[Slot]]] = {
+    "GPipe": _gpipe,
+    "1F1B": _one_forward_one_backward,
+    "Interleaved1F1B": _interleaved,
+    "LoopedBFS": _looped_breadth_first,
+    "InterleavedZeroBubble": _interleaved_zero_bubble,
+    "ZBVZeroBubble": _zero_bubble_v,
+    "DualPipeV": _dual_pipe_v,
+}
+
+SCHEDULES = tuple(_ORDERS)
+"""The names of the schedules, as `torch.distributed.pipelining.schedules.get_schedule_class` reads them."""
+
+V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
+"""Schedules with two stages a rank, laid out as a V."""
+
+_ONE_STAGE = frozenset({"GPipe", "1F1B"})
+_IN_ROUNDS = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
+
+
+def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> None:
+    if schedule not in _ORDERS:
+        raise CostArgumentError(f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}.")
+    if min(ranks, micro_batches, virtual_stages) < 1:
+        raise CostArgumentError(f"{schedule} with {ranks=}, {micro_batches=}, {virtual_stages=}: each is at least 1.")
+    shape = _Shape(ranks, virtual_stages, micro_batches)
+    if schedule in _ONE_STAGE and virtual_stages != 1:
+        raise CostArgumentError(f"{schedule} has one stage a rank; virtual_stages={virtual_stages}.")
+    if schedule in V_SHAPED and virtual_stages != 2:
+        raise CostArgumentError(f"{schedule} has two stages a rank; virtual_stages={virtual_stages}.")
+    if schedule in _IN_ROUNDS and micro_batches % shape.rounds:
+        raise CostArgumentError(
+            f"{schedule} on ranks={ranks} takes micro-batches in {shape.rounds} equal rounds (one for each "
+            f"full {ranks}); micro_batches={micro_batches} is no multiple of that."
+        )
+    if schedule == "DualPipeV" and micro_batches < shape.stages:
+        raise CostArgumentError(
+            f"DualPipeV needs at least as many micro-batches as stages ({shape.stages}); micro_batches={micro_batches}."
+        )

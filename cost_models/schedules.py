@@ -1,0 +1,441 @@
+"""Time of one step of a pipeline: its schedule's actions run rank by rank, with transfers between neighbours.
+
+Each pipeline rank stands for all ranks at its place (they do the same at the same time). An action starts when its
+rank is free and its inputs are there:
+
+    F(s, i)           after F(s - 1, i), sent here if that stage sits on another rank
+    B or I(s, i)      after F(s, i) and after B or I(s + 1, i), sent here likewise
+    W(s, i)           after I(s, i)
+
+1. Transfers run on streams of their own, one per ordered pair of ranks, in the order in which their values are made.
+   The runtime either overlaps them with compute (receives are posted early, nobody waits for a send), or it does not:
+   torch's 1F1B (as Megatron's) swaps, between a forward and a backward, what it has made for what it needs next, both
+   neighbours waiting for the swap. Other schedules without overlap wait for each of their sends.
+2. The gradients of a stage are reduced over data parallel ranks after its last backward, on a stream of their own; cut
+   into b buckets, all but the last bucket may run under that backward. Parameters that are gathered at the start of the
+   step (ZeRO, Rajbhandari et al. 2020) mirror that: the first forward starts with the first bucket.
+3. The update follows, on all ranks at once where the gradients' norm is clipped.
+
+What a rank does not compute is a transfer, gather or reduction that it waits for and that is under way, or bubble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+from cost_models.errors import CostArgumentError
+from cost_models.schedule_orders import Action, ActionKind, Slot, peak_in_flight, rank_orders, stage_ranks
+from cost_models.timeline import COMPUTE, Span, Timeline
+
+_FORWARD, _WHOLE, _INPUT, _WEIGHT = ActionKind
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What one stage takes for one micro-batch (seconds), and once per step.
+
+    Args:
+        forward_s: forward, communication inside the stage that nothing hides included.
+        backward_input_s: backward to the stage's input; `backward_weight_s`: to its weights. A schedule that does not
+            cut the backward runs both, one after the other.
+        send_s: sending the output to the next stage's rank, and its gradient back (nothing where both sit on one rank).
+        recompute_s: forward work that the backward repeats, ahead of `backward_input_s`.
+        forward_communication_s, backward_communication_s: the part of forward_s, and of the whole backward, in which
+            the stage only communicates: what the pairs of DualPipeV can hide.
+        gather_s: gathering the stage's parameters, once, before its first forward.
+        reduce_s: reducing its gradients, once, after its last backward.
+        update_s: its optimizer, once.
+        activation_bytes: what its forward saves for its backward.
+    """
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    send_s: float = 0.0
+    recompute_s: float = 0.0
+    forward_communication_s: float = 0.0
+    backward_communication_s: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    update_s: float = 0.0
+    activation_bytes: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward, recomputation included."""
+        return self.recompute_s + self.backward_input_s + self.backward_weight_s
+
+    def action_s(self, kind: ActionKind) -> float:
+        """Seconds of one action."""
+        match kind:
+            case ActionKind.FORWARD:
+                return self.forward_s
+            case ActionKind.BACKWARD:
+                return self.backward_s
+            case ActionKind.BACKWARD_INPUT:
+                return self.recompute_s + self.backward_input_s
+            case ActionKind.BACKWARD_WEIGHT:
+                return self.backward_weight_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Where the step goes on one pipeline rank, seconds; the parts sum to the step.
+
+    Args:
+        compute_s: forwards and backwards.
+        update_s: the optimizer.
+        exposed_send_s: waiting for transfers under way; `exposed_gather_s`, `exposed_reduce_s`: for parameters and
+            gradients likewise.
+        bubble_s: the rest: waiting for other ranks.
+    """
+
+    compute_s: float
+    update_s: float
+    exposed_send_s: float
+    exposed_gather_s: float
+    exposed_reduce_s: float
+    bubble_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTimeline:
+    """A simulated step.
+
+    Args:
+        schedule, micro_batches: what was simulated.
+        total_s: the whole step.
+        ranks: where it goes, by pipeline rank.
+        in_flight: by rank, the most micro-batches held at once between forward and backward (each stage's counts).
+        activation_bytes: by rank, the most bytes that they hold at once.
+    """
+
+    schedule: str
+    micro_batches: int
+    total_s: float
+    ranks: tuple[RankTimes, ...]
+    in_flight: tuple[int, ...]
+    activation_bytes: tuple[float, ...]
+    _events: Sequence[tuple[int, str, str | Slot, float, float]] = field(repr=False, compare=False)
+
+    @property
+    def bubble_s(self) -> float:
+        """Mean over ranks of the time spent waiting for other ranks."""
+        return self.breakdown["bubble"]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The bubble as a fraction of the step."""
+        return self.bubble_s / self.total_s if self.total_s > 0 else 0.0
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """Mean over ranks of the time spent waiting for transfers, gathers and reductions under way."""
+        return sum(seconds for name, seconds in self.breakdown.items() if name.startswith("exposed"))
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Mean over ranks of the parts of `RankTimes`, by their names without unit; they sum to `total_s`."""
+        return {
+            part.name.removesuffix("_s"): sum(getattr(times, part.name) for times in self.ranks) / len(self.ranks)
+            for part in fields(RankTimes)
+        }
+
+    @property
+    def timeline(self) -> Timeline:
+        """All that ran: one process per pipeline rank; transfers are streams of their sender."""
+        spans = (
+            Span(name if isinstance(name, str) else "+".join(map(str, name)), stream, start, end, rank)
+            for rank, stream, name, start, end in self._events
+        )
+        return Timeline(tuple(spans), tuple(f"pipeline rank {rank}" for rank in range(len(self.ranks))))
+
+
+def simulate_pipeline(
+    schedule: str,
+    stages: Sequence[StageTimes],
+    micro_batches: int,
+    virtual_stages: int = 1,
+    *,
+    overlap_sends: bool | None = None,
+    overlap_pairs: bool = False,
+    buckets: int = 1,
+    clips_norm: bool = False,
+) -> PipelineTimeline:
+    """Simulate one step.
+
+    Args:
+        schedule: a name of `schedule_orders.SCHEDULES`.
+        stages: in the order of the model; their number is a multiple of `virtual_stages`.
+        micro_batches: micro-batches of a step (per data parallel replica).
+        virtual_stages: stages on each rank.
+        overlap_sends: whether transfers overlap with compute; None as torch's class does (all but 1F1B).
+        overlap_pairs: whether each half of DualPipeV's pairs computes while the other communicates; torch runs them
+            one after the other unless it is given a function that overlaps them.
+        buckets: pieces into which gathers and reductions are cut; 1 overlaps neither with its own stage's compute.
+        clips_norm: whether the update waits for the gradients of all ranks.
+
+    Raises:
+        CostArgumentError: a negative time, or numbers that the schedule does not admit.
+
+    Example:
+        >>> line = simulate_pipeline("1F1B", [StageTimes(1.0, 1.0, 1.0)] * 4, micro_batches=8)
+        >>> line.total_s, line.bubble_s, line.in_flight
+        (33.0, 9.0, (4, 3, 2, 1))
+    """
+    _check(stages, virtual_stages, buckets)
+    ranks = len(stages) // virtual_stages
+    orders = rank_orders(schedule, ranks, micro_batches, virtual_stages)
+    overlaps = schedule != "1F1B" if overlap_sends is None else overlap_sends
+    run = _Run(
+        stages=stages,
+        owners=stage_ranks(schedule, ranks, virtual_stages),
+        orders=orders if overlap_pairs else tuple(_one_by_one(order) for order in orders),
+        micro_batches=micro_batches,
+        overlap_sends=overlaps,
+        swaps=schedule == "1F1B" and not overlaps,
+        buckets=buckets,
+    )
+    run.all_actions()
+    total, parts = run.finish(clips_norm)
+    saved = {index: stage.activation_bytes for index, stage in enumerate(stages)}
+    return PipelineTimeline(
+        schedule=schedule,
+        micro_batches=micro_batches,
+        total_s=total,
+        ranks=parts,
+        in_flight=tuple(int(peak_in_flight(order)) for order in orders),
+        activation_bytes=tuple(peak_in_flight(order, saved) for order in orders),
+        _events=run.events,
+    )
+
+
+def _one_by_one(order: Iterable[Slot]) -> tuple[Slot, ...]:
+    return tuple((action,) for slot in order for action in slot)
+
+
+_Value = tuple[int, bool, int]
+"""What a stage makes of a micro-batch: (stage, whether by its forward, micro-batch)."""
+
+_Interval = tuple[float, float]
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state of a simulation: what is made, sent and under way, and when each rank is free."""
+
+    stages: Sequence[StageTimes]
+    owners: Sequence[int]
+    orders: Sequence[Sequence[Slot]]
+    micro_batches: int
+    overlap_sends: bool
+    swaps: bool
+    buckets: int
+    events: list[tuple[int, str, str | Slot, float, float]] = field(default_factory=list)
+    made: dict[_Value, float] = field(default_factory=dict)
+    sent: dict[_Value, _Interval] = field(default_factory=dict)
+    links: dict[tuple[int, int], float] = field(default_factory=dict)
+    gathered: dict[int, _Interval] = field(default_factory=dict)
+    left: dict[int, int] = field(init=False)
+    places: list[int] = field(init=False)
+    free: list[float] = field(init=False)
+    reduced: list[float] = field(init=False)
+    computed: list[float] = field(init=False)
+    sends: list[float] = field(init=False)
+    gathers: list[float] = field(init=False)
+    owed: list[list[_Value]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = range(len(self.orders))
+        self.left = dict.fromkeys(range(len(self.stages)), self.micro_batches)
+        self.places, self.owed = [0 for _ in ranks], [[] for _ in ranks]
+        self.free, self.reduced, self.computed, self.sends, self.gathers = ([0.0 for _ in ranks] for _ in range(5))
+        for rank in ranks:
+            self._gather(rank)
+
+    def all_actions(self) -> None:
+        """Run the orders to their ends, each rank as far as it gets before the next."""
+        busy = True
+        while busy:
+            busy = False
+            for rank, order in enumerate(self.orders):
+                while self.places[rank] < len(order) and (self._receive(rank) or self._run_next(rank)):
+                    busy = True
+        assert self.places == [len(order) for order in self.orders], "the orders of a schedule can run"
+
+    def finish(self, clips_norm: bool) -> tuple[float, tuple[RankTimes, ...]]:
+        """(step, parts by rank) once the updates have run."""
+        ready = [max(times) for times in zip(self.free, self.reduced, strict=True)]
+        updates = [0.0 for _ in ready]
+        for stage, rank in zip(self.stages, self.owners, strict=True):
+            updates[rank] += stage.update_s
+        starts = [max(ready)] * len(ready) if clips_norm else ready
+        total = max(start + update for start, update in zip(starts, updates, strict=True))
+        for rank, (start, update) in enumerate(zip(starts, updates, strict=True)):
+            if update > 0:
+                self.events.append((rank, COMPUTE, "update", start, start + update))
+        return total, tuple(self._parts(rank, total, updates[rank], ready[rank]) for rank in range(len(ready)))
+
+    def _parts(self, rank: int, total: float, update: float, ready: float) -> RankTimes:
+        known = (self.computed[rank], update, self.sends[rank], self.gathers[rank], ready - self.free[rank])
+        return RankTimes(*known, bubble_s=max(0.0, total - sum(known)))
+
+    def _gather(self, rank: int) -> None:
+        """The rank's parameters, stage after stage in the order of their first use."""
+        clock = 0.0
+        for stage in dict.fromkeys(action.stage for slot in self.orders[rank] for action in slot):
+            duration = self.stages[stage].gather_s
+            if duration > 0:
+                self.gathered[stage] = (clock, clock + duration)
+                self.events.append((rank, "gather", f"gather {stage}", clock, clock + duration))
+                clock += duration
+
+    def _receive(self, rank: int) -> bool:
+        """In a schedule that swaps, begin the transfer to the rank's next action, now that the rank waits for it."""
+        if not self.swaps:
+            return False
+        value = self._input(self.orders[rank][self.places[rank]][0])
+        if value is None or value in self.sent or value not in self.made:
+            return False
+        self._send(value, rank, self.free[rank])
+        return True
+
+    def _run_next(self, rank: int) -> bool:
+        """Run the rank's next slot if all that it waits for is known; else say that it is not."""
+        slot = self.orders[rank][self.places[rank]]
+        transfers: list[_Interval] = []
+        for action in slot:
+            value = self._input(action)
+            if value is not None:
+                interval = self._there(value, rank)
+                if interval is None:
+                    return False
+                transfers.append(interval)
+        for value in self.owed[rank]:
+            if value not in self.sent:
+                return False
+            transfers.append(self.sent[value])
+        begin = start = self.free[rank]
+        for _, end in transfers:
+            start = max(start, end)
+        if start > begin:
+            self.sends[rank] += _covered(transfers, begin, start)
+        self.owed[rank].clear()
+        self._run(rank, slot, start)
+        return True
+
+    def _input(self, action: Action) -> _Value | None:
+        """What an action waits for from the neighbouring stage, if anything."""
+        stage, kind, index = action
+        if kind is _FORWARD:
+            return (stage - 1, True, index) if stage > 0 else None
+        if kind is _WEIGHT or stage == len(self.stages) - 1:
+            return None
+        return (stage + 1, False, index)
+
+    def _there(self, value: _Value, rank: int) -> _Interval | None:
+        """The transfer that brings a value to a rank, of no length if it was made here; None while not known."""
+        if self.owners[value[0]] == rank:
+            end = self.made.get(value)
+            return None if end is None else (end, end)
+        return self.sent.get(value)
+
+    def _run(self, rank: int, slot: Slot, start: float) -> None:
+        """Run a slot whose inputs are there at `start`."""
+        duration = self._duration(slot)
+        first = slot[0]
+        if first.kind is _FORWARD and first.micro_batch == 0 and first.stage in self.gathered:
+            start, end = self._gathered(rank, first.stage, start, duration)
+        else:
+            end = start + duration
+        self.computed[rank] += duration
+        self.events.append((rank, COMPUTE, slot, start, end))
+        self.free[rank] = end
+        self.places[rank] += 1
+        for action in slot:
+            self._made(rank, action, start, end)
+
+    def _duration(self, slot: Slot) -> float:
+        if len(slot) == 1:
+            return self.stages[slot[0].stage].action_s(slot[0].kind)
+        forward, backward = (self.stages[action.stage] for action in slot)
+        times = (forward.forward_s, backward.backward_s)
+        sent = (forward.forward_communication_s, backward.backward_communication_s)
+        return max(*times, sum(sent), sum(times) - sum(sent))
+
+    def _gathered(self, rank: int, stage: int, start: float, duration: float) -> _Interval:
+        """When a stage's first forward runs: after the first bucket, its last part after the last bucket."""
+        begin, finish = self.gathered[stage]
+        ready = begin + (finish - begin) / self.buckets
+        self.gathers[rank] += max(0.0, ready - start)
+        start = max(start, ready)
+        end = max(start + duration, finish + duration / self.buckets)
+        self.gathers[rank] += end - start - duration
+        return start, end
+
+    def _made(self, rank: int, action: Action, start: float, end: float) -> None:
+        """Note what an action made, send it on if transfers overlap, reduce what is complete."""
+        stage, kind, index = action
+        if kind is not _WEIGHT:
+            value = (stage, kind is _FORWARD, index)
+            target = stage + 1 if kind is _FORWARD else stage - 1
+            self.made[value] = end
+            if 0 <= target < len(self.stages) and self.owners[target] != rank:
+                if not self.swaps:
+                    self._send(value, self.owners[target], end)
+                if not self.overlap_sends and self._waits_for_send(rank, kind):
+                    self.owed[rank].append(value)
+        if kind in (_WHOLE, _WEIGHT):
+            self.left[stage] -= 1
+            if self.left[stage] == 0:
+                self._reduce(rank, stage, start, end)
+
+    def _waits_for_send(self, rank: int, kind: ActionKind) -> bool:
+        """Whether the rank's next slot waits for what this action sends: always, or, where ranks swap, at turns."""
+        if not self.swaps or self.places[rank] == len(self.orders[rank]):
+            return not self.swaps
+        return self.orders[rank][self.places[rank]][0].kind is not kind
+
+    def _send(self, value: _Value, target: int, not_before: float) -> None:
+        stage, is_forward, index = value
+        source = self.owners[stage]
+        duration = self.stages[stage if is_forward else stage - 1].send_s
+        start = max(self.made[value], not_before, self.links.get((source, target), 0.0))
+        self.links[source, target] = start + duration
+        self.sent[value] = (start, start + duration)
+        if duration > 0:
+            name = f"send {stage}{'F' if is_forward else 'B'}{index}"
+            self.events.append((source, f"to rank {target}", name, start, start + duration))
+
+    def _reduce(self, rank: int, stage: int, start: float, end: float) -> None:
+        """Reduce a stage's gradients, of which the last bucket's come at `end`, the others' evenly since `start`."""
+        duration = self.stages[stage].reduce_s
+        if duration > 0:
+            begin = max(self.reduced[rank], start + (end - start) / self.buckets)
+            self.reduced[rank] = max(begin + duration, end + duration / self.buckets)
+            self.events.append((rank, "reduce", f"reduce {stage}", begin, self.reduced[rank]))
+
+
+def _covered(intervals: Sequence[_Interval], begin: float, end: float) -> float:
+    """Length of the union of intervals within [begin, end]."""
+    total, position = 0.0, begin
+    for first, last in sorted(intervals):
+        total += max(0.0, min(last, end) - max(first, position))
+        position = max(position, last)
+    return total
+
+
+def _check(stages: Sequence[StageTimes], virtual_stages: int, buckets: int) -> None:
+    if not stages or virtual_stages < 1 or len(stages) % virtual_stages:
+        raise CostArgumentError(
+            f"{len(stages)} stages do not lie evenly on ranks with virtual_stages={virtual_stages} each."
+        )
+    if buckets < 1:
+        raise CostArgumentError(f"buckets={buckets!r}: gathers and reductions are cut into at least one piece.")
+    for number, stage in enumerate(stages):
+        for part in fields(StageTimes):
+            if not getattr(stage, part.name) >= 0:
+                raise CostArgumentError(f"Stage {number} has {part.name}={getattr(stage, part.name)!r}; at least 0.")
+        if stage.forward_communication_s > stage.forward_s or stage.backward_communication_s > stage.backward_s:
+            raise CostArgumentError(f"Stage {number} communicates for longer than it runs: {stage!r}.")
