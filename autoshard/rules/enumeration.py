@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from autoshard.ir.mesh import Mesh
@@ -146,15 +147,23 @@ def _operand_spec(
     rule: BoundRule, mesh: Mesh, dims: Dims, splits: Mapping[str, tuple[str, ...]], partial: Mapping[str, str]
 ) -> PartitionSpec | None:
     axes = [_dim_axes(rule, mesh, dim, splits) for dim in dims]
-    if any(dim is None for dim in axes):
+    if None in axes:
         return None
-    return PartitionSpec(*axes, partial=partial)
+    return _spec(tuple(axes), tuple(partial.items()))
+
+
+@lru_cache(maxsize=2**16)
+def _spec(axes: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]) -> PartitionSpec:
+    """The spec that splits each dim over some axes; equal ones are one object."""
+    return PartitionSpec(*axes, partial=dict(partial))
 
 
 def _dim_axes(
     rule: BoundRule, mesh: Mesh, dim: tuple[str, ...], splits: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...] | None:
     """The axes that split a dim, or None where the split would leave a stride that no spec can say."""
+    if len(dim) == 1:
+        return splits.get(dim[0], ())
     axes: tuple[str, ...] = ()
     whole_before = True
     for factor in dim:
