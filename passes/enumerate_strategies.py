@@ -1,13 +1,14 @@
 """List, for every node of a program, the strategies that its rule admits.
 
 The result is a `SearchSpace`: sites (nodes with a choice) and links (a value that one site yields and another
-reads). Rules are bound and enumerated once for calls that look alike.
+reads). Rules are bound once for calls that look alike, and enumerated once for rules that differ in nothing that
+decides about splits: of the size of a factor that is how it divides, so programs of many shapes have few such rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import fx
 from autoshard.errors import NoShardingRuleError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, tensor_values
-from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.spec import PartitionSpec, Reduction
 from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicated
 from autoshard.rules.hub import hub
 from autoshard.rules.notation import BoundRule
@@ -48,6 +49,7 @@ class Site:
         strategies: what may be chosen.
         results: the values it yields (None results of a call left out).
         rule: the call's bound rule, or None.
+        call: calls with equal numbers look alike: operator, literals, shapes and dtypes; -1 for what is no call.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Site:
     strategies: tuple[Strategy, ...]
     results: tuple[ValueInfo, ...]
     rule: BoundRule | None = None
+    call: int = -1
 
     @property
     def is_alias(self) -> bool:
@@ -98,7 +101,15 @@ class SearchSpace:
 
     def owner(self, slot: OutputSlot) -> str:
         """The placeholder that a gradient or a buffer update belongs to."""
-        return _owner(self.program, slot)
+        return _owners(self.program)[_OWNER_KINDS[slot.kind], slot.name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What calls that look alike share: their number, and their rule."""
+
+    number: int
+    rule: BoundRule | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +119,39 @@ class EnumerateStrategies:
     Args:
         mesh: the mesh to split over.
         strict: refuse operators without a rule instead of repeating them on every rank.
+        prune: leave out strategies under which a value awaits a reduction that no call of the program makes (a maximum,
+            where nothing takes one). They are legal, and no plan is better for them: that such a value is whole
+            instead costs no more.
     """
 
     mesh: Mesh
     strict: bool = False
-    _cache: dict[Any, tuple[BoundRule | None, tuple[Strategy, ...]]] = field(default_factory=dict, repr=False)
+    prune: bool = False
+    _calls: dict[Any, _Call] = field(default_factory=dict, repr=False)
+    _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     def __call__(self, program: Program) -> SearchSpace:
         """The search space; `NoShardingRuleError` under `strict` for an operator without a rule."""
         kinds = {slot.node: slot.kind for slot in program.inputs}
+        calls = {node.name: self._call(node) for node in program.graph.nodes if _is_call(node)}
+        reductions = _reductions_of(calls.values()) if self.prune else frozenset(Reduction)
         sites: dict[str, Site] = {}
         links: list[Link] = []
         replicated_operators: dict[tuple[str, str], None] = {}
         for node in program.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 sites[node.name] = self._input_site(node, kinds.get(node.name))
-            elif node.op == "call_function" and not _is_selection(node) and _values(node):
-                sites[node.name] = self._call_site(node)
+            elif node.name in calls:
+                call = calls[node.name]
+                strategies = self._strategies(node, call.rule, reductions)
+                phase = node.meta["phase"]
+                sites[node.name] = Site(node.name, node, phase, strategies, _values(node), call.rule, call.number)
                 links += _call_links(node)
-                if sites[node.name].rule is None:
+                if call.rule is None:
                     replicated_operators[str(node.target), node.meta.get("source", "")] = None
+        owners = _owners(program)
         for slot in program.outputs:
-            site, link = self._result(program, slot)
+            site, link = self._result(program, slot, owners)
             if site is not None:
                 sites[site.name] = site
             links.append(link)
@@ -141,8 +163,8 @@ class EnumerateStrategies:
         key = ("input", tuple(value.shape) if splittable else None)
         if key not in self._cache:
             specs = self.placements(tuple(value.shape)) if splittable else (PartitionSpec(),)
-            self._cache[key] = (None, tuple(Strategy((), (spec,), ()) for spec in specs))
-        return Site(node.name, node, node.meta["phase"], self._cache[key][1], _values(node))
+            self._cache[key] = tuple(Strategy((), (spec,), ()) for spec in specs)
+        return Site(node.name, node, node.meta["phase"], self._cache[key], _values(node))
 
     def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
         """Every spec without partial axes that splits `shape` evenly on the mesh."""
@@ -150,25 +172,31 @@ class EnumerateStrategies:
         specs = (_spec_of(self.mesh, len(shape), option) for option in options)
         return tuple(spec for spec in specs if spec.is_even(shape, self.mesh))
 
-    def _call_site(self, node: fx.Node) -> Site:
+    def _call(self, node: fx.Node) -> _Call:
         key = _call_key(node)
-        if key not in self._cache:
-            self._cache[key] = self._enumerate(node)
-        rule, strategies = self._cache[key]
-        return Site(node.name, node, node.meta["phase"], strategies, _values(node), rule)
-
-    def _enumerate(self, node: fx.Node) -> tuple[BoundRule | None, tuple[Strategy, ...]]:
-        rule = rule_of(node)
-        if rule is None:
-            if self.strict:
+        if key not in self._calls:
+            rule = rule_of(node)
+            if rule is None and self.strict:
                 raise NoShardingRuleError(no_rule_message(node))
-            return None, (replicated(len(operands_of(node)), len(_values(node)), self.mesh),)
-        return rule, tuple(enumerate_strategies(rule, self.mesh))
+            self._calls[key] = _Call(len(self._calls), rule)
+        return self._calls[key]
 
-    def _result(self, program: Program, slot: OutputSlot) -> tuple[Site | None, Link]:
+    def _strategies(
+        self, node: fx.Node, rule: BoundRule | None, reductions: frozenset[Reduction]
+    ) -> tuple[Strategy, ...]:
+        counts = (len(operands_of(node)), len(_values(node)))
+        key = (reductions, counts if rule is None else _structure(rule, self.mesh))
+        if key not in self._cache:
+            found = [replicated(*counts, self.mesh)] if rule is None else enumerate_strategies(rule, self.mesh)
+            self._cache[key] = tuple(strategy for strategy in found if _awaits_only(strategy, reductions))
+        return self._cache[key]
+
+    def _result(
+        self, program: Program, slot: OutputSlot, owners: Mapping[tuple[InputKind, str], str]
+    ) -> tuple[Site | None, Link]:
         tail, result = resolve(program.nodes[slot.node])
         if slot.kind != OutputKind.OUTPUT:
-            return None, Link(tail.name, result, _owner(program, slot), -1)
+            return None, Link(tail.name, result, owners[_OWNER_KINDS[slot.kind], slot.name], -1)
         shape = tuple(program.nodes[slot.node].meta["val"].shape)
         specs = self.placements(shape)
         strategies = tuple(Strategy((spec,), (), ()) for spec in specs)
@@ -213,6 +241,34 @@ def _is_selection(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem" and not isinstance(node.target, torch._ops.OpOverload)
 
 
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and not _is_selection(node) and bool(_values(node))
+
+
+def _reductions_of(calls: Iterable[_Call]) -> frozenset[Reduction]:
+    """The reductions that results of some calls can await: sums, which are also made from whole values, and others."""
+    rules = [call.rule for call in calls if call.rule is not None]
+    made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
+    return frozenset({Reduction.SUM, *made})
+
+
+def _awaits_only(strategy: Strategy, reductions: frozenset[Reduction]) -> bool:
+    specs = (*strategy.inputs, *strategy.outputs)
+    return all(reduction in reductions for spec in specs for _, reduction in spec.partial)
+
+
+def _structure(rule: BoundRule, mesh: Mesh) -> Any:
+    """What decides which strategies a rule has on a mesh.
+
+    Strategies depend on a size by whether it divides by, equals or exceeds products of axes. All these divide the size
+    of the mesh, so sizes of at least twice that are alike if they leave the same remainder.
+    """
+    twice = 2 * mesh.size
+    sizes = tuple((f, size if size < twice else twice + size % mesh.size) for f, size in rule.sizes.items())
+    others = (getattr(rule, item.name) for item in fields(rule) if item.name not in ("sizes", "local"))
+    return sizes, *(tuple(value.items()) if isinstance(value, Mapping) else value for value in others)
+
+
 def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
     return tuple(ValueInfo(tuple(v.shape), v.dtype) for v in tensor_values(node) if v is not None)
 
@@ -238,11 +294,13 @@ def _spec_of(mesh: Mesh, ndim: int, option: tuple[int | None, ...]) -> Partition
     return PartitionSpec(*dims)
 
 
-def _owner(program: Program, slot: OutputSlot) -> str:
-    """The placeholder that a gradient or a buffer update belongs to."""
-    wanted = {
-        OutputKind.GRADIENT: InputKind.PARAMETER,
-        OutputKind.INPUT_GRADIENT: InputKind.INPUT,
-        OutputKind.BUFFER_UPDATE: InputKind.BUFFER,
-    }[slot.kind]
-    return next(item.node for item in program.inputs_of(wanted) if item.name == slot.name)
+_OWNER_KINDS = {
+    OutputKind.GRADIENT: InputKind.PARAMETER,
+    OutputKind.INPUT_GRADIENT: InputKind.INPUT,
+    OutputKind.BUFFER_UPDATE: InputKind.BUFFER,
+}
+
+
+def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
+    """The placeholder of each kind and name."""
+    return {(slot.kind, slot.name): slot.node for slot in program.inputs}

@@ -8,7 +8,6 @@ changes what a plan costs, so a bad fold can cost a better plan but not a wrong 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -90,5 +89,4 @@ def _fold_path(module: str, blocks: frozenset[str]) -> str:
 
 def _signature(site: Site) -> tuple[object, ...]:
     """What must agree for two sites to share a choice: the call, its values and its (shared) strategies."""
-    target = "input" if site.node is None or site.is_input else re.sub(r"0x[0-9a-f]+", "", str(site.node.target))
-    return (target, site.results, id(site.strategies))
+    return (site.call, site.results, id(site.strategies))

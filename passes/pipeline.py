@@ -87,7 +87,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
     """The assignment problem whose solutions are the plans of a program."""
-    space = EnumerateStrategies(mesh, options.strict)(prepare(program))
+    space = EnumerateStrategies(mesh, options.strict, prune=True)(prepare(program))
     liveness = find_lifetimes(space, options.state_bytes_per_parameter_byte)
     return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space))
 

@@ -1,0 +1,200 @@
+"""How long each stage of planning takes.
+
+Run: python -m tests.benchmarks.planning_time [--models big_bird t5 ...] [--search-seconds 5] [--large]
+
+Three tables: models of the zoo of up to 3,000 nodes on two axes, stage by stage; and with `--large` a Llama of over
+10,000 nodes, and a program of over 10,000 nodes no two layers of which have equal shapes (so that no call is like one
+before), on three axes: how long it takes to enumerate the strategies of all nodes. Times are seconds of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from autoshard import Mesh
+from autoshard.api import local_cluster
+from autoshard.ir.program import Program
+from autoshard.tracing import trace
+from passes.build_assignment import PlanningProblem, build_problem
+from passes.enumerate_strategies import EnumerateStrategies, SearchSpace
+from passes.fold_blocks import fold_blocks
+from passes.liveness import find_lifetimes
+from passes.pipeline import PlanOptions, lower_program, plan_of_choice, prepare
+from passes.price import Prices
+from passes.search import Search
+from passes.verify_phases import verify_phases
+from passes.verify_program import verify_program
+from tests.zoo.processes import quiet
+from tests.zoo.table import ARCHITECTURES
+
+MODELS = ("t5", "bart", "big_bird", "led", "prophetnet", "qwen3_next")
+TWO_AXES = Mesh({"data": 2, "model": 2})
+THREE_AXES = Mesh({"data": 2, "model": 2, "expert": 2})
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds by stage, and the sizes of what was planned."""
+
+    name: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    nodes: int = 0
+    strategies: int = 0
+    classes: int = 0
+    pairs: int = 0
+    objective: float = 0.0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Take the time of what is done inside."""
+        gc.collect()
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+def time_stages(name: str, make: Callable[[], tuple[nn.Module, dict[str, Any]]], mesh: Mesh, search_s: float) -> Times:
+    """All stages of one model; `search_s` seconds at most for the search."""
+    times = Times(name)
+    model, inputs = make()
+    with times.stage("trace"):
+        program = trace(model, (), inputs, all_tangents=True)
+    planning = time_problem(times, program, mesh)
+    with times.stage("search"):
+        solution = Search(None, search_s)(planning)
+    times.objective = solution.cost
+    cluster = local_cluster(mesh)
+    with times.stage("plan"):
+        plan = plan_of_choice(
+            planning, solution.choice, solution.cost, solution.lower_bound, cluster, PlanOptions(with_baselines=False)
+        )
+    with times.stage("lower"):
+        phased = lower_program(program, plan, cluster)
+    with times.stage("verify"):
+        verify_program(phased.lowered.traced, phased.lowered)
+        verify_phases(phased)
+    return times
+
+
+def time_problem(times: Times, program: Program, mesh: Mesh) -> PlanningProblem:
+    """The stages from a traced program to the problem that the search is given."""
+    space = time_enumeration(times, program, mesh)
+    with times.stage("fold"):
+        representatives = fold_blocks(space)
+    with times.stage("price"):
+        planning = build_problem(space, Prices(local_cluster(mesh), mesh), find_lifetimes(space, 0.0), representatives)
+    times.classes = len(planning.members)
+    times.pairs = sum(edge.cost.size for edge in planning.assignment.edges)
+    return planning
+
+
+def time_enumeration(times: Times, program: Program, mesh: Mesh) -> SearchSpace:
+    """The stages from a traced program to the strategies of all its nodes."""
+    with times.stage("prepare"):
+        prepared = prepare(program)
+    times.nodes = len(prepared.graph.nodes)
+    with times.stage("enumerate"):
+        space = EnumerateStrategies(mesh)(prepared)
+    times.strategies = sum(len(site.strategies) for site in space.sites.values())
+    return space
+
+
+class Uneven(nn.Module):
+    """Layers of attention-like products, each of another width."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        widths = [64 + 16 * index for index in range(layers + 1)]
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths[:-1])
+        self.mixes = nn.ModuleList(nn.Linear(width, width) for width in widths[:-1])
+        self.steps = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of the last layer's output; `x` is [batch, length, 64]."""
+        for norm, mix, step in zip(self.norms, self.mixes, self.steps, strict=True):
+            heads = mix(norm(x)).unflatten(-1, (8, -1)).transpose(1, 2)
+            weights = torch.softmax(heads @ heads.transpose(-1, -2) / heads.shape[-1], dim=-1)
+            mixed = (weights @ heads).transpose(1, 2).flatten(2)
+            x = step(x + nn.functional.gelu(mixed) * torch.sigmoid(x))
+        return x.square().mean()
+
+
+def trace_uneven(layers: int) -> Program:
+    """About 78 nodes a layer."""
+    with torch.device("meta"):
+        return trace(Uneven(layers), (torch.zeros(16, 64, 64),), {})
+
+
+def trace_llama(layers: int) -> Program:
+    """About 210 nodes a layer."""
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        tokens = torch.zeros(16, 512, dtype=torch.int64)
+    return trace(model, (), {"input_ids": tokens, "labels": tokens, "use_cache": False})
+
+
+def table(title: str, rows: list[Times]) -> Table:
+    """One line for each program."""
+    stages = list(dict.fromkeys(stage for row in rows for stage in row.seconds))
+    result = Table("program", "nodes", "strategies", "variables", "pairs", *stages, "sum", "objective s", title=title)
+    for row in rows:
+        counts = (row.nodes, row.strategies, row.classes, row.pairs)
+        result.add_row(
+            row.name,
+            *(f"{count:,}" if count else "" for count in counts),
+            *(f"{row.seconds[stage]:.2f}" if stage in row.seconds else "" for stage in stages),
+            f"{sum(row.seconds.values()):.1f}",
+            f"{row.objective:.6g}" if row.objective else "",
+        )
+    return result
+
+
+def time_large(llama_layers: int, uneven_layers: int) -> list[Times]:
+    """Programs of over 10,000 nodes: trace, prepare, enumerate."""
+    rows = []
+    for name, make, layers in (("llama", trace_llama, llama_layers), ("all distinct", trace_uneven, uneven_layers)):
+        times = Times(f"{name}, {layers} layers")
+        with times.stage("trace"):
+            program = make(layers)
+        time_enumeration(times, program, THREE_AXES)
+        rows.append(times)
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.planning_time")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="names in tests/zoo/table.py")
+    parser.add_argument("--search-seconds", type=float, default=5.0)
+    parser.add_argument("--large", action="store_true", help="the programs of 10,000 nodes too")
+    parser.add_argument("--layers", nargs=2, type=int, default=[48, 130], help="of the two large programs")
+    options = parser.parse_args(arguments)
+    quiet()
+    console = Console(width=180)
+    rows = [time_stages(name, ARCHITECTURES[name].build, TWO_AXES, options.search_seconds) for name in options.models]
+    if rows:
+        console.print(table(f"Seconds on {TWO_AXES}", rows))
+    if options.large:
+        console.print(table(f"Seconds on {THREE_AXES}", time_large(*options.layers)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
