@@ -11,16 +11,45 @@ import torch
 from autoshard.errors import NotAvailableError, UnknownHardwareError
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.launch import world_size
+from cost_models.device import Device
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import NodeType, node_type
+from cost_models.topology import Link
 
-_NODES_BY_DEVICE = {"H200": "h200", "H100": "h100_sxm", "A100": "a100_sxm_80gb"}
+# Parts of the name that the driver gives a device, the more specific first, and the node type it is found in.
+_NODES_BY_DEVICE = {
+    "GB300": "gb300_nvl72",
+    "GB200": "gb200_nvl72",
+    "B300": "b300",
+    "B200": "b200",
+    "H200": "h200",
+    "H800": "h800_sxm",
+    "H100 PCIe": "h100_pcie",
+    "H100": "h100_sxm",
+    "A800": "a800_sxm_80gb",
+    "A100-PCIE-40GB": "a100_pcie_40gb",
+    "A100 80GB PCIe": "a100_pcie_80gb",
+    "A100-SXM4-40GB": "a100_sxm_40gb",
+    "A100": "a100_sxm_80gb",
+    "V100-SXM2-16GB": "aws_p3_16xlarge",
+    "V100": "dgx1_v100",
+    "L40S": "l40s",
+    "L4": "l4",
+    "RTX 4090": "rtx4090",
+    "RTX A6000": "rtx_a6000",
+    "MI300X": "mi300x",
+    "MI325X": "mi325x",
+    "MI355X": "mi355x",
+}
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Cluster(PricedCluster):
-    """Nodes of one kind behind a non-blocking network: what plans are priced for.
+    """Nodes of one kind on one network: what plans are priced for.
+
+    Hardware that has no name of its own is put together from parts with `of`, or by changing a part of a node type:
+    `Cluster(node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9), nodes=8)`.
 
     Args:
         node: a node type's name ("h100_sxm"), or a `cost_models.hardware.NodeType`.
@@ -40,6 +69,48 @@ class Cluster(PricedCluster):
             PricedCluster.__init__(self, node, nodes, devices_per_node)
         except CostModelError as error:
             raise UnknownHardwareError(str(error)) from error
+
+    @classmethod
+    def of(
+        cls,
+        unit: str | Device,
+        devices: int,
+        *,
+        devices_per_node: int,
+        fabric: str | Link | None = None,
+        network: str | Link | None = None,
+        network_bytes_per_s_per_device: float | None = None,
+    ) -> Cluster:
+        """A cluster of `devices` devices from its parts; fewer than a node's are part of one node.
+
+        Args:
+            unit: a device of the data files ("a100_sxm_40gb"), or a `cost_models.device.Device`.
+            devices: devices in all.
+            devices_per_node: devices that one node holds.
+            fabric: what joins them ("nvlink3_nvswitch", "pcie4"); default: that of the device's usual boards.
+            network: what joins nodes ("infiniband_hdr200", "roce_v2", "efa_v2", "omni_path"); None for one node.
+            network_bytes_per_s_per_device: a device's share of its node's network cards; default: the network's own.
+
+        Raises:
+            UnknownHardwareError: no such part, several nodes and no network, or counts that cannot be.
+
+        Example:
+            >>> Cluster.of("a100_sxm_40gb", 64, devices_per_node=8, network="roce_v2",
+            ...            network_bytes_per_s_per_device=25e9).nodes
+            8
+        """
+        try:
+            found = PricedCluster.of(
+                unit,
+                devices,
+                devices_per_node=devices_per_node,
+                fabric=fabric,
+                network=network,
+                network_bytes_per_s_per_device=network_bytes_per_s_per_device,
+            )
+        except CostModelError as error:
+            raise UnknownHardwareError(str(error)) from error
+        return cls(found.node, found.nodes, found.devices_per_node)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

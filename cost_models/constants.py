@@ -1,11 +1,15 @@
 """Hardware TOML files: a tree of constants, each with value, unit, source and date.
 
 name = "h100_sxm"
+architecture = "hopper"
 [memory_bytes]
 value = 85_524_150_681
 unit = "B"
 source = "nvidia-smi total 79.65 GiB, ..."
 date = "2026-11-20"
+
+A number that no measurement confirms carries `interval = [low, high]` as well: where it is believed to lie. What
+several files have in common stands in one of its own, which they name (`architecture`, `fabric`, `network`): `overlay`.
 """
 
 from __future__ import annotations
@@ -23,12 +27,16 @@ FIELDS = ("value", "unit", "source", "date")
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number with its unit, where it comes from, and when that was read or measured (ISO date)."""
+    """A number with its unit, where it comes from, and when that was read or measured (ISO date).
+
+    `interval` (low, high) is given where the value is not confirmed by a measurement or a datasheet.
+    """
 
     value: float
     unit: str
     source: str
     date: str
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,15 @@ class HardwareFile:
         """All constants under a table: {"bf16": ..., "f32": ...} for `peak_flops`."""
         keys = [path for path in self.constants if path.startswith(prefix + ".")]
         return {path[len(prefix) + 1 :]: self.number(path, unit) for path in keys}
+
+    def uncertain(self) -> dict[str, Constant]:
+        """The constants that are given with an interval, by dotted path."""
+        return {path: constant for path, constant in self.constants.items() if constant.interval is not None}
+
+    def overlay(self, other: HardwareFile, prefix: str = "") -> HardwareFile:
+        """This file with what `other` adds (constants below `prefix`, "intra."); what both have is taken from this."""
+        below = {prefix + path: constant for path, constant in other.constants.items()}
+        return HardwareFile(dict(other.texts) | dict(self.texts), below | dict(self.constants), self.origin)
 
 
 def read(path: Path) -> HardwareFile:
@@ -98,16 +115,30 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
     value = table["value"]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise HardwareFileError(f"{origin}: constant {path!r} has value={value!r}; a number is needed.")
-    return Constant(value, str(table["unit"]), str(table["source"]), str(table["date"]))
+    return Constant(
+        value, str(table["unit"]), str(table["source"]), str(table["date"]), _interval(table, value, path, origin)
+    )
+
+
+def _interval(table: Mapping[str, object], value: float, path: str, origin: str) -> tuple[float, float] | None:
+    interval = table.get("interval")
+    if interval is None:
+        return None
+    match interval:
+        case [int() | float() as low, int() | float() as high] if low <= value <= high:
+            return float(low), float(high)
+    raise HardwareFileError(
+        f"{origin}: constant {path!r} has interval={interval!r}; two numbers around value={value!r} are needed."
+    )
 
 
 def names(folder: str) -> tuple[str, ...]:
-    """Names of the data files in `devices` or `nodes`."""
+    """Names of the data files in `devices`, `nodes`, `architectures`, `fabrics` or `networks`."""
     return tuple(sorted(path.stem for path in (DATA / folder).glob("*.toml")))
 
 
 def load(folder: str, name: str) -> HardwareFile:
-    """The data file of a device or node type. Raises UnknownHardwareError naming what is known."""
+    """The data file of a device, node type, ... . Raises UnknownHardwareError naming what is known."""
     if name not in names(folder):
         raise UnknownHardwareError(
             f"No hardware {name!r} in cost_models/data/{folder}. Known: {', '.join(names(folder))}. "
@@ -123,6 +154,8 @@ def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:
     for path, constant in constants.items():
         lines += ["", f"[{path}]", f"value = {constant.value!r}"]
         lines += [f"{field} = {_quote(getattr(constant, field))}" for field in FIELDS[1:]]
+        if constant.interval is not None:
+            lines.append(f"interval = {list(constant.interval)!r}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,6 @@
 """FLOPs and bytes of matrix products, convolutions and attention (entries of `counting.TABLE`).
 
-A multiply-add is two FLOPs. Attention's FLOPs follow Dao 2023 (FlashAttention-2, section 4.1): forward
-2 * b * h * s * t * (d + e), 4 * b * h * s * t * d when d = e, halved when causal; backward 2.5 times that.
+A multiply-add is two FLOPs. Attention's FLOPs follow Dao 2023 (see `work.AttentionShape`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from cost_models.counting import compute_dtype, operator_cost, size_bytes
-from cost_models.work import Kind, MatmulShape, TensorInfo, Work
+from cost_models.work import AttentionShape, Kind, MatmulShape, TensorInfo, Work
 
 Tensors = Sequence[TensorInfo]
 Arguments = tuple[object, ...]
@@ -111,13 +110,12 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
     return _products(inputs, outputs, (product,) * wanted)
 
 
-def _attention(
-    inputs: Tensors, outputs: Tensors, q: TensorInfo, k: TensorInfo, v: TensorInfo, causal: bool, factor: float
-) -> Work:
+def _attention(inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool) -> Work:
+    q, k, v = operands
     *batch, queries, depth = q.shape
-    keys = k.shape[-2]
-    flops = factor * 2 * prod(batch) * queries * keys * (depth + v.shape[-1]) * (0.5 if causal else 1.0)
-    return Work(flops, size_bytes(inputs), size_bytes(outputs), Kind.ATTENTION, compute_dtype(inputs))
+    shape = AttentionShape(prod(batch), queries, k.shape[-2], depth, v.shape[-1], causal, backward)
+    read, written = size_bytes(inputs), size_bytes(outputs)
+    return Work(shape.flops, read, written, Kind.ATTENTION, compute_dtype(inputs), attention=shape)
 
 
 FORWARD = {  # operator: position of is_causal among the arguments
@@ -138,16 +136,15 @@ BACKWARD = {
 }
 
 
-def _register_attention(name: str, position: int, first: int, factor: float) -> None:
+def _register_attention(name: str, position: int, *, backward: bool) -> None:
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         causal = bool(arguments[position]) if len(arguments) > position else False
-        q, k, v = inputs[first : first + 3]
-        return _attention(inputs, outputs, q, k, v, causal, factor)
+        return _attention(inputs, outputs, inputs[backward : backward + 3], causal, backward)
 
     operator_cost(name)(count)
 
 
 for _name, _position in FORWARD.items():
-    _register_attention(_name, _position, first=0, factor=1.0)
+    _register_attention(_name, _position, backward=False)
 for _name, _position in BACKWARD.items():
-    _register_attention(_name, _position, first=1, factor=2.5)
+    _register_attention(_name, _position, backward=True)

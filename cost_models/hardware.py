@@ -1,99 +1,151 @@
-"""Hardware: devices, links and clusters, read from sourced data files or measured by `calibration`.
+"""Clusters: node types and links, read from sourced data files, put together by hand, or measured by `calibration`.
 
-Assumes two levels: devices of a node share a fast fabric (`intra`), nodes a network (`inter`). Ranks are
-row-major over the mesh axes, the last axis fastest; with d devices per node, node i holds ranks [i * d, (i + 1) * d).
+Three levels: devices of a node share a fabric (`intra`), nodes a network (`inter`), and a network may have pods behind
+an oversubscribed spine. Ranks are row-major over the mesh axes, the last axis fastest; with d devices per node, node i
+holds ranks [i * d, (i + 1) * d).
+
+Data files name each other: a node is a device, a fabric and a network; a device has an architecture. So any of them can
+be exchanged: `node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import networkx
 
 from cost_models import constants
 from cost_models.constants import Constant, HardwareFile
-from cost_models.errors import TopologyError, UnknownHardwareError
-from cost_models.topology import GroupLinks, Link, group_links
+from cost_models.device import Device, MatmulCurve, device, device_numbers, read_device
+from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
+from cost_models.graph import build_graph
+from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, Protocol, Wiring, group_links
 
-
-@dataclass(frozen=True, slots=True)
-class MatmulCurve:
-    """How matrix products use a device: `units` processors (SMs) each compute a tile_m x tile_n tile at a time.
-
-    A tile's fill and drain cost as much as `tile_overhead_bytes` more of each row of its operands (k * itemsize).
-    Smaller tiles load more per FLOP; `tile_load_share` of that excess is not hidden.
-    `efficiency`: by dtype name, the fraction of peak reached in the limit of large sizes (power and issue limits).
-    """
-
-    units: int
-    tile_m: int
-    tile_n: int
-    tile_overhead_bytes: float
-    tile_load_share: float
-    efficiency: Mapping[str, float] = field(hash=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One accelerator, or the share of a machine that one rank has.
-
-    Args:
-        name: name in the data files.
-        peak_flops: dense FLOP/s by dtype name: "f64", "f32" (true float32), "tf32" (float32 on tensor cores, only if
-            torch.backends.cuda.matmul.allow_tf32), "bf16", "f16", "f8". A dtype that is absent raises when priced.
-        memory_bytes: bytes that a program can use.
-        memory_bandwidth_bytes_per_s: nominal bandwidth, decimal.
-        memory_efficiency: fraction of it that a copy reaches.
-        launch_latency_s: time of the smallest operator, added to each one.
-        matmul: see `MatmulCurve`.
-        attention_efficiency: fraction of peak that fused attention reaches on long sequences.
-    """
-
-    name: str
-    peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bytes: int
-    memory_bandwidth_bytes_per_s: float
-    memory_efficiency: float
-    launch_latency_s: float
-    matmul: MatmulCurve
-    attention_efficiency: float
-
-    def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s for a dtype name. Raises UnknownHardwareError if it is not in the device's file."""
-        if dtype not in self.peak_flops:
-            raise UnknownHardwareError(
-                f"Device {self.name!r} has no peak_flops.{dtype}. Known: {', '.join(self.peak_flops)}. "
-                f"Add [peak_flops.{dtype}] with value, unit, source and date to its file."
-            )
-        return self.peak_flops[dtype]
-
-    def matmul_rate(self, dtype: str) -> float:
-        """FLOP/s of large matrix products: peak * efficiency. Raises UnknownHardwareError as `peak` does."""
-        peak = self.peak(dtype)
-        if dtype not in self.matmul.efficiency:
-            raise UnknownHardwareError(
-                f"Device {self.name!r} has no matmul.efficiency.{dtype}. Known: {', '.join(self.matmul.efficiency)}. "
-                f"Add [matmul.efficiency.{dtype}] with value, unit, source and date to its file."
-            )
-        return peak * self.matmul.efficiency[dtype]
+__all__ = ["Cluster", "Device", "MatmulCurve", "NodeType", "assemble_node", "device", "node_type"]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """A kind of node: its device, how many one node holds, the fabric inside and the network outside."""
+    """A kind of node: its device, how many one node holds, the fabric inside and the network outside.
+
+    Args:
+        name: name in the data files, or one of the caller's.
+        device: what each rank has.
+        devices_per_node: devices that one node is built with.
+        intra: the fabric inside: per device, over all its direct links together.
+        inter: the network: a device's share of the node's cards. None: nodes are not joined.
+        wiring: which devices share what (see `Wiring`).
+    """
 
     name: str
     device: Device
     devices_per_node: int
     intra: Link
     inter: Link | None
+    wiring: Wiring = SWITCHED
+
+    def with_network(
+        self,
+        network: str | Link | None = None,
+        *,
+        bytes_per_s_per_device: float | None = None,
+        devices_per_nic: int | None = None,
+        nodes_per_pod: int | None = None,
+        oversubscription: float | None = None,
+    ) -> NodeType:
+        """The same node on another network, or on a faster or slower one of its kind.
+
+        Args:
+            network: a network of the data files ("infiniband_ndr400", "roce_v2", "efa", "omni_path"), whose efficiency
+                and latencies hold; a `Link`; or None to keep the present one.
+            bytes_per_s_per_device: a device's share of its node's network cards in each direction; default: the
+                network's own (400 Gbit/s for every two devices are 25e9).
+            devices_per_nic: devices that share one card.
+            nodes_per_pod: nodes below one leaf, with full bandwidth among them.
+            oversubscription: a pod's cards over its way to the spine (2 for 2:1).
+
+        Raises:
+            UnknownHardwareError: no such network, or none to change.
+            TopologyError: a count or a ratio below one, or a bandwidth that is not positive.
+
+        Example:
+            >>> node_type("a100_sxm_80gb").with_network(bytes_per_s_per_device=6.25e9).inter.bandwidth_bytes_per_s
+            6250000000.0
+        """
+        link, wiring = self.inter, self.wiring
+        if isinstance(network, Link):
+            link = network
+        elif network is not None:
+            file = constants.load("networks", network)
+            link, wiring = _link(file, ""), _network_wiring(file, wiring)
+        if link is None:
+            raise UnknownHardwareError(
+                f"Node type {self.name!r} has no network to change; name one: {', '.join(constants.names('networks'))}."
+            )
+        if bytes_per_s_per_device is not None:
+            link = replace(link, bandwidth_bytes_per_s=bytes_per_s_per_device)
+        given = {
+            "devices_per_nic": devices_per_nic,
+            "nodes_per_pod": nodes_per_pod,
+            "oversubscription": oversubscription,
+        }
+        wiring = replace(wiring, **{key: value for key, value in given.items() if value is not None})
+        _check_network(link, wiring)
+        return replace(self, inter=link, wiring=wiring)
+
+    def with_device(self, unit: str | Device) -> NodeType:
+        """The same node with another device in it. Raises UnknownHardwareError."""
+        return replace(self, device=device(unit) if isinstance(unit, str) else unit)
+
+
+def assemble_node(
+    unit: str | Device,
+    devices_per_node: int,
+    *,
+    fabric: str | Link | None = None,
+    network: str | Link | None = None,
+    network_bytes_per_s_per_device: float | None = None,
+    name: str | None = None,
+) -> NodeType:
+    """A node type from its parts, for hardware that has no file of its own.
+
+    Args:
+        unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
+        devices_per_node: devices that one node holds.
+        fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` that all devices are switched by;
+            None: the one that the device's file names, which is that of its usual boards.
+        network: a network of the data files, or a `Link`; None: nodes are not joined.
+        network_bytes_per_s_per_device: a device's share of its node's cards; default: the network's own.
+        name: of the node type; default: made of the parts.
+
+    Raises:
+        UnknownHardwareError: no such part, or no fabric given for a device whose file names none.
+
+    Example:
+        >>> assemble_node("a100_sxm_40gb", 8, network="roce_v2", network_bytes_per_s_per_device=25e9).name
+        'a100_sxm_40gb:8:nvlink3_nvswitch:roce_v2'
+    """
+    chosen = device(unit) if isinstance(unit, str) else unit
+    fabric = _usual_fabric(chosen) if fabric is None else fabric
+    if isinstance(fabric, Link):
+        intra, wiring = fabric, SWITCHED
+    else:
+        file = constants.load("fabrics", fabric)
+        intra, wiring = _link(file, ""), _wiring(file)
+    parts = (chosen.name, devices_per_node, fabric, network)
+    label = name or ":".join(str(part) for part in parts if isinstance(part, str | int))
+    node = NodeType(label, chosen, devices_per_node, intra, None, wiring)
+    _check_layout(node)
+    if network is None:
+        return node
+    return node.with_network(network, bytes_per_s_per_device=network_bytes_per_s_per_device)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Cluster:
-    """Nodes of one kind behind a non-blocking network.
+    """Nodes of one kind on one network.
 
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
@@ -121,6 +173,40 @@ class Cluster:
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "devices_per_node", per_node)
 
+    @classmethod
+    def of(
+        cls,
+        unit: str | Device,
+        devices: int,
+        *,
+        devices_per_node: int,
+        fabric: str | Link | None = None,
+        network: str | Link | None = None,
+        network_bytes_per_s_per_device: float | None = None,
+    ) -> Cluster:
+        """A cluster of `devices` devices from its parts; see `assemble_node`. Fewer than a node's are part of one node.
+
+        Raises:
+            UnknownHardwareError: no such part, or several nodes and no network.
+            TopologyError: `devices` is not a multiple of `devices_per_node`.
+
+        Example:
+            >>> Cluster.of("v100_sxm2_32gb", 64, devices_per_node=4, fabric="nvlink2_mesh", network="omni_path").nodes
+            16
+        """
+        node = assemble_node(
+            unit,
+            devices_per_node,
+            fabric=fabric,
+            network=network,
+            network_bytes_per_s_per_device=network_bytes_per_s_per_device,
+        )
+        if devices < devices_per_node:
+            return cls(node, 1, devices)
+        if devices % devices_per_node:
+            raise TopologyError(f"{devices} devices do not fill nodes of {devices_per_node}.")
+        return cls(node, devices // devices_per_node)
+
     @property
     def device(self) -> Device:
         """The device that every rank has."""
@@ -137,54 +223,63 @@ class Cluster:
 
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
         """The links that a group over several axes jointly uses (a reshard over ("data", "model"))."""
-        shape = tuple(mesh_axes.items())
-        return group_links(shape, axes, self.nodes, self.devices_per_node, self.node.intra, self.node.inter)
+        shape, node = tuple(mesh_axes.items()), self.node
+        places = (self.nodes, self.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node)
+        return group_links(shape, axes, *places)
 
     def topology(self) -> networkx.Graph:
-        """Devices ("device", rank), node switches ("node", i) and ("network",); edges carry `link`, a `Link`."""
-        graph = networkx.Graph()
-        for rank in range(self.size):
-            graph.add_edge(("device", rank), ("node", rank // self.devices_per_node), link=self.node.intra)
-        if self.nodes > 1:
-            for index in range(self.nodes):
-                graph.add_edge(("node", index), ("network",), link=self.node.inter)
-        return graph
+        """Devices, switches, network cards, pods and spine as a graph; see `cost_models.graph.build_graph`."""
+        node = self.node
+        return build_graph(
+            self.nodes, self.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
         file = constants.read(Path(path))
-        kind = NodeType(
-            name=file.text("name"),
-            device=_device(file, file.text("device")),
-            devices_per_node=int(file.number("devices_per_node", "devices")),
-            intra=_link(file, "intra"),
-            inter=_link(file, "inter") if "inter.bandwidth" in file.constants else None,
-        )
+        kind = _node(file, read_device(file, file.text("device")))
         used = int(file.number("used_devices_per_node", "devices"))
         return cls(kind, nodes=int(file.number("nodes", "nodes")), devices_per_node=used)
 
     def save(self, path: str | Path, *, source: str, date: str) -> None:
         """Write this cluster as TOML; `source` and `date` (ISO) say where its numbers come from."""
         items = {key: Constant(value, unit, source, date) for key, (value, unit) in _cluster_numbers(self).items()}
-        texts = {"name": self.node.name, "device": self.device.name}
+        texts = {"name": self.node.name, "device": self.device.name, "layout": self.node.wiring.layout.value}
+        if self.device.attention:
+            texts["attention_kernel"] = next(iter(self.device.attention))
         Path(path).write_text(constants.dump(texts, items), encoding="utf-8")
-
-
-def device(name: str) -> Device:
-    """A device of the data files. Raises UnknownHardwareError, naming those known."""
-    return _device(constants.load("devices", name), name)
 
 
 def node_type(name: str) -> NodeType:
     """A node type of the data files. Raises UnknownHardwareError, naming those known."""
     file = constants.load("nodes", name)
-    return NodeType(
-        name=name,
-        device=device(file.text("device")),
+    for key, folder, prefix in (("fabric", "fabrics", "intra."), ("network", "networks", "inter.")):
+        if key in file.texts:
+            file = file.overlay(constants.load(folder, file.text(key)), prefix)
+    return _node(file, device(file.text("device")))
+
+
+def _node(file: HardwareFile, unit: Device) -> NodeType:
+    node = NodeType(
+        name=file.text("name"),
+        device=unit,
         devices_per_node=int(file.number("devices_per_node", "devices")),
-        intra=_link(file, "intra"),
-        inter=_link(file, "inter") if "inter.bandwidth" in file.constants else None,
+        intra=_link(file, "intra."),
+        inter=_link(file, "inter.") if "inter.bandwidth" in file.constants else None,
+        wiring=_network_wiring(file, _wiring(file, "intra."), "inter."),
+    )
+    _check_layout(node)
+    return node
+
+
+def _usual_fabric(unit: Device) -> str:
+    if unit.name in constants.names("devices"):
+        fabric = constants.load("devices", unit.name).texts.get("fabric")
+        if fabric is not None:
+            return fabric
+    raise UnknownHardwareError(
+        f"No fabric is given for device {unit.name!r}; name one of {', '.join(constants.names('fabrics'))}, or a Link."
     )
 
 
@@ -196,29 +291,30 @@ def _check_shape(kind: NodeType, nodes: int, per_node: int) -> None:
         )
     if nodes > 1 and kind.inter is None:
         raise UnknownHardwareError(
-            f"Node type {kind.name!r} has no network, so nodes={nodes!r} cannot be priced; "
-            "add the [inter.*] tables to its file."
+            f"Node type {kind.name!r} has no network, so nodes={nodes!r} cannot be priced; add the [inter.*] tables to "
+            f"its file, or use with_network(): {', '.join(constants.names('networks'))}."
         )
 
 
-def _device(file: HardwareFile, name: str) -> Device:
-    return Device(
-        name=name,
-        peak_flops=file.family("peak_flops", "FLOP/s"),
-        memory_bytes=int(file.number("memory_bytes", "B")),
-        memory_bandwidth_bytes_per_s=file.number("memory_bandwidth", "B/s"),
-        memory_efficiency=file.number("memory_efficiency", "1"),
-        launch_latency_s=file.number("launch_latency", "s"),
-        matmul=MatmulCurve(
-            units=int(file.number("matmul.units", "1")),
-            tile_m=int(file.number("matmul.tile_m", "1")),
-            tile_n=int(file.number("matmul.tile_n", "1")),
-            tile_overhead_bytes=file.number("matmul.tile_overhead", "B"),
-            tile_load_share=file.number("matmul.tile_load_share", "1"),
-            efficiency=file.family("matmul.efficiency", "1"),
-        ),
-        attention_efficiency=file.number("attention_efficiency", "1"),
-    )
+def _check_layout(node: NodeType) -> None:
+    if node.devices_per_node < 1:
+        raise TopologyError(f"Node type {node.name!r} has devices_per_node={node.devices_per_node!r}; at least one.")
+    if node.wiring.layout is Layout.HYBRID_CUBE_MESH and node.devices_per_node > 8:
+        raise TopologyError(
+            f"Node type {node.name!r}: a hybrid cube mesh joins 8 devices, not {node.devices_per_node}."
+        )
+
+
+def _check_network(link: Link, wiring: Wiring) -> None:
+    if link.bandwidth_bytes_per_s <= 0:
+        raise TopologyError(
+            f"A network with bytes_per_s_per_device={link.bandwidth_bytes_per_s!r}; it must be positive."
+        )
+    if wiring.devices_per_nic < 1 or wiring.nodes_per_pod < 0 or wiring.oversubscription < 1:
+        raise TopologyError(
+            f"devices_per_nic={wiring.devices_per_nic!r}, nodes_per_pod={wiring.nodes_per_pod!r}, "
+            f"oversubscription={wiring.oversubscription!r}: at least 1, 0 and 1."
+        )
 
 
 _LINK_FIELDS = {  # key in a file: (field of Link, unit)
@@ -230,34 +326,67 @@ _LINK_FIELDS = {  # key in a file: (field of Link, unit)
     "ramp": ("ramp_bytes", "B"),
     "reduce_scatter_phases": ("reduce_scatter_phases", "1"),
 }
+_PROTOCOL_FIELDS = {  # key in a file: (field of Protocol, unit)
+    "bandwidth_share": ("bandwidth_share", "1"),
+    "latency": ("latency_s", "s"),
+    "start": ("start_s", "s"),
+}
 
 
-def _link(file: HardwareFile, level: str) -> Link:
-    return Link(**{name: file.number(f"{level}.{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()})
+def _link(file: HardwareFile, prefix: str) -> Link:
+    numbers = {name: file.number(f"{prefix}{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()}
+    below = f"{prefix}protocol."
+    names = dict.fromkeys(path[len(below) :].split(".")[0] for path in file.constants if path.startswith(below))
+    return Link(**numbers, protocols=tuple(_protocol(file, below, name) for name in names))
 
 
-def _link_numbers(level: str, link: Link) -> dict[str, tuple[float, str]]:
-    return {f"{level}.{key}": (getattr(link, name), unit) for key, (name, unit) in _LINK_FIELDS.items()}
+def _protocol(file: HardwareFile, below: str, name: str) -> Protocol:
+    fields = {field: file.number(f"{below}{name}.{key}", unit) for key, (field, unit) in _PROTOCOL_FIELDS.items()}
+    return Protocol(name, **fields)
+
+
+def _wiring(file: HardwareFile, prefix: str = "") -> Wiring:
+    text = file.texts.get("layout", Layout.SWITCH.value)
+    if text not in {layout.value for layout in Layout}:
+        raise HardwareFileError(
+            f"{file.origin}: layout={text!r}; known: {', '.join(layout.value for layout in Layout)}."
+        )
+    host = f"{prefix}host."
+    return Wiring(Layout(text), _link(file, host) if f"{host}bandwidth" in file.constants else None)
+
+
+def _network_wiring(file: HardwareFile, wiring: Wiring, prefix: str = "") -> Wiring:
+    def number(key: str, unit: str, default: float) -> float:
+        return file.number(f"{prefix}{key}", unit) if f"{prefix}{key}" in file.constants else default
+
+    return replace(
+        wiring,
+        devices_per_nic=int(number("devices_per_nic", "devices", 1)),
+        nodes_per_pod=int(number("nodes_per_pod", "nodes", 0)),
+        oversubscription=number("oversubscription", "1", 1.0),
+    )
+
+
+def _link_numbers(prefix: str, link: Link) -> dict[str, tuple[float, str]]:
+    numbers = {f"{prefix}{key}": (getattr(link, name), unit) for key, (name, unit) in _LINK_FIELDS.items()}
+    for protocol in link.protocols:
+        for key, (name, unit) in _PROTOCOL_FIELDS.items():
+            numbers[f"{prefix}protocol.{protocol.name}.{key}"] = (getattr(protocol, name), unit)
+    return numbers
 
 
 def _cluster_numbers(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    unit = cluster.device
+    node, wiring = cluster.node, cluster.node.wiring
     numbers: dict[str, tuple[float, str]] = {
         "nodes": (cluster.nodes, "nodes"),
-        "devices_per_node": (cluster.node.devices_per_node, "devices"),
+        "devices_per_node": (node.devices_per_node, "devices"),
         "used_devices_per_node": (cluster.devices_per_node, "devices"),
-        **{f"peak_flops.{dtype}": (value, "FLOP/s") for dtype, value in unit.peak_flops.items()},
-        "memory_bytes": (unit.memory_bytes, "B"),
-        "memory_bandwidth": (unit.memory_bandwidth_bytes_per_s, "B/s"),
-        "memory_efficiency": (unit.memory_efficiency, "1"),
-        "launch_latency": (unit.launch_latency_s, "s"),
-        "matmul.units": (unit.matmul.units, "1"),
-        "matmul.tile_m": (unit.matmul.tile_m, "1"),
-        "matmul.tile_n": (unit.matmul.tile_n, "1"),
-        "matmul.tile_overhead": (unit.matmul.tile_overhead_bytes, "B"),
-        "matmul.tile_load_share": (unit.matmul.tile_load_share, "1"),
-        **{f"matmul.efficiency.{dtype}": (value, "1") for dtype, value in unit.matmul.efficiency.items()},
-        "attention_efficiency": (unit.attention_efficiency, "1"),
-        **_link_numbers("intra", cluster.node.intra),
+        **device_numbers(cluster.device),
+        **_link_numbers("intra.", node.intra),
+        "inter.devices_per_nic": (wiring.devices_per_nic, "devices"),
+        "inter.nodes_per_pod": (wiring.nodes_per_pod, "nodes"),
+        "inter.oversubscription": (wiring.oversubscription, "1"),
     }
-    return numbers | ({} if cluster.node.inter is None else _link_numbers("inter", cluster.node.inter))
+    if wiring.host is not None:
+        numbers |= _link_numbers("intra.host.", wiring.host)
+    return numbers | ({} if node.inter is None else _link_numbers("inter.", node.inter))

@@ -1,17 +1,21 @@
-"""Links, and which of them a group of ranks uses.
+"""Links, how devices are wired, and which links a group of ranks uses.
 
-A group of n ranks that spans `nodes` nodes with `per_node` members in each is two-level: n = per_node * nodes.
-All groups along an axis communicate at once (SPMD), so each member owns its own share of the node's network:
-the group's network bandwidth per node is per_node * inter.bandwidth_bytes_per_s, never the whole node's.
+Three levels: devices of a node share a fabric (`intra`), nodes a network (`inter`), pods of nodes a spine that may be
+oversubscribed. A group of n ranks has per_node * nodes members. All groups along an axis communicate at once (SPMD), so
+each member owns its own share of each level: the group's network bandwidth per node is per_node times the share of
+one device, never the whole node's. Where devices are wired to each other without a switch, the bandwidth of a group is
+that of its narrowest cut (Zhao et al. 2024, "ForestColl", section 3: the bound on all-gather, which trees reach).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 
 from cost_models.errors import TopologyError, UnknownHardwareError
 
@@ -24,11 +28,12 @@ class Link:
         bandwidth_bytes_per_s: nominal, per device and direction (a device's share of its node's network cards).
         efficiency: fraction of it that long transfers reach.
         in_network_efficiency: the same for all-reduce inside the switch (NVLS); 0 if the switch cannot reduce.
-        latency_s: per step of an algorithm (hop).
+        latency_s: per step of an algorithm (hop), with the protocol for long messages (NCCL's Simple).
         start_s: per collective, whatever the group.
         ramp_bytes: message size that scales how slowly bandwidth saturates (see `collectives`); 0 = at once.
         reduce_scatter_phases: ring phases that a reduce-scatter takes: 1 (NCCL), about 2 where the library does it as
             an all-reduce and a slice (Gloo).
+        protocols: those for short messages, if the library has any (NCCL's LL and LL128).
     """
 
     bandwidth_bytes_per_s: float
@@ -38,19 +43,113 @@ class Link:
     start_s: float
     ramp_bytes: float
     reduce_scatter_phases: float
+    protocols: tuple[Protocol, ...] = ()
 
     @property
     def reached_bytes_per_s(self) -> float:
         """Bandwidth that long transfers reach, in B/s."""
         return self.bandwidth_bytes_per_s * self.efficiency
 
+    def scaled(self, factor: float) -> Link:
+        """The same link with `factor` times its bandwidth."""
+        return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """A protocol for short messages: flags travel with the data, so steps are short and part of the bandwidth is lost.
+
+    Args:
+        name: "LL" (8-byte lines, half of them flags) or "LL128" (120 bytes of 128).
+        bandwidth_share: fraction of the link's reached bandwidth.
+        latency_s: per step.
+        start_s: per collective.
+    """
+
+    name: str
+    bandwidth_share: float
+    latency_s: float
+    start_s: float
+
+
+class Layout(Enum):
+    """How the devices of a node are wired to each other."""
+
+    SWITCH = "switch"  # every device to every other at full bandwidth (NVSwitch)
+    MESH = "mesh"  # a direct link to each other device, which share the bandwidth (Infinity Fabric, 4 x V100)
+    HYBRID_CUBE_MESH = "hybrid_cube_mesh"  # DGX-1: 8 devices with 6 links each, not all of them neighbours
+    PAIRS = "pairs"  # bridges between devices 2i and 2i + 1; everything else over the host's bus
+    HOST = "host"  # the host's bus only (PCIe)
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Which devices share what.
+
+    Args:
+        layout: see `Layout`; the node's `intra` link is what a device has over all its direct links together.
+        host: the host's bus, for devices without a direct link; None if there is always one.
+        devices_per_nic: devices that share one network card; alone on a node, a device has the whole card.
+        nodes_per_pod: nodes below one leaf of the network, with full bandwidth among them; 0 = all of them.
+        oversubscription: bandwidth of a pod's cards over that of its way to the spine.
+    """
+
+    layout: Layout = Layout.SWITCH
+    host: Link | None = None
+    devices_per_nic: int = 1
+    nodes_per_pod: int = 0
+    oversubscription: float = 1.0
+
+
+SWITCHED = Wiring()
+
+# NVLinks by pair of devices, `nvidia-smi topo -m` of a DGX-1V or p3.16xlarge: each device has six.
+_CUBE = (
+    *((0, 1, 1), (0, 2, 1), (0, 3, 2), (1, 2, 2), (1, 3, 1), (2, 3, 2)),
+    *((4, 5, 1), (4, 6, 1), (4, 7, 2), (5, 6, 2), (5, 7, 1), (6, 7, 2)),
+    *((0, 4, 2), (1, 5, 2), (2, 6, 1), (3, 7, 1)),
+)
+
+
+def direct_links(layout: Layout, devices: int) -> dict[tuple[int, int], float]:
+    """The direct links of a node: (device, other device) with device < other, to the share of a device's bandwidth."""
+    pairs = list(combinations(range(devices), 2))
+    match layout:
+        case Layout.MESH:
+            return dict.fromkeys(pairs, 1 / max(1, devices - 1))
+        case Layout.HYBRID_CUBE_MESH:
+            return {(a, b): links / 6 for a, b, links in _CUBE if b < devices}
+        case Layout.PAIRS:
+            return {(a, b): 1.0 for a, b in pairs if a % 2 == 0 and b == a + 1}
+    return {}
+
+
+@lru_cache(maxsize=4096)
+def wired_share(layout: Layout, devices: int, members: tuple[int, ...]) -> float:
+    """The share of a device's bandwidth that a group of these devices of one node reaches; 0 if links do not join it.
+
+    With B(S) the links that leave the set S and g members, an all-gather takes at least |S|/g of its bytes over B(S),
+    so what a ring of one link would need to have is the least (g - 1) * B(S) / |S| over all proper subsets S.
+    """
+    if layout is Layout.SWITCH or len(members) == 1:
+        return 1.0
+    links = direct_links(layout, devices)
+    joined = {pair: share for pair, share in links.items() if pair[0] in members and pair[1] in members}
+    least = math.inf
+    for size in range(1, len(members)):
+        for subset in combinations(members, size):
+            leaving = sum(share for (a, b), share in joined.items() if (a in subset) != (b in subset))
+            least = min(least, (len(members) - 1) * leaving / size)
+    return min(1.0, least)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
-    """What a group of `size` ranks communicates over: `per_node` members in each of `nodes` nodes.
+    """What a group of `size` ranks communicates over: `per_node` members in each of `nodes` nodes, of `pods` pods.
 
-    `intra` is None unless per_node > 1, `inter` is None unless nodes > 1. A group with an uneven share of
-    ranks per node counts as one member per node: a flat ring over the network, the slower of the two readings.
+    `intra` is None unless per_node > 1, `inter` unless nodes > 1, `spine` (the share of a device when all traffic
+    leaves the pod) unless the group spans pods whose way to the spine is oversubscribed. A group with an uneven share
+    of ranks per node counts as one member per node: a flat ring over the network, the slower of the two readings.
     """
 
     size: int
@@ -58,6 +157,32 @@ class GroupLinks:
     nodes: int
     intra: Link | None
     inter: Link | None
+    pods: int = 1
+    spine: Link | None = None
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The links that are used, innermost first."""
+        return tuple(link for link in (self.intra, self.inter, self.spine) if link is not None)
+
+
+def share_links(groups: Mapping[str, GroupLinks]) -> dict[str, GroupLinks]:
+    """The same groups when all communicate at once: those that use a level split its bandwidth evenly."""
+    users = {
+        level: max(1, sum(getattr(group, level) is not None for group in groups.values()))
+        for level in ("intra", "inter", "spine")
+    }
+    return {
+        name: replace(
+            group,
+            **{
+                level: link.scaled(1 / users[level])
+                for level in users
+                if (link := getattr(group, level)) is not None and users[level] > 1
+            },
+        )
+        for name, group in groups.items()
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -68,12 +193,18 @@ def group_links(
     devices_per_node: int,
     intra: Link,
     inter: Link | None,
+    wiring: Wiring = SWITCHED,
+    wired_devices: int = 0,
 ) -> GroupLinks:
     """The links of a group over `axes` of a row-major mesh `shape` on nodes of contiguous ranks.
 
     1. The members of a group differ only in the coordinates of `axes`; list the ranks of every group.
     2. Count each group's members per node. If every group has the same count in each node that it touches, it is
-       per_node x nodes; else it is taken as a flat ring over the network.
+       per_node x nodes; else it is taken as a flat ring over the network. Likewise nodes per pod.
+    3. Inside the node, the slowest of the groups decides: its share of the direct links, or the host's bus.
+
+    Args:
+        wired_devices: devices that a node is built with (the layout's); default: `devices_per_node`.
 
     Raises:
         TopologyError: an unknown axis, or a mesh larger than the cluster.
@@ -81,15 +212,21 @@ def group_links(
     """
     _check_mesh(shape, axes, nodes * devices_per_node)
     size = math.prod(extent for name, extent in shape if name in axes)
-    profiles = {_profile(group, devices_per_node) for group in _groups(shape, axes)}
-    per_node, touched = profiles.pop() if len(profiles) == 1 else (0, 0)
+    groups = _groups(shape, axes)
+    per_node, touched = _common_profile(groups, devices_per_node)
     if per_node == 0:
         per_node, touched = 1, size
     if touched > 1 and inter is None:
         raise UnknownHardwareError(
             f"A group over {axes!r} spans {touched} nodes, but the node type has no [inter.*] numbers."
         )
-    return GroupLinks(size, per_node, touched, intra if per_node > 1 else None, inter if touched > 1 else None)
+    inside = _inside(groups, devices_per_node, intra, wiring, wired_devices) if per_node > 1 else None
+    if touched == 1 or inter is None:
+        return GroupLinks(size, per_node, touched, inside, None)
+    used = min(devices_per_node, math.prod(extent for _, extent in shape))
+    card = inter.scaled(wiring.devices_per_nic / min(used, wiring.devices_per_nic))
+    pods, spine = _spine(groups, devices_per_node, touched, card, wiring)
+    return GroupLinks(size, per_node, touched, inside, card, pods, spine)
 
 
 def _check_mesh(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices: int) -> None:
@@ -113,8 +250,51 @@ def _groups(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> list[l
     return [[base + step for step in inside] for base in outside]
 
 
-def _profile(ranks: list[int], devices_per_node: int) -> tuple[int, int]:
-    """(members per node, nodes touched), or (0, 0) when nodes hold different numbers of members."""
-    counts = Counter(rank // devices_per_node for rank in ranks)
+def _common_profile(groups: Sequence[Sequence[int]], unit: int) -> tuple[int, int]:
+    """(members per unit, units touched) of every group, units of `unit` ranks; (0, 0) if they differ."""
+    profiles = {_profile(group, unit) for group in groups}
+    return profiles.pop() if len(profiles) == 1 else (0, 0)
+
+
+def _profile(ranks: Sequence[int], unit: int) -> tuple[int, int]:
+    """(members per unit, units touched), or (0, 0) when units hold different numbers of members."""
+    counts = Counter(rank // unit for rank in ranks)
     different = set(counts.values())
     return (different.pop(), len(counts)) if len(different) == 1 else (0, 0)
+
+
+def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring: Wiring, wired: int) -> Link:
+    """The link inside the node that the slowest group has."""
+    if wiring.layout is Layout.SWITCH:
+        return intra
+    parts = {part for group in groups for part in _parts(group, per_node)}
+    share = min(wired_share(wiring.layout, wired or per_node, part) for part in parts)
+    direct = intra.scaled(share) if share > 0 else None
+    if direct is not None and (wiring.host is None or direct.reached_bytes_per_s >= wiring.host.reached_bytes_per_s):
+        return direct
+    if wiring.host is None:
+        raise UnknownHardwareError(
+            f"No direct link joins the devices {sorted(parts)} of a node wired as {wiring.layout.value!r}, and the "
+            "node type has no host bus; add the [host.*] tables to its file."
+        )
+    return wiring.host
+
+
+def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
+    """The group's members of each node, by their place in it."""
+    found: dict[int, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(rank // per_node, []).append(rank % per_node)
+    return {tuple(sorted(places)) for places in found.values()}
+
+
+def _spine(
+    groups: Sequence[Sequence[int]], per_node: int, touched: int, card: Link, wiring: Wiring
+) -> tuple[int, Link | None]:
+    """(pods that a group spans, a device's share of the way to the spine); none where it is as wide as the cards."""
+    if wiring.nodes_per_pod == 0 or wiring.oversubscription <= 1:
+        return 1, None
+    members, pods = _common_profile(groups, per_node * wiring.nodes_per_pod)
+    if members == 0:
+        pods = touched
+    return (pods, card.scaled(1 / wiring.oversubscription)) if pods > 1 else (1, None)

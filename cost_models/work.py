@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
+
+from cost_models.errors import CostArgumentError
 
 
 class Kind(Enum):
@@ -39,8 +42,33 @@ class MatmulShape(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
+class AttentionShape(NamedTuple):
+    """Attention of `heads` (batch times heads): [queries, depth] by [keys, depth], values [keys, value_depth]."""
+
+    heads: int
+    queries: int
+    keys: int
+    depth: int
+    value_depth: int
+    causal: bool = False
+    backward: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Dao 2023 (FlashAttention-2, section 4.1): 2 * heads * queries * keys * (depth + value_depth).
+
+        Half of it when causal; 2.5 times as much backward, where the scores are computed anew.
+        """
+        pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
+        return (2.5 if self.backward else 1.0) * 2 * self.heads * pairs * (self.depth + self.value_depth)
+
+
 class Work(NamedTuple):
-    """FLOPs and bytes of one operator. `products` lists its matrix products, if it is made of them."""
+    """FLOPs and bytes of one operator.
+
+    `products` lists its matrix products, if it is made of them; `attention` is the shape of a fused attention;
+    `steps` counts parts that must wait for each other (the panels of a factorisation), each with its own launch.
+    """
 
     flops: float
     bytes_read: float
@@ -48,3 +76,24 @@ class Work(NamedTuple):
     kind: Kind
     dtype: str
     products: tuple[MatmulShape, ...] = ()
+    attention: AttentionShape | None = None
+    steps: int = 1
+
+
+def fuse(works: Sequence[Work], bytes_read: float, bytes_written: float) -> Work:
+    """A chain of memory-bound operators in one kernel: values inside it stay in registers.
+
+    Args:
+        works: the chain's operators; none of them a matrix product or attention.
+        bytes_read: of what enters the chain, each value once.
+        bytes_written: of what leaves it.
+
+    Raises:
+        CostArgumentError: an operator that is not memory-bound, or none at all.
+    """
+    heavy = [work for work in works if work.kind in (Kind.MATMUL, Kind.ATTENTION)]
+    if heavy or not works:
+        raise CostArgumentError(f"Only memory-bound operators fuse into one kernel, not {heavy or 'none'}.")
+    kinds = [work.kind for work in works]
+    kind = next((kind for kind in (Kind.GATHER, Kind.REDUCTION) if kind in kinds), Kind.POINTWISE)
+    return Work(sum(work.flops for work in works), bytes_read, bytes_written, kind, works[0].dtype)

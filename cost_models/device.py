@@ -1,0 +1,206 @@
+"""A device: its peaks, its memory, and how kernels use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from cost_models.constants import HardwareFile, load
+from cost_models.errors import UnknownHardwareError
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulCurve:
+    """How matrix products use a device: `units` processors (SMs) each compute a tile_m x tile_n tile at a time.
+
+    A tile's fill and drain cost as much as `tile_overhead_bytes` more of each row of its operands (k * itemsize).
+    Smaller tiles load more per FLOP; `tile_load_share` of that excess is not hidden.
+    `efficiency`: by dtype name, the fraction of peak reached in the limit of large sizes (power and issue limits).
+    """
+
+    units: int
+    tile_m: int
+    tile_n: int
+    tile_overhead_bytes: float
+    tile_load_share: float
+    efficiency: Mapping[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCurve:
+    """How one direction (forward or backward) of a fused attention kernel uses a device.
+
+        time = flops / (peak * efficiency) * (1 + softmax_depth / depth) * (1 + idle_keys / keys)
+
+    Args:
+        efficiency: fraction of peak in the limit of deep heads and long sequences.
+        softmax_depth: the head depth at which the exponentials of a block take as long as its products.
+        overhead_keys: keys' worth of time that each block of queries spends on prologue and epilogue.
+        diagonal_keys: the same for the masked part of the blocks on the diagonal; counts when causal.
+        block_queries: queries that one processor works on at a time.
+    """
+
+    efficiency: float
+    softmax_depth: float
+    overhead_keys: float
+    diagonal_keys: float
+    block_queries: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """Both directions of a fused attention kernel ("flash2")."""
+
+    forward: AttentionCurve
+    backward: AttentionCurve
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or the share of a machine that one rank has.
+
+    Args:
+        name: name in the data files.
+        peak_flops: dense FLOP/s by dtype name: "f64", "f32" (true float32), "tf32" (float32 on tensor cores, only if
+            torch.backends.cuda.matmul.allow_tf32), "bf16", "f16", "f8". A dtype that is absent raises when priced.
+        memory_bytes: bytes that a program can use.
+        memory_bandwidth_bytes_per_s: nominal bandwidth, decimal.
+        memory_efficiency: fraction of it that a copy reaches.
+        launch_latency_s: time of the smallest operator, added to each one.
+        matmul: see `MatmulCurve`.
+        attention_efficiency: fraction of peak that attention reaches where no kernel's curve is known (a CPU).
+        attention: fused attention kernels that the device has, by name; the first is the one that is used.
+        dispatch_s: host's time to issue one operator, by how it is issued: "eager" (PyTorch's dispatcher), "compiled"
+            (a generated wrapper), "graph" (a captured CUDA graph). Empty where operators are not issued ahead (a CPU).
+    """
+
+    name: str
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    memory_efficiency: float
+    launch_latency_s: float
+    matmul: MatmulCurve
+    attention_efficiency: float
+    attention: Mapping[str, AttentionKernel] = field(default_factory=dict, hash=False)
+    dispatch_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak in FLOP/s for a dtype name. Raises UnknownHardwareError if it is not in the device's file."""
+        if dtype not in self.peak_flops:
+            raise UnknownHardwareError(
+                f"Device {self.name!r} has no peak_flops.{dtype}. Known: {', '.join(self.peak_flops)}. "
+                f"Add [peak_flops.{dtype}] with value, unit, source and date to its file."
+            )
+        return self.peak_flops[dtype]
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s of large matrix products: peak * efficiency. Raises UnknownHardwareError as `peak` does."""
+        peak = self.peak(dtype)
+        if dtype not in self.matmul.efficiency:
+            raise UnknownHardwareError(
+                f"Device {self.name!r} has no matmul.efficiency.{dtype}. Known: {', '.join(self.matmul.efficiency)}. "
+                f"Add [matmul.efficiency.{dtype}] with value, unit, source and date to its file."
+            )
+        return peak * self.matmul.efficiency[dtype]
+
+    def with_attention(self, kernel: str) -> Device:
+        """The same device with another fused attention kernel in use ("flash3"). Raises UnknownHardwareError."""
+        if kernel not in self.attention:
+            raise UnknownHardwareError(
+                f"Device {self.name!r} has no attention kernel {kernel!r}. Known: {', '.join(self.attention)}. "
+                f"Add [attention.{kernel}.forward.*] and [attention.{kernel}.backward.*] to its architecture's file."
+            )
+        return replace(self, attention={kernel: self.attention[kernel]} | dict(self.attention))
+
+    def dispatch(self, how: str) -> float:
+        """Seconds of host time per operator issued; 0 where the device is its own host. Raises UnknownHardwareError."""
+        if not self.dispatch_s:
+            return 0.0
+        if how not in self.dispatch_s:
+            raise UnknownHardwareError(
+                f"Device {self.name!r} has no dispatch.{how}. Known: {', '.join(self.dispatch_s)}."
+            )
+        return self.dispatch_s[how]
+
+
+def device(name: str) -> Device:
+    """A device of the data files. Raises UnknownHardwareError, naming those known."""
+    return read_device(load("devices", name), name)
+
+
+def read_device(file: HardwareFile, name: str) -> Device:
+    """A device from its file; what its architecture's file says holds where the device's own says nothing."""
+    if "architecture" in file.texts:
+        file = file.overlay(load("architectures", file.text("architecture")))
+    return Device(
+        name=name,
+        peak_flops=file.family("peak_flops", "FLOP/s"),
+        memory_bytes=int(file.number("memory_bytes", "B")),
+        memory_bandwidth_bytes_per_s=file.number("memory_bandwidth", "B/s"),
+        memory_efficiency=file.number("memory_efficiency", "1"),
+        launch_latency_s=file.number("launch_latency", "s"),
+        matmul=MatmulCurve(
+            units=int(file.number("matmul.units", "1")),
+            tile_m=int(file.number("matmul.tile_m", "1")),
+            tile_n=int(file.number("matmul.tile_n", "1")),
+            tile_overhead_bytes=file.number("matmul.tile_overhead", "B"),
+            tile_load_share=file.number("matmul.tile_load_share", "1"),
+            efficiency=file.family("matmul.efficiency", "1"),
+        ),
+        attention_efficiency=_plain_attention_efficiency(file),
+        attention={name: _kernel(file, name) for name in _kernel_names(file)},
+        dispatch_s=file.family("dispatch", "s"),
+    )
+
+
+def _plain_attention_efficiency(file: HardwareFile) -> float:
+    """The file's own, or that of the kernel in use in the limit: it is read only where a call's shape is not known."""
+    names = _kernel_names(file)
+    if names and "attention_efficiency" not in file.constants:
+        return _kernel(file, names[0]).forward.efficiency
+    return file.number("attention_efficiency", "1")
+
+
+_CURVE_FIELDS = ("efficiency", "softmax_depth", "overhead_keys", "diagonal_keys", "block_queries")
+
+
+def _kernel_names(file: HardwareFile) -> list[str]:
+    """Kernels in the order of the file, the one that its text `attention_kernel` names first."""
+    names = dict.fromkeys(path.split(".")[1] for path in file.constants if path.startswith("attention."))
+    used = file.texts.get("attention_kernel")
+    return sorted(names, key=lambda name: name != used)
+
+
+def _kernel(file: HardwareFile, name: str) -> AttentionKernel:
+    forward, backward = (
+        AttentionCurve(*(file.number(f"attention.{name}.{direction}.{key}", "1") for key in _CURVE_FIELDS))
+        for direction in ("forward", "backward")
+    )
+    return AttentionKernel(forward, backward)
+
+
+def device_numbers(unit: Device) -> dict[str, tuple[float, str]]:
+    """The constants of a device's file: dotted path to (value, unit)."""
+    curves = {
+        f"attention.{name}.{direction}.{key}": (getattr(getattr(kernel, direction), key), "1")
+        for name, kernel in unit.attention.items()
+        for direction in ("forward", "backward")
+        for key in _CURVE_FIELDS
+    }
+    return {
+        **{f"peak_flops.{dtype}": (value, "FLOP/s") for dtype, value in unit.peak_flops.items()},
+        "memory_bytes": (unit.memory_bytes, "B"),
+        "memory_bandwidth": (unit.memory_bandwidth_bytes_per_s, "B/s"),
+        "memory_efficiency": (unit.memory_efficiency, "1"),
+        "launch_latency": (unit.launch_latency_s, "s"),
+        "matmul.units": (unit.matmul.units, "1"),
+        "matmul.tile_m": (unit.matmul.tile_m, "1"),
+        "matmul.tile_n": (unit.matmul.tile_n, "1"),
+        "matmul.tile_overhead": (unit.matmul.tile_overhead_bytes, "B"),
+        "matmul.tile_load_share": (unit.matmul.tile_load_share, "1"),
+        **{f"matmul.efficiency.{dtype}": (value, "1") for dtype, value in unit.matmul.efficiency.items()},
+        "attention_efficiency": (unit.attention_efficiency, "1"),
+        **curves,
+        **{f"dispatch.{how}": (value, "s") for how, value in unit.dispatch_s.items()},
+    }
