@@ -1,0 +1,369 @@
+"""One rank's step on several streams: computation in order, and beside it communication over each class of links.
+
+A step is a sequence of segments (blocks of the model, forward and then backward), each a list of operations in program
+order. Computation runs on one stream, one operation after the other. A communication runs on the stream of its links:
+
+* It starts when what it needs is computed and its stream is free; streams run what is issued to them in order.
+* Nobody waits for it but the operations that need it; those of a later segment, and the end of the step, for all.
+* What needs nothing of the step (gathering parameters, as FSDP does: Zhao et al. 2023, section 4.2) is issued
+  `prefetch` segments early, at the start of that segment, which bounds the memory that waits for its use.
+* While any communication runs, computation takes (1 + slowdown) times as long: both use the same processors and memory.
+
+Without overlap each communication runs at its place in the program, and everything waits for it: the step is the sum.
+
+Repeated segments are compressed once: computation that no communication waits for runs as one operation. So a step
+costs a few events per communication, however many operations it has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from cost_models import constants
+from cost_models.errors import CostArgumentError
+from cost_models.timeline import COMPUTE, Span, Timeline
+
+
+class Op(NamedTuple):
+    """One operation of a segment.
+
+    Args:
+        name: what it is, for the trace.
+        label: what its time counts as ("forward"; for a communication, the mesh axis).
+        seconds: how long it takes alone.
+        stream: COMPUTE, or the class of links of a communication.
+        needs: indices of earlier operations of the segment: of a communication, what makes its operands; of a
+            computation, the communications that it waits for (computations wait for each other anyway).
+        early: a communication that needs nothing of the step.
+        held_bytes: of a communication that computation does not wait for at once: memory that it takes meanwhile,
+            what is gathered until its first use, or what is reduced until that is done.
+    """
+
+    name: str
+    label: str
+    seconds: float
+    stream: str = COMPUTE
+    needs: tuple[int, ...] = ()
+    early: bool = False
+    held_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the step; `is_barrier`: begins only when all communication before it is done (the update)."""
+
+    name: str
+    ops: tuple[Op, ...]
+    is_barrier: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How a runtime overlaps communication with computation.
+
+    Args:
+        prefetch: segments by which parameters are gathered ahead of their use.
+        slowdown: computation beside communication takes 1 + slowdown times as long.
+    """
+
+    prefetch: int = 1
+    slowdown: float = field(default_factory=lambda: measured_slowdown())
+
+
+@lru_cache(maxsize=1)
+def measured_slowdown() -> float:
+    """The published mean, from `data/runtime/overlap.toml`."""
+    return constants.load("runtime", "overlap").number("compute_slowdown", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """A simulated step.
+
+    Args:
+        total_s: the whole; the sum of `compute_s`, `slowdown_s` and `exposed_s`.
+        compute_s: by label of computation, the time that it takes alone.
+        slowdown_s: what communication beside it adds to that.
+        exposed_s: by label of communication, the time that computation waits for it.
+        communication_s: by label of communication, the time that it takes; what is not exposed is overlapped.
+        held_bytes: most that is held at once for communication under way (see `Op`).
+        timeline: what ran when, if it was asked for.
+    """
+
+    total_s: float
+    compute_s: Mapping[str, float]
+    slowdown_s: float
+    exposed_s: Mapping[str, float]
+    communication_s: Mapping[str, float]
+    held_bytes: float
+    timeline: Timeline | None = None
+
+    @property
+    def overlapped_s(self) -> dict[str, float]:
+        """By label of communication, the time in which computation does not wait for it."""
+        return {label: max(0.0, busy - self.exposed_s.get(label, 0.0)) for label, busy in self.communication_s.items()}
+
+
+def simulate_streams(
+    segments: Sequence[Segment], overlap: Overlap | None = None, *, record: bool = False
+) -> StreamTimes:
+    """Simulate a step.
+
+    Args:
+        segments: in order; the same object wherever a segment repeats.
+        overlap: how communication overlaps; None: it does not.
+        record: keep the timeline, every operation apart.
+
+    Raises:
+        CostArgumentError: a negative time, or an operation that needs what is not before it.
+
+    Example:
+        >>> gather = Op("gather w", "data", 2.0, "network", early=True)
+        >>> block = Segment("block", (gather, Op("x @ w", "forward", 3.0, needs=(0,))))
+        >>> simulate_streams([block] * 10).total_s
+        50.0
+        >>> simulate_streams([block] * 10, Overlap(prefetch=1, slowdown=0.0)).total_s
+        32.0
+    """
+    plain = {id(segment): segment for segment in segments}
+    for segment in plain.values():
+        _check(segment)
+    compiled = {key: _compile(segment, overlap is not None, merge=not record) for key, segment in plain.items()}
+    run = _Run([compiled[id(segment)] for segment in segments], overlap, record)
+    run.all_segments()
+    return run.times()
+
+
+class _Compiled(NamedTuple):
+    """A segment ready to run: communications stand right behind what they need, early ones apart."""
+
+    name: str
+    is_barrier: bool
+    early: tuple[tuple[int, Op], ...]
+    ops: tuple[tuple[int, Op], ...]
+    waited: frozenset[int]
+    compute_s: Mapping[str, float]
+
+
+def _compile(segment: Segment, overlaps: bool, merge: bool) -> _Compiled:
+    """Order and compress a segment; operations keep their indices, a merged one has that of its last part."""
+    early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
+    ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
+    if overlaps:
+        places = {index: index if op.stream == COMPUTE else _place(op, segment.ops) for index, op in ops}
+        ops.sort(key=lambda item: (places[item[0]], item[1].stream != COMPUTE, item[0]))
+    waited = frozenset(need for op in segment.ops for need in op.needs)
+    compute: dict[str, float] = defaultdict(float)
+    for op in segment.ops:
+        if op.stream == COMPUTE:
+            compute[op.label] += op.seconds
+    ops = _merge(ops, segment.ops) if merge else ops
+    return _Compiled(segment.name, segment.is_barrier, early, tuple(ops), waited, dict(compute))
+
+
+def _place(op: Op, ops: Sequence[Op]) -> int:
+    """Index of the last computation that a communication needs, through other communications; -1 for none."""
+    return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
+
+
+def _merge(ordered: Sequence[tuple[int, Op]], ops: Sequence[Op]) -> list[tuple[int, Op]]:
+    """Runs of computation as one, cut where it waits for communication and where communication stands."""
+    merged: list[tuple[int, Op]] = []
+    for index, op in ordered:
+        waits = any(ops[need].stream != COMPUTE for need in op.needs)
+        if op.stream == COMPUTE and merged and merged[-1][1].stream == COMPUTE and not waits:
+            before = merged[-1][1]
+            merged[-1] = (index, before._replace(seconds=before.seconds + op.seconds))
+        else:
+            merged.append((index, op))
+    return merged
+
+
+class _Held(NamedTuple):
+    time_s: float
+    size: float
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What a communication stream has run: (start, end, label) in order; `first` may still run at the clock."""
+
+    ran: list[tuple[float, float, str]] = field(default_factory=list)
+    first: int = 0
+
+    @property
+    def free(self) -> float:
+        return self.ran[-1][1] if self.ran else 0.0
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state of a simulation; `clock` is when the compute stream is free."""
+
+    segments: Sequence[_Compiled]
+    overlap: Overlap | None
+    record: bool
+    clock: float = 0.0
+    slowdown_s: float = 0.0
+    streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
+    early: dict[int, dict[int, tuple[float, float, str]]] = field(default_factory=dict)
+    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    held: list[_Held] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def all_segments(self) -> None:
+        """Run them, then wait for all communication."""
+        ahead = 0
+        for number, segment in enumerate(self.segments):
+            if segment.is_barrier:
+                self._wait_for_all()
+            if self.overlap is not None:
+                while ahead < len(self.segments) and ahead <= number + self.overlap.prefetch:
+                    self._issue_early(ahead)
+                    ahead += 1
+            self._run_segment(number, segment)
+        self._wait_for_all()
+
+    def times(self) -> StreamTimes:
+        """The results."""
+        compute: dict[str, float] = defaultdict(float)
+        busy: dict[str, float] = defaultdict(float)
+        for segment in self.segments:
+            for label, seconds in segment.compute_s.items():
+                compute[label] += seconds
+        for stream in self.streams.values():
+            for start, end, label in stream.ran:
+                busy[label] += end - start
+        line = Timeline(tuple(sorted(self.spans, key=lambda span: span.start_s))) if self.record else None
+        peak = _peak(self.held)
+        return StreamTimes(self.clock, dict(compute), self.slowdown_s, dict(self.exposed), dict(busy), peak, line)
+
+    def _issue_early(self, number: int) -> None:
+        """Issue what segment `number` needs but nothing else of the step."""
+        done = self.early[number] = {}
+        for index, op in self.segments[number].early:
+            ready = max((done[need][1] for need in op.needs), default=self.clock)
+            done[index] = (*self._communicate(op, ready), op.stream)
+            if op.held_bytes:
+                self.held.append(_Held(done[index][0], op.held_bytes))
+
+    def _run_segment(self, number: int, segment: _Compiled) -> None:
+        ends = self.early.pop(number, {})
+        unused = {index: op for index, op in segment.early if op.held_bytes}
+        for index, op in segment.ops:
+            if op.stream != COMPUTE:
+                ends[index] = self._issue(op, ends, deferred=index not in segment.waited)
+                continue
+            for need in op.needs:
+                if need in ends:
+                    self._wait(*ends[need][1:])
+                if need in unused:
+                    self.held.append(_Held(self.clock, -unused.pop(need).held_bytes))
+            ends[index] = (self.clock, self._compute(op), COMPUTE)
+        self.held += [_Held(self.clock, -op.held_bytes) for op in unused.values()]
+
+    def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]], deferred: bool) -> tuple[float, float, str]:
+        """Issue a communication of the present segment: once what it needs is done, or here where nothing overlaps."""
+        if self.overlap is None:
+            start, end = self._communicate(op, self.clock)
+            self._wait(end, op.stream)
+            return start, end, op.stream
+        ready = max((ends[need][1] for need in op.needs if need in ends), default=self.clock)
+        start, end = self._communicate(op, ready)
+        if deferred and op.held_bytes:
+            self.held += [_Held(ready, op.held_bytes), _Held(end, -op.held_bytes)]
+        return start, end, op.stream
+
+    def _communicate(self, op: Op, ready: float) -> tuple[float, float]:
+        stream = self.streams[op.stream]
+        start = max(stream.free, ready)
+        end = start + op.seconds
+        stream.ran.append((start, end, op.label))
+        if self.record:
+            self.spans.append(Span(op.name, op.stream, start, end))
+        return start, end
+
+    def _wait(self, until: float, name: str) -> None:
+        """Let the compute stream wait; what the stream `name` runs meanwhile is exposed."""
+        if until <= self.clock or name == COMPUTE:
+            return
+        left = until - self.clock
+        for start, end, label in reversed(self.streams[name].ran):
+            if end <= self.clock:
+                break
+            seconds = max(0.0, min(end, until) - max(start, self.clock))
+            self.exposed[label] += seconds
+            left -= seconds
+        if left > 0:  # the stream itself waited, for a communication on another
+            self.exposed[self._last_label(name, until)] += left
+        self.clock = until
+
+    def _last_label(self, name: str, until: float) -> str:
+        return next(label for _, end, label in reversed(self.streams[name].ran) if end <= until)
+
+    def _wait_for_all(self) -> None:
+        for name, stream in sorted(self.streams.items(), key=lambda item: item[1].free):
+            self._wait(stream.free, name)
+
+    def _compute(self, op: Op) -> float:
+        """Run a computation, slower while communication runs; when it ends."""
+        start = self.clock
+        self.clock = start + op.seconds if self._is_alone() else self._slowed_end(op.seconds)
+        self.slowdown_s += self.clock - start - op.seconds
+        if self.record:
+            self.spans.append(Span(op.name, COMPUTE, start, self.clock))
+        return self.clock
+
+    def _is_alone(self) -> bool:
+        return self.overlap is None or self.overlap.slowdown == 0
+
+    def _slowed_end(self, seconds: float) -> float:
+        """When so much work ends that starts at the clock: a walk over the moments at which communication changes."""
+        assert self.overlap is not None
+        now, left, rate = self.clock, seconds, 1 / (1 + self.overlap.slowdown)
+        while True:
+            change, busy = self._next_change(now)
+            speed = rate if busy else 1.0
+            if now + left / speed <= change:
+                return now + left / speed
+            left -= (change - now) * speed
+            now = change
+
+    def _next_change(self, now: float) -> tuple[float, bool]:
+        """(when a stream next starts or stops, whether one runs now)."""
+        change, busy = float("inf"), False
+        for stream in self.streams.values():
+            while stream.first < len(stream.ran) and stream.ran[stream.first][1] <= now:
+                stream.first += 1
+            if stream.first < len(stream.ran):
+                start, end, _ = stream.ran[stream.first]
+                busy |= start <= now
+                change = min(change, end if start <= now else start)
+        return change, busy
+
+
+def _peak(held: Sequence[_Held]) -> float:
+    """Most that is held at once; what is freed at a moment makes room for what comes then."""
+    alive = peak = 0.0
+    for _, size in sorted(held):
+        alive += size
+        peak = max(peak, alive)
+    return peak
+
+
+def _check(segment: Segment) -> None:
+    for index, op in enumerate(segment.ops):
+        where = f"Operation {index} {op.name!r} of segment {segment.name!r}"
+        if not op.seconds >= 0:
+            raise CostArgumentError(f"{where} takes seconds={op.seconds!r}; at least 0.")
+        for need in op.needs:
+            if not 0 <= need < index:
+                raise CostArgumentError(f"{where} needs operation {need}, which is not before it.")
+            if op.early and not segment.ops[need].early:
+                raise CostArgumentError(f"{where} is early, but needs operation {need}, which is not.")
+        if op.early and op.stream == COMPUTE:
+            raise CostArgumentError(f"{where} is early; only communication can be.")
