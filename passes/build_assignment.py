@@ -15,11 +15,13 @@ import numpy as np
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from passes.assignment import Assignment, Edge, Floats, MemoryRow
-from passes.enumerate_strategies import Link, SearchSpace, Site
-from passes.liveness import Liveness, leaves_program, usage
+from passes.enumerate_strategies import Link, SearchSpace, Site, ValueInfo
+from passes.liveness import Liveness, leaves_program
+from passes.memory_usage import Item, MemoryUsage
 from passes.price import Prices, local_bytes_of
 
 _EdgeKey = tuple[int, int, int, int]
+_Places = tuple[ValueInfo, int, int, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class PlanningProblem:
     edge_of: Mapping[_EdgeKey, int]
     assignment: Assignment
     _bytes: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False)
-    _copy_bytes: dict[_EdgeKey, Floats] = field(default_factory=dict, repr=False)
+    _copy_bytes: dict[_Places, Floats] = field(default_factory=dict, repr=False)
+    _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
     def strategy(self, name: str, choice: Sequence[int]) -> Strategy:
         """The strategy of site `name` under a choice."""
@@ -50,18 +53,25 @@ class PlanningProblem:
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes in use on each rank at every program point."""
-        intervals = [
-            (interval, float(self._value_bytes(*key)[choice[self.classes[key[0]]]]))
-            for key, interval in self.liveness.values.items()
+        if not self._usage:
+            self._usage.append(MemoryUsage.of(self.liveness.points, self._items()))
+        return self._usage[0](choice)
+
+    def _items(self) -> list[Item]:
+        """What lies in memory: values, and the copies that reshards on links make."""
+        items = [
+            Item(interval, self._value_bytes(name, result), self.classes[name])
+            for (name, result), interval in self.liveness.values.items()
         ]
-        copies = self.liveness.copies.items()
-        intervals += [(interval, self.copy_bytes(index, choice)) for index, interval in copies]
-        return usage(self.liveness.points, intervals)
+        for index, interval in self.liveness.copies.items():
+            tail, _, head, _ = self.link_key(self.space.links[index])
+            items.append(Item(interval, self._copy_table(index), tail, head))
+        return items
 
     def copy_bytes(self, index: int, choice: Sequence[int]) -> float:
         """Bytes of the copy that link `index` makes (zero where it reshards nothing)."""
-        tail, _, head, _ = key = self.link_key(self.space.links[index])
-        return float(self._copy_table(key, index)[choice[tail], choice[head]])
+        tail, _, head, _ = self.link_key(self.space.links[index])
+        return float(self._copy_table(index)[choice[tail], choice[head]])
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
@@ -73,7 +83,7 @@ class PlanningProblem:
         for index, interval in self.liveness.copies.items():
             if interval.birth <= point <= interval.death:
                 tail, _, head, _ = key = self.link_key(self.space.links[index])
-                table = self._copy_table(key, index)
+                table = self._copy_table(index)
                 if tail == head:
                     _accumulate(variables, tail, np.diagonal(table))
                 else:
@@ -94,10 +104,12 @@ class PlanningProblem:
             self._bytes[key] = sizes
         return self._bytes[key]
 
-    def _copy_table(self, key: _EdgeKey, index: int) -> Floats:
+    def _copy_table(self, index: int) -> Floats:
+        """Bytes of the copy that a link makes, under each pair of options of its ends."""
+        link = self.space.links[index]
+        tail, head = self.space.sites[link.tail], self.space.sites[link.head]
+        key = _places_of(tail, head, link)
         if key not in self._copy_bytes:
-            link = self.space.links[index]
-            tail, head = self.space.sites[link.tail], self.space.sites[link.head]
             sources, targets = specs_of(tail, link.result), needs_of(head, link)
             sizes = local_bytes_of(tail.results[link.result], targets, self.space.mesh)
             numbers: dict[PartitionSpec, int] = {}
@@ -117,16 +129,20 @@ def build_problem(
     members: list[list[str]] = [[] for _ in numbers]
     for name, number in classes.items():
         members[number].append(name)
-    costs = [_call_costs(space.sites[group[0]], prices) * len(group) for group in members]
+    sites = space.sites
+    costs = [_call_costs([sites[name] for name in group], prices) for group in members]
+    tables: dict[tuple[_Places, int], Floats] = {}
     edges, edge_of = [], {}
     for key, (link, count) in _alike_links(space, classes).items():
-        table = _link_table(space, prices, link) * count
+        places = (_places_of(sites[link.tail], sites[link.head], link), count)
+        if places not in tables:
+            tables[places] = _link_table(space, prices, link) * count
         tail, _, head, _ = key
         if tail == head:
-            costs[tail] = costs[tail] + np.diagonal(table)
+            costs[tail] = costs[tail] + np.diagonal(tables[places])
         else:
             edge_of[key] = len(edges)
-            edges.append(Edge(tail, head, table))
+            edges.append(Edge(tail, head, tables[places]))
     assignment = Assignment(tuple(costs), tuple(edges))
     return PlanningProblem(space, prices, liveness, classes, tuple(map(tuple, members)), edge_of, assignment)
 
@@ -152,8 +168,14 @@ def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
     return tuple(strategy.inputs[link.operand] for strategy in head.strategies)
 
 
-def _call_costs(site: Site, prices: Prices) -> Floats:
-    return np.array([prices.call_time(site, strategy) for strategy in site.strategies])
+def _places_of(tail: Site, head: Site, link: Link) -> _Places:
+    """What the costs and copies of a link depend on: links for which this is equal share their tables."""
+    value = tail.results[link.result]
+    return value, id(tail.strategies), link.result, id(head.strategies), link.operand, leaves_program(head, link)
+
+
+def _call_costs(alike: Sequence[Site], prices: Prices) -> Floats:
+    return prices.call_times(alike[0], alike[0].strategies) * len(alike)
 
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:

@@ -13,8 +13,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from autoshard.ir.program import InputKind
 from passes.enumerate_strategies import Link, SearchSpace, Site
 
@@ -99,12 +97,3 @@ def _copy_lifetime(
 def leaves_program(head: Site, link: Link) -> bool:
     """Whether a link carries a gradient, an update or a result out of the program."""
     return link.operand < 0 or head.node is None
-
-
-def usage(points: int, intervals: list[tuple[Interval, float]]) -> np.ndarray:
-    """Bytes in use at each point, given lifetimes and bytes."""
-    change = np.zeros(points + 1)
-    for interval, size in intervals:
-        change[interval.birth] += size
-        change[interval.death + 1] -= size
-    return np.cumsum(change)[:-1]

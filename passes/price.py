@@ -7,6 +7,7 @@ communication are summed: overlap is the timeline's business.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import describe
 from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.emit_local import fills
 from autoshard.rules.enumeration import Split, Strategy
 from autoshard.rules.hub import hub
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
@@ -64,6 +66,7 @@ class Prices:
     cluster: Cluster
     mesh: Mesh
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
+    _locals: dict[Any, TensorInfo] = field(default_factory=dict, repr=False)
     _reshards: dict[Any, Floats] = field(default_factory=dict, repr=False)
 
     @property
@@ -73,22 +76,49 @@ class Prices:
 
     def call_time(self, site: Site, strategy: Strategy) -> float:
         """Seconds that a call takes on each rank under a strategy; nothing for placeholders and results."""
+        return float(self.call_times(site, (strategy,))[0])
+
+    def call_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
+        """`call_time` of each strategy, [strategies]."""
         node = site.node
         if node is None or node.op != "call_function" or node.target is hub:
-            return 0.0
-        inputs = tuple(
-            _local(_info(operand.meta["val"]), spec, self.mesh)
-            for operand, spec in zip(operands_of(node), strategy.inputs, strict=True)
-        )
-        outputs = tuple(_local(v, s, self.mesh) for v, s in zip(site.results, strategy.outputs, strict=True))
-        arguments = fx.map_arg(node.args, lambda argument: None)
+            return np.zeros(len(strategies))
+        operands = [_info(operand.meta["val"]) for operand in operands_of(node)]
+        arguments = tuple(fx.map_arg(node.args, lambda argument: None))
+        call = (str(node.target), repr(arguments))
+        return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
+
+    def _call_time(
+        self,
+        site: Site,
+        operands: Sequence[ValueInfo],
+        arguments: tuple[Any, ...],
+        call: tuple[str, str],
+        strategy: Strategy,
+    ) -> float:
+        inputs = tuple(map(self._local, operands, strategy.inputs))
+        outputs = tuple(map(self._local, site.results, strategy.outputs))
         choices = strategy.choices if _may_communicate(site, strategy) else None
-        key = (str(node.target), inputs, outputs, repr(arguments), choices)
+        filled = _fill_counts(site, strategy, self.mesh)
+        key = (call, inputs, outputs, choices, filled)
         if key not in self._calls:
-            done = work(operator_name(node), inputs, outputs, tuple(arguments))
+            assert site.node is not None
+            done = work(operator_name(site.node), inputs, outputs, arguments)
             sent = rewrite_time(site, strategy, self.mesh, self.cluster) if choices else 0.0
-            self._calls[key] = work_time(done, self.cluster.device) + sent
+            self._calls[key] = work_time(done, self.cluster.device) + sent + self._fill_time(filled, inputs)
         return self._calls[key]
+
+    def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
+        """Seconds of filling padding: for each padded factor of an operand its local piece is read and written once."""
+        sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
+        return sum(count * memory_time(2 * size, self.cluster.device) for count, size in sizes)
+
+    def _local(self, value: ValueInfo, spec: PartitionSpec) -> TensorInfo:
+        key = (value.shape, value.dtype, spec.dims)
+        if key not in self._locals:
+            shape = spec.local_shape(value.shape, self.mesh)
+            self._locals[key] = TensorInfo(shape, value.itemsize, dtype_name(value.dtype))
+        return self._locals[key]
 
     def reshard_table(
         self, value: ValueInfo, sources: tuple[PartitionSpec, ...], targets: tuple[PartitionSpec, ...]
@@ -125,12 +155,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _may_communicate(site: Site, strategy: Strategy) -> bool:
     """Whether a split factor is reduced inside the call's rewrite."""
     whole = site.rule.whole if site.rule is not None else {}
-    return any(isinstance(choice, Split) and choice.factor in whole for choice in strategy.choices)
+    return bool(whole) and any(isinstance(choice, Split) and choice.factor in whole for choice in strategy.choices)
+
+
+def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    """The operands whose padding is filled before the call, each with the number of its padded factors."""
+    if site.rule is None or not site.rule.padding:
+        return ()
+    wanted = fills(site.rule, strategy.splits(mesh), mesh)
+    return tuple((operand, len(factors)) for operand, factors in wanted.items())
 
 
 def _info(value: torch.Tensor) -> ValueInfo:
     return ValueInfo(tuple(value.shape), value.dtype)
-
-
-def _local(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> TensorInfo:
-    return TensorInfo(spec.local_shape(value.shape, mesh), value.itemsize, dtype_name(value.dtype))
