@@ -23,6 +23,7 @@ from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicat
 from autoshard.rules.hub import hub
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.registry import bound_rule
+from autoshard.runtime.boundary import matches_dtensor
 from passes.canonicalize import is_view
 
 
@@ -167,10 +168,17 @@ class EnumerateStrategies:
         return Site(node.name, node, node.meta["phase"], self._cache[key], _values(node))
 
     def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
-        """Every spec without partial axes that splits `shape` evenly on the mesh."""
+        """Every spec without partial axes that may split `shape` on the mesh: unevenly only as DTensor would."""
         options = product((None, *range(len(shape))), repeat=len(self.mesh.axes))
         specs = (_spec_of(self.mesh, len(shape), option) for option in options)
-        return tuple(spec for spec in specs if spec.is_even(shape, self.mesh))
+        return tuple(spec for spec in specs if self._may_split(spec, shape))
+
+    def _may_split(self, spec: PartitionSpec, shape: tuple[int, ...]) -> bool:
+        if spec.is_even(shape, self.mesh):
+            return True
+        pieces = [self.mesh.shards(spec.axes_of(dim)) for dim in range(len(shape))]
+        has_work = all(count <= size for count, size in zip(pieces, shape, strict=True))
+        return has_work and matches_dtensor(spec, shape, self.mesh)
 
     def _call(self, node: fx.Node) -> _Call:
         key = _call_key(node)

@@ -38,7 +38,7 @@ def attention(
     *_: Any,
 ) -> Rule:
     operands = (_Q, _K, _V, *_optional(mask, seed))
-    return Rule((operands, (_OUT, _LSE)), sizes=_head_sizes(q, k), blocked=_BLOCKED, local=_local_attention)
+    return Rule((operands, (_OUT, _LSE)), sizes=_head_sizes(q, k), blocked=_BLOCKED, local=_local_attention, padding={})
 
 
 @sharding_rule(autoshard_ops.attention_backward.default)
@@ -50,7 +50,7 @@ def attention_backward(
     operands = (_OUT, _Q, _K, _V, *_optional(mask, None), _OUT, _LSE, *_optional(None, seed))
     return Rule(
         (operands, (_Q, _K, _V)), sizes=_head_sizes(q, k), reduce={"s": "sum", "g": "sum"}, linear=[(0,)],
-        blocked=_BLOCKED, local=_local_attention,
+        blocked=_BLOCKED, local=_local_attention, padding={},
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def cpu_attention_backward(
 @sharding_rule(autoshard_ops.dropout.default)
 def dropout(x: torch.Tensor, seed: torch.Tensor, *_: Any) -> Rule:
     (dims,), results = elementwise([x.shape])
-    return Rule(((dims, ()), results), linear=[(0,)], local=_local_dropout)
+    return Rule(((dims, ()), results), linear=[(0,)], local=_local_dropout, padding={})
 
 
 def _local_dropout(

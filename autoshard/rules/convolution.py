@@ -42,6 +42,7 @@ def convolution(
         added=() if bias is None else (2,),
         linear=[(0,), (1,)] if bias is None else [(0, 2), (1, 2)],
         local=_local_convolution,
+        padding={},
     )
 
 
@@ -70,6 +71,7 @@ def convolution_backward(
         whole={"i": (of_bias,)} if output_mask[2] else None,
         linear=[(0,)],
         local=_local_convolution_backward,
+        padding={},
     )
 
 

@@ -41,7 +41,7 @@ def scalar_tensor(value: float, **kwargs: Any) -> Rule:
 
 
 def _filled(size: Sequence[int], *, is_zero: bool = False) -> Rule:
-    return Rule(((), (named(len(size)),)), linear=_ZERO if is_zero else (), local=_local_filled)
+    return Rule(((), (named(len(size)),)), linear=_ZERO if is_zero else (), local=_local_filled, padding={})
 
 
 def _local_filled(context: LocalContext, size: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: 
     """The operand gives its dtype and device; if it has the result's shape, it may be split like the result."""
     result = named(len(size))
     source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
-    return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=local)
+    return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=local, padding={})
 
 
 @sharding_rule(aten.new_empty_strided.default)
@@ -124,4 +124,4 @@ def _arange(start: float, end: float, step: float) -> Rule | None:
         last = first + context.local_size("n") * step
         return context.call(aten.arange.start_step, first, last, step, **kwargs)
 
-    return Rule("-> n", local=local)
+    return Rule("-> n", local=local, padding={})

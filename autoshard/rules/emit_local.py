@@ -2,18 +2,20 @@
 
 `emit_local` appends nodes to the graph of an fx tracer. A call whose rule has no rewrite, or none of whose
 factors is split, is emitted as it is; others through the rule's rewrite, which sees its place on the mesh
-through a `LocalContext`.
+through a `LocalContext`. Before either, padding of operands is filled where the rule says so (`BoundRule.padding`).
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx.proxy import TracerBase
+from torch.fx.proxy import Proxy, TracerBase
+from torch.utils import _pytree as pytree
 
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
@@ -56,11 +58,48 @@ def emit_local(
         A proxy of what `target` returns; for an operator with several results a proxy of the tuple or a
         tuple of proxies (`result[i]` works on both).
     """
-    if rule is None or rule.local is None or strategy is None or not strategy.splits(mesh):
+    if rule is None or strategy is None or not strategy.splits(mesh):
         return tracer.create_proxy("call_function", _STRIDE_FREE.get(target, target), tuple(args), dict(kwargs))
     assert len(output_shapes) == len(rule.outputs), f"{target}: {len(rule.outputs)} results in the rule"
     context = FxLocalContext(target, rule, strategy.splits(mesh), mesh, tracer)
+    args, kwargs = _fill_padding(context, args, kwargs)
+    if rule.local is None:
+        return tracer.create_proxy("call_function", _STRIDE_FREE.get(target, target), tuple(args), dict(kwargs))
     return rule.local(context, *args, **kwargs)
+
+
+def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> dict[int, dict[str, Any]]:
+    """For each operand whose padding is filled before the call: the factors with padding, and the number to fill in.
+
+    Args:
+        rule: the call's rule.
+        splits: the axes that split each factor.
+        mesh: the mesh of the axes.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for factor, axes in splits.items():
+        if rule.sizes[factor] % mesh.shards(axes) == 0:
+            continue
+        for operand, fill in enumerate(rule.padding[factor]):
+            if fill is not None:
+                found.setdefault(operand, {})[factor] = fill
+    return found
+
+
+def _fill_padding(
+    context: FxLocalContext, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments with what padding the rule wants filled."""
+    wanted = fills(context.rule, context.splits, context.mesh)
+    if not wanted:
+        return args, kwargs
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Proxy)]
+    assert len(places) == len(context.rule.inputs), f"{context.target}: operands are the proxies among its arguments"
+    for operand, factors in wanted.items():
+        for factor, number in factors.items():
+            leaves[places[operand]] = context.fill(leaves[places[operand]], operand, factor, number)
+    return pytree.tree_unflatten(leaves, structure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +145,45 @@ class FxLocalContext:
         return index
 
     def offset(self, factor: str) -> Any:
-        return self.index(factor) * self.local_size(factor) if self.is_split(factor) else 0
+        if not self.is_split(factor):
+            return 0
+        if self._is_even(factor):
+            return self.index(factor) * self.local_size(factor)
+        places = [self.call(axis_index, axis) * size for axis, size in self._levels(factor)]
+        return sum(places[1:], start=places[0])
 
     def local_size(self, factor: str) -> int:
-        return self.global_size(factor) // self.shards(factor)
+        levels = self._levels(factor)
+        return levels[-1][1] if levels else self.global_size(factor)
+
+    def real_size(self, factor: str) -> Any:
+        size: Any = self.global_size(factor)
+        if self._is_even(factor):
+            return self.local_size(factor)
+        for axis, local in self._levels(factor):
+            size = self.call(max, self.call(operator.sub, size, self.call(axis_index, axis) * local), 0)
+            size = self.call(min, size, local)
+        return size
+
+    def _is_even(self, factor: str) -> bool:
+        return self.global_size(factor) % self.shards(factor) == 0
+
+    def _levels(self, factor: str) -> list[tuple[str, int]]:
+        """The axes that split a factor, each with the padded size of its pieces."""
+        found, size = [], self.global_size(factor)
+        for axis in self.splits.get(factor, ()):
+            size = -(-size // self.mesh.axis_size(axis))
+            found.append((axis, size))
+        return found
+
+    def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
+        """The local value of an operand with `number` in the padding of `factor`."""
+        dims = self.rule.inputs[operand]
+        dim, real = dims.index((factor,)), self.real_size(factor)
+        kept = self.call(_aten.narrow.default, value, dim, 0, real)
+        missing = self.call(operator.sub, self.local_size(factor), real)
+        pads = [0, 0] * (len(dims) - 1 - dim) + [0, missing]
+        return self.call(_aten.constant_pad_nd.default, kept, pads, number)
 
     def global_size(self, factor: str) -> int:
         return self.rule.sizes.get(factor, 1)

@@ -14,7 +14,7 @@ from itertools import product
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec, Reduction
-from autoshard.rules.notation import BoundRule, Dims
+from autoshard.rules.notation import BoundRule, Carry, Dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,6 @@ class Split:
     """An axis splits a factor."""
 
     factor: str
-
-
-@dataclass(frozen=True, slots=True)
-class Carry:
-    """An axis carries a partial value through the operands with these indices."""
-
-    operands: frozenset[int]
-    reduction: Reduction
 
 
 Choice = Split | Carry | None
@@ -65,8 +57,8 @@ def replicated(rule_inputs: int, rule_outputs: int, mesh: Mesh) -> Strategy:
 def enumerate_strategies(rule: BoundRule, mesh: Mesh) -> list[Strategy]:
     """Every strategy that `rule` admits on `mesh`; the fully replicated one first.
 
-    A factor is split only where its size divides by the number of pieces, and where it leads its dim in every
-    operand and result (or all factors before it are split to single elements).
+    A factor is split where it leads its dim in every operand and result (or all factors before it are split to single
+    elements), and where its size divides by the number of pieces, or the rule minds no padding.
     """
     found = {}
     for choices in product(axis_choices(rule), repeat=len(mesh.axes)):
@@ -87,6 +79,7 @@ def _carries(rule: BoundRule) -> Iterator[Carry]:
     if rule.transparent:
         for reduction in Reduction:
             yield Carry(frozenset({0}), reduction)
+    yield from rule.carries
 
 
 def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
@@ -95,9 +88,9 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
         if isinstance(choice, Split):
             splits[choice.factor] = (*splits.get(choice.factor, ()), axis)
-    if any(rule.sizes[factor] % mesh.shards(axes) for factor, axes in splits.items()):
-        return None
     carried = {axis: c for axis, c in zip(mesh.axis_names, choices, strict=True) if isinstance(c, Carry)}
+    if not all(_may_split(rule, mesh, factor, axes, carried) for factor, axes in splits.items()):
+        return None
     if not _carries_agree(rule, splits, carried):
         return None
     inputs = [
@@ -110,12 +103,25 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
     return Strategy(tuple(s for s in inputs if s), tuple(s for s in outputs if s), tuple(choices))
 
 
+def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carried: Mapping[str, Carry]) -> bool:
+    """Whether axes may split a factor: evenly, or with padding that is filled alike in all addends."""
+    if rule.sizes[factor] % mesh.shards(axes) == 0:
+        return True
+    fills = rule.padding.get(factor)
+    if fills is None or rule.sizes[factor] <= mesh.shards(axes):
+        return False
+    same_when_reduced = (Reduction.MAX, Reduction.MIN)
+    return not any(fills) or all(carry.reduction in same_when_reduced for carry in carried.values())
+
+
 def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]) -> bool:
-    """Addends may be reduced in any order only if all pending reductions of a result are the same."""
-    reductions = {carry.reduction for carry in carried.values()}
+    """Addends may be reduced in any order only if all pending reductions of a value are the same."""
     for output in range(len(rule.outputs)):
+        reductions = {carry.result(output) for carry in carried.values()} - {None}
         reductions |= {rule.reduce[factor] for factor in splits if rule.is_reduced(factor, output)}
-    return len(reductions) <= 1
+        if len(reductions) > 1:
+            return False
+    return all(len(set(_pending(rule, index, splits, carried).values())) <= 1 for index in range(len(rule.inputs)))
 
 
 def _pending(
@@ -136,7 +142,8 @@ def _result_spec(
     splits: Mapping[str, tuple[str, ...]],
     carried: Mapping[str, Carry],
 ) -> PartitionSpec | None:
-    partial = {axis: carry.reduction.value for axis, carry in carried.items()}
+    pending = {axis: carry.result(index) for axis, carry in carried.items()}
+    partial = {axis: reduction.value for axis, reduction in pending.items() if reduction is not None}
     for factor, axes in splits.items():
         if rule.is_reduced(factor, index):
             partial.update(dict.fromkeys(axes, rule.reduce[factor].value))

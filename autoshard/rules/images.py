@@ -63,7 +63,7 @@ _RESAMPLERS = {
 def _resample_backward(space: int) -> Callable[..., Rule]:
     def rule(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
         dims = _planes(grad, space)
-        return Rule(((dims,), (dims,)), linear=_LINEAR, local=_local_resample_backward)
+        return Rule(((dims,), (dims,)), linear=_LINEAR, local=_local_resample_backward, padding={})
 
     return rule
 

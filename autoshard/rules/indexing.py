@@ -33,7 +33,7 @@ def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any
     """Indices into the rank's piece of `factor` (0 for those of other ranks), and where they are of other ranks."""
     shifted = context.call(aten.sub.Tensor, indices, context.offset(factor))
     too_low = context.call(aten.lt.Scalar, shifted, 0)
-    too_high = context.call(aten.ge.Scalar, shifted, context.local_size(factor))
+    too_high = context.call(aten.ge.Scalar, shifted, context.real_size(factor))
     elsewhere = context.call(aten.bitwise_or.Tensor, too_low, too_high)
     return context.call(aten.masked_fill.Scalar, shifted, elsewhere, 0), elsewhere
 
@@ -45,7 +45,7 @@ def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any
 def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Rule:
     rows = named(indices.dim(), "i")
     sides = (((("v",), ("d",)), rows), ((*rows, ("d",)),))
-    return Rule(sides, reduce={"v": "sum"}, linear=[(0,)], local=_local_embedding)
+    return Rule(sides, reduce={"v": "sum"}, linear=[(0,)], local=_local_embedding, padding={"v": None})
 
 
 def _local_embedding(context: LocalContext, weight: Any, indices: Any, *rest: Any) -> Any:
@@ -64,7 +64,7 @@ def embedding_backward(
     sides = (((*rows, ("d",)), rows), ((("v",), ("d",)),))
     blocked = ("v", *names(rows)) if scale_grad_by_freq else ()  # what counts is all occurrences of a row
     reduce = dict.fromkeys(names(rows), "sum")
-    return Rule(sides, reduce=reduce, linear=[(0,)], blocked=blocked, local=_local_embedding_backward)
+    return Rule(sides, reduce=reduce, linear=[(0,)], blocked=blocked, local=_local_embedding_backward, padding={})
 
 
 def _local_embedding_backward(
@@ -113,6 +113,7 @@ def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
         linear=[(0,)],
         blocked=_unless_additive(x, factor),
         local=local,
+        padding={factor: None},
     )
 
 
@@ -174,6 +175,7 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool 
         linear=[(0,)] if is_additive(x) else (),
         blocked=_unless_additive(x, "v"),
         local=local,
+        padding={"v": None},
     )
 
 

@@ -17,14 +17,17 @@ aten = torch.ops.aten
 def _batched(
     operands: Sequence[int], results: Sequence[int], linear: Sequence[Sequence[int]] = ()
 ) -> Callable[..., Rule]:
-    """The rule of operators that act on the last dims: how many for each operand and for each result."""
+    """The rule of operators that act on the last dims: how many for each operand and for each result.
+
+    Decompositions refuse matrices that have none, as padding may be, so batches are only split evenly.
+    """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
         tensors = tensor_operands(args, kwargs)
         shapes = [x.shape[: x.dim() - own] for x, own in zip(tensors, operands, strict=True)]
         batch = named(len(broadcast_shape(shapes)))
         dims = [(*broadcast_dims(shape, batch), *all_blocked(own)) for shape, own in zip(shapes, operands, strict=True)]
-        return Rule((dims, [(*batch, *all_blocked(own)) for own in results]), linear=linear)
+        return Rule((dims, [(*batch, *all_blocked(own)) for own in results]), linear=linear, even=("*",))
 
     return rule
 

@@ -8,6 +8,8 @@ tensor operands (`arange`) is emitted too, and not run.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 
@@ -32,11 +34,15 @@ class LocalContext(Protocol):
         ...
 
     def offset(self, factor: str) -> Any:
-        """The global index of the first element of the rank's piece of `factor`: `index * local size`."""
+        """The global index of the first element of the rank's piece of `factor`."""
         ...
 
     def local_size(self, factor: str) -> int:
-        """The number of elements of `factor` that each rank holds."""
+        """The number of elements of `factor` that each rank holds, padding included."""
+        ...
+
+    def real_size(self, factor: str) -> Any:
+        """The number of elements of `factor` that the running rank holds without padding: from 0 to `local_size`."""
         ...
 
     def global_size(self, factor: str) -> int:
@@ -70,3 +76,9 @@ class LocalContext(Protocol):
     def default(self, *args: Any, **kwargs: Any) -> Any:
         """The operator itself, called on local operands."""
         ...
+
+
+def whole_to_piece(context: LocalContext, factors: Iterable[str]) -> float:
+    """How many times more elements the whole has than each rank's piece, padding included, along `factors`."""
+    sizes = [(context.global_size(factor), context.local_size(factor)) for factor in factors]
+    return math.prod(size for size, _ in sizes) / math.prod(local for _, local in sizes)

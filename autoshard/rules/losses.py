@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import autoshard.kernels  # noqa: F401  (defines the operators)
+from autoshard.ir.spec import Reduction
 from autoshard.rules.dims import elementwise, named, names, tensors
 from autoshard.rules.indexing import local_indices
-from autoshard.rules.local import LocalContext
+from autoshard.rules.local import LocalContext, whole_to_piece
 from autoshard.rules.notation import Rule
 from autoshard.rules.registry import sharding_rule
 
@@ -25,13 +25,14 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 @sharding_rule(autoshard_ops.cross_entropy.default)
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float) -> Rule:
     dtype = _accumulation_dtype(logits)
+    even = ("c",) if label_smoothing else ()  # smoothing sums logits, and padding is -inf
 
     def local(context: LocalContext, logits: Any, target: Any, ignore_index: int, label_smoothing: float) -> Any:
         if not context.is_split("c"):
             return context.default(logits, target, ignore_index, label_smoothing)
         return _split_cross_entropy(context, logits, target, ignore_index, label_smoothing, dtype)
 
-    return Rule("n c, n -> n, n", whole={"c": (0, 1)}, local=local)
+    return Rule("n c, n -> n, n", whole={"c": (0, 1)}, local=local, padding={"c": Reduction.MAX}, even=even)
 
 
 def _split_cross_entropy(
@@ -65,7 +66,8 @@ def _split_cross_entropy(
 def cross_entropy_backward(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any
 ) -> Rule:
-    return Rule("n, n c, n, n -> n c", linear=[(0,)], local=_local_cross_entropy_backward(logits.dtype, lse.dtype))
+    local = _local_cross_entropy_backward(logits.dtype, lse.dtype)
+    return Rule("n, n c, n, n -> n c", linear=[(0,)], local=local, padding={})
 
 
 def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype) -> Any:
@@ -129,7 +131,8 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     x = (rows[0], ("c",), *rows[1:])
     operands = (x, rows, *(((("c",),),) if is_weighted else ()))
     if reduction == _NONE:
-        return Rule((operands, (rows, ())), blocked=("c",), whole=dict.fromkeys(names(rows), (1,)))
+        whole, padding = dict.fromkeys(names(rows), (1,)), dict.fromkeys(names(rows))
+        return Rule((operands, (rows, ())), blocked=("c",), whole=whole, padding=padding)
     if reduction == _SUM:
         return Rule((operands, ((), ())), blocked=("c",), reduce=dict.fromkeys(names(rows), "sum"))
     whole = dict.fromkeys(names(rows), (0, 1))
@@ -182,10 +185,13 @@ def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     return Rule((operands, (x,)), blocked=("c",), linear=[(0,)])
 
 
-@sharding_rule(
-    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default
-)
-def pointwise_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, *_: Any) -> Rule:
+@sharding_rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
+def distance_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, *_: Any) -> Rule:
+    return _pointwise_loss([x, target], reduction, of_zeros=0)
+
+
+@sharding_rule(aten.soft_margin_loss.default)
+def soft_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN) -> Rule:
     return _pointwise_loss([x, target], reduction)
 
 
@@ -193,7 +199,7 @@ def pointwise_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN
 def binary_cross_entropy(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = _MEAN
 ) -> Rule:
-    return _pointwise_loss(tensors(x, target, weight), reduction)
+    return _pointwise_loss(tensors(x, target, weight), reduction, of_zeros=0)
 
 
 @sharding_rule(aten.binary_cross_entropy_with_logits.default)
@@ -207,12 +213,15 @@ def binary_cross_entropy_with_logits(
     return _pointwise_loss(tensors(x, target, weight, pos_weight), reduction)
 
 
-def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int) -> Rule:
+def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int, *, of_zeros: int | None = None) -> Rule:
+    """`of_zeros` is the loss of elements that are all zero: where it is 0, padding adds nothing to a sum."""
     sides, (dims,) = elementwise([operand.shape for operand in operands])
+    padding = dict.fromkeys(names(dims), 0) if of_zeros == 0 else None
     if reduction == _NONE:
-        return Rule((sides, (dims,)))
+        return Rule((sides, (dims,)), padding=padding)
     local = _local_mean if reduction == _MEAN else None
-    return Rule((sides, ((),)), reduce=dict.fromkeys(names(dims), "sum"), local=local)
+    reduce = dict.fromkeys(names(dims), "sum")
+    return Rule((sides, ((),)), reduce=reduce, local=local, padding=padding)
 
 
 @sharding_rule(
@@ -238,10 +247,9 @@ def binary_cross_entropy_backward(
 
 def _pointwise_loss_backward(operands: Sequence[torch.Tensor], reduction: int) -> Rule:
     sides = elementwise([operand.shape for operand in operands])
-    return Rule(sides, linear=[(0,)], local=_local_mean if reduction == _MEAN else None)
+    return Rule(sides, linear=[(0,)], local=_local_mean if reduction == _MEAN else None, padding={})
 
 
 def _local_mean(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
     """A mean over the piece, or its gradient, as its share of the mean over the whole."""
-    pieces = math.prod(context.shards(factor) for factor in context.factors)
-    return context.call(aten.div.Scalar, context.default(*args, **kwargs), pieces)
+    return context.call(aten.div.Scalar, context.default(*args, **kwargs), whole_to_piece(context, context.factors))

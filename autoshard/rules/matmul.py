@@ -121,13 +121,17 @@ def grouped_mm(
     """Rows up to offsets[e] belong to expert e; experts are blocked."""
     if offsets is None or x.dim() != 2 or weight.dim() != 3:
         return None
-    return Rule("s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped)
+    return Rule(
+        "s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped, padding={}, even=("s",)
+    )
 
 
 @sharding_rule("transformers.grouped_mm_fallback_backward.default")
 def grouped_mm_backward(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad: torch.Tensor) -> Rule:
     reduce = {"n": "sum", "s": "sum"}
-    return Rule("s k, _ k n, _, s n -> s k, _ k n", reduce=reduce, linear=[(3,)], local=_local_grouped)
+    return Rule(
+        "s k, _ k n, _, s n -> s k, _ k n", reduce=reduce, linear=[(3,)], local=_local_grouped, padding={}, even=("s",)
+    )
 
 
 def _local_grouped(context: LocalContext, x: Any, weight: Any, offsets: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -100,7 +100,7 @@ def group_norm(
     dims = (("n",), channels, *all_blocked(x.dim() - 2))
     operands = (dims, *((channels,) for tensor in (weight, bias) if tensor is not None))
     rows = (("n",), ("g",))
-    return Rule((operands, (dims, rows, rows)), sizes={"g": group}, blocked=("c",), local=_local_group_norm)
+    return Rule((operands, (dims, rows, rows)), sizes={"g": group}, blocked=("c",), local=_local_group_norm, padding={})
 
 
 def _local_group_norm(
@@ -124,6 +124,7 @@ def group_norm_backward(
     return Rule(
         (operands, results), sizes={"g": group}, reduce={"n": "sum"}, linear=[(0,)], blocked=("c",),
         local=_local_group_norm_backward,
+        padding={},
     )  # fmt: skip
 
 

@@ -15,18 +15,41 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.spec import Reduction
 
+Fill = bool | int | float | Reduction | None
+"""What padding is filled with before a call: a number, the identity of a reduction, or None: it stays as it is."""
+
 Dims = tuple[tuple[str, ...], ...]
 """One operand: for each dim, its factors, major to minor. `()` is a dim of size one without a factor."""
 
 Rewrite = Callable[..., Any]
 """`rewrite(context, *args, **kwargs)`: emits the local form of a call; see `autoshard.rules.local`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """An axis carries a partial value through the operands with these indices.
+
+    Args:
+        operands: they all await `reduction`, others do not.
+        reduction: of the operands.
+        results: the reduction that each result then awaits, None for one that is whole; left out where all await that
+            of the operands.
+    """
+
+    operands: frozenset[int]
+    reduction: Reduction
+    results: tuple[Reduction | None, ...] | None = None
+
+    def result(self, index: int) -> Reduction | None:
+        """The reduction that result `index` awaits."""
+        return self.reduction if self.results is None else self.results[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +64,7 @@ class Rule:
             operands are partial sums, so are the results. `[(0,), (1,)]` for a product, `[(0, 1)]` for a sum, `[()]`
             for a result that is zero.
         transparent: the operator only moves elements of operand 0, so any partial reduction passes through.
+        carries: other ways for partial values to pass through: a maximum through what is monotone.
         added: operands that enter results by addition beside a reduced factor (the bias of `addmm`): where an axis
             splits a reduced factor they must be partial sums over it, else they would be added once per rank.
         whole: factor to the results that lack it and are whole where it is split all the same: they do not depend on
@@ -49,17 +73,24 @@ class Rule:
         sizes: sizes of factors that shapes leave open (all but one factor of a product).
         local: rewrite that emits the local form of the call when some factor is split; None runs the operator as it
             is on the local operands.
+        padding: factor to what the padding of its operands is filled with where it is split unevenly, for factors of
+            which `autoshard.rules.padding` cannot tell by itself. A rule with a rewrite says `{}` where the rewrite
+            minds no padding; without it, it is only split evenly.
+        even: factors that may only be split evenly; `"*"` is all of them.
     """
 
     notation: str | tuple[Sequence[Dims], Sequence[Dims]]
     reduce: Mapping[str, str] | None = None
     linear: Sequence[Sequence[int]] = ()
     transparent: bool = False
+    carries: Iterable[Carry] = ()
     added: Iterable[int] = ()
     whole: Mapping[str, Iterable[int]] | None = None
     blocked: Iterable[str] = ()
     sizes: Mapping[str, int] | None = None
     local: Rewrite | None = None
+    padding: Mapping[str, Fill] | None = None
+    even: Iterable[str] = ()
 
     def __str__(self) -> str:
         """The notation, and in brackets what it cannot say."""
@@ -77,7 +108,8 @@ class Rule:
 class BoundRule:
     """A rule with the sizes of one call: the form that strategies, lowering and verification read.
 
-    Factors of size one are dropped from `inputs` and `outputs`, as they cannot be split.
+    Factors of size one are dropped from `inputs` and `outputs`, as they cannot be split. `padding` says of each factor
+    that may be split unevenly what padding is filled with, operand by operand.
     """
 
     sizes: Mapping[str, int]
@@ -90,6 +122,8 @@ class BoundRule:
     whole: Mapping[str, frozenset[int]]
     blocked: frozenset[str]
     local: Rewrite | None
+    padding: Mapping[str, tuple[Fill, ...]] = field(default_factory=dict)
+    carries: tuple[Carry, ...] = ()
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -129,6 +163,7 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
         whole={factor: frozenset(results) for factor, results in (rule.whole or {}).items()},
         blocked=frozenset(rule.blocked) | anonymous,
         local=rule.local,
+        carries=tuple(rule.carries),
     )
     _check_reductions(rule, bound)
     return bound

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autoshard.ir.spec import Reduction
 from autoshard.rules.dims import (
     BLOCKED,
     is_additive,
@@ -22,8 +23,8 @@ from autoshard.rules.dims import (
     with_blocked,
     without,
 )
-from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Rewrite, Rule
+from autoshard.rules.local import LocalContext, whole_to_piece
+from autoshard.rules.notation import Fill, Rewrite, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -39,11 +40,15 @@ def _reduction(
     *,
     is_linear: bool = False,
     local: Rewrite | None = None,
+    fill: Fill = None,
 ) -> Rule:
+    """`fill` in padding changes nothing; None where no number does, or linearity says that it is zero."""
     dims, removed = named(x.dim()), _positions(x, dim)
     reduce = {factor: reduction for position in removed for factor in dims[position]}
     linear = [(0,)] if is_linear and is_additive(x) else ()
-    return Rule(((dims,), (without(dims, removed, keepdim=keepdim),)), reduce=reduce, linear=linear, local=local)
+    padding = {} if fill is None else dict.fromkeys(reduce, fill)
+    sides = ((dims,), (without(dims, removed, keepdim=keepdim),))
+    return Rule(sides, reduce=reduce, linear=linear, local=local, padding=padding)
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
@@ -67,7 +72,7 @@ def sum_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, **kwargs: Any
 
 @sharding_rule(aten.nansum.default)
 def nansum(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _reduction(x, dim, keepdim, "sum")
+    return _reduction(x, dim, keepdim, "sum", fill=0)
 
 
 @sharding_rule(aten.sum.default)
@@ -86,65 +91,65 @@ def mean_all(x: torch.Tensor, **kwargs: Any) -> Rule:
 
 
 def _mean(x: torch.Tensor, dim: DimList, keepdim: bool) -> Rule:
-    """The mean is a sum of the pieces' means, each divided by the number of pieces."""
+    """The mean is a sum of the pieces' means, each by its share of the whole; where a piece has padding, zeros."""
     reduced = names(named(x.dim())[position] for position in _positions(x, dim))
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-        pieces = math.prod(context.shards(factor) for factor in reduced)
+        pieces = whole_to_piece(context, reduced)
         mean = context.default(*args, **kwargs)
         return mean if pieces == 1 else context.call(aten.div.Scalar, mean, pieces)
 
-    return _reduction(x, dim, keepdim, "sum", is_linear=True, local=local)
+    return _reduction(x, dim, keepdim, "sum", is_linear=True, local=local, fill=0)
 
 
 @sharding_rule(aten.amax.default)
 def amax(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "max")
+    return _reduction(x, dim, keepdim, "max", fill=Reduction.MAX)
 
 
 @sharding_rule(aten.amin.default)
 def amin(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "min")
+    return _reduction(x, dim, keepdim, "min", fill=Reduction.MIN)
 
 
 @sharding_rule(aten.max.default)
 def max_all(x: torch.Tensor) -> Rule:
-    return _reduction(x, None, False, "max")
+    return _reduction(x, None, False, "max", fill=Reduction.MAX)
 
 
 @sharding_rule(aten.min.default)
 def min_all(x: torch.Tensor) -> Rule:
-    return _reduction(x, None, False, "min")
+    return _reduction(x, None, False, "min", fill=Reduction.MIN)
 
 
 @sharding_rule(aten.any.default, aten.any.dim, aten.any.dims)
 def any_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "max")
+    return _reduction(x, dim, keepdim, "max", fill=0)
 
 
 @sharding_rule(aten.all.default, aten.all.dim, aten.all.dims)
 def all_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "min")
+    return _reduction(x, dim, keepdim, "min", fill=1)
 
 
 @sharding_rule(aten.prod.default)
 def prod_all(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _reduction(x, None, False, "product")
+    return _reduction(x, None, False, "product", fill=1)
 
 
 @sharding_rule(aten.prod.dim_int)
 def prod_dim(x: torch.Tensor, dim: int, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _reduction(x, dim, keepdim, "product")
+    return _reduction(x, dim, keepdim, "product", fill=1)
 
 
 @sharding_rule(aten.count_nonzero.default)
 def count_nonzero_all(x: torch.Tensor, dim: int | None = None) -> Rule:
-    return _reduction(x, dim, False, "sum")
+    return _reduction(x, dim, False, "sum", fill=0)
 
 
 @sharding_rule(aten.count_nonzero.dim_IntList)
 def count_nonzero(x: torch.Tensor, dim: Sequence[int]) -> Rule:
-    return _reduction(x, dim, False, "sum")
+    return _reduction(x, dim, False, "sum", fill=0)
 
 
 @sharding_rule(aten.norm.ScalarOpt_dim)
@@ -162,7 +167,7 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
     """Powers add up over pieces; norms of order infinity, one and zero are reductions of the pieces' norms."""
     reduction = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}.get(ord)
     if reduction is not None:
-        return _reduction(x, dim, keepdim, reduction)
+        return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0)
     dims, removed = named(x.dim()), _positions(x, dim)
     reduced = names(dims[position] for position in removed)
 
@@ -176,7 +181,8 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
         return context.call(aten.pow.Tensor_Scalar, powers, 1 / ord)
 
     sides = ((dims,), (without(dims, removed, keepdim=keepdim),))
-    return Rule(sides, whole=dict.fromkeys(reduced, (0,)), local=local)
+    padding = dict.fromkeys(reduced, 0 if ord > 0 else math.inf)
+    return Rule(sides, whole=dict.fromkeys(reduced, (0,)), local=local, padding=padding)
 
 
 # Reductions that need their dims whole.

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import InvalidSpecError
 from autoshard.rules.notation import BoundRule, Rule, bind
+from autoshard.rules.padding import padding_of
 
 RuleFunction = Callable[..., Rule | str | None]
 _Function = TypeVar("_Function", bound=RuleFunction)
@@ -105,7 +106,8 @@ def bound_rule(
     if rule.transparent and any(operand.is_complex() for operand in operands):
         rule = _with_sums_only(rule)
     shapes = [tuple(operand.shape) for operand in operands]
-    return bind(rule, shapes, [tuple(output.shape) for output in outputs if output is not None])
+    bound = bind(rule, shapes, [tuple(output.shape) for output in outputs if output is not None])
+    return replace(bound, padding=padding_of(operator, rule, bound, [operand.dtype for operand in operands]))
 
 
 def _with_sums_only(rule: Rule) -> Rule:

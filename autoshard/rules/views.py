@@ -73,7 +73,14 @@ def _reshape(x: torch.Tensor, size: Sequence[int], local: Callable[..., Any] | N
     if x.numel() == 0:
         return None
     source, result, sizes = common_factors(x.shape, size)
-    return moves(source, result, sizes=sizes, blocked=[name for name in sizes if name.startswith("rest")], local=local)
+    return moves(
+        source,
+        result,
+        sizes=sizes,
+        blocked=[name for name in sizes if name.startswith("rest")],
+        local=local,
+        padding={},
+    )
 
 
 def _infer_size(x: torch.Tensor, size: Sequence[int]) -> tuple[int, ...]:
@@ -220,7 +227,7 @@ def _squeeze(x: torch.Tensor, removed: Sequence[int]) -> Rule:
     """A local piece may have size one where the whole has not, so the local form names its shape."""
     dims = named(x.dim())
     gone = [dim for dim in removed if dim < x.dim() and x.shape[dim] == 1]
-    return moves(dims, without(dims, gone), local=_local_view)
+    return moves(dims, without(dims, gone), local=_local_view, padding={})
 
 
 @sharding_rule(aten.expand.default, aten.expand_copy.default)
@@ -230,7 +237,7 @@ def expand(x: torch.Tensor, size: Sequence[int], *, implicit: bool = False) -> R
     source = tuple(
         ONE if entry == 1 and size[new + dim] != 1 else result[new + dim] for dim, entry in enumerate(x.shape)
     )
-    return moves(source, result, local=_local_expand)
+    return moves(source, result, local=_local_expand, padding={})
 
 
 def _local_expand(context: LocalContext, x: Any, *_: Any, **__: Any) -> Any:
@@ -246,7 +253,7 @@ def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule | None:
     source = named(x.dim())
     result = tuple((f"r{dim}", *(source[dim - new] if dim >= new else ())) for dim in range(len(repeats)))
     sizes = {f"r{dim}": count for dim, count in enumerate(repeats)}
-    return moves(source, result, sizes=sizes, local=_local_repeat)
+    return moves(source, result, sizes=sizes, local=_local_repeat, padding={})
 
 
 def _local_repeat(context: LocalContext, x: Any, repeats: Sequence[int]) -> Any:
@@ -272,7 +279,7 @@ def slice_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, start: in
     position = normal_dim(dim, grad.dim())
     cut = () if _is_whole(sizes[position], start, end, step) else (position,)
     dims = with_blocked(named(grad.dim()), cut)
-    return Rule(((dims,), (dims,)), linear=[(0,)], local=_local_backward)
+    return Rule(((dims,), (dims,)), linear=[(0,)], local=_local_backward, padding={})
 
 
 @sharding_rule(aten.slice_scatter.default)
@@ -294,7 +301,7 @@ def select(x: torch.Tensor, dim: int, index: int) -> Rule:
 @sharding_rule(aten.select_backward.default)
 def select_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, index: int) -> Rule:
     dims = with_blocked(named(len(sizes)), [position := normal_dim(dim, len(sizes))])
-    return Rule(((without(dims, [position]),), (dims,)), linear=[(0,)], local=_local_backward)
+    return Rule(((without(dims, [position]),), (dims,)), linear=[(0,)], local=_local_backward, padding={})
 
 
 @sharding_rule(aten.select_scatter.default)
@@ -358,7 +365,7 @@ def diag_embed(x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1)
 @sharding_rule(aten.diagonal_backward.default)
 def diagonal_backward(grad: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Rule:
     dims = with_blocked(named(len(sizes)), pair := normal_dims([dim1, dim2], len(sizes)))
-    return Rule((((*without(dims, pair), BLOCKED),), (dims,)), linear=[(0,)], local=_local_backward)
+    return Rule((((*without(dims, pair), BLOCKED),), (dims,)), linear=[(0,)], local=_local_backward, padding={})
 
 
 @sharding_rule(aten.unfold.default, aten.unfold_copy.default)
@@ -370,7 +377,7 @@ def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Rule:
 @sharding_rule(aten.unfold_backward.default)
 def unfold_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, size: int, step: int) -> Rule:
     dims = with_blocked(named(len(sizes)), [normal_dim(dim, len(sizes))]) if sizes else ()
-    return Rule((((*dims, BLOCKED),), (dims,)), linear=[(0,)], local=_local_backward)
+    return Rule((((*dims, BLOCKED),), (dims,)), linear=[(0,)], local=_local_backward, padding={})
 
 
 # Joins.
@@ -464,7 +471,7 @@ def view_as_complex(x: torch.Tensor) -> Rule:
 @sharding_rule(aten.tril.default, aten.triu.default)
 def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
     dims = named(x.dim())
-    return Rule(((dims,), (dims,)), linear=[(0,)] if is_additive(x) else (), local=_local_triangle)
+    return Rule(((dims,), (dims,)), linear=[(0,)] if is_additive(x) else (), local=_local_triangle, padding={})
 
 
 def _local_triangle(context: LocalContext, x: Any, diagonal: int = 0) -> Any:

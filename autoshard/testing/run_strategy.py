@@ -1,11 +1,13 @@
 """Run one call under one strategy on all ranks, and compare with the call itself.
 
 The oracle of sharding rules: what a rule admits must compute what the call computes. Partial operands are
-cut into random addends, so that an operator that is not linear cannot pass by chance.
+cut into random addends, so that an operator that is not linear cannot pass by chance; padding of uneven pieces is
+poisoned (NaN, integers out of any range), so that one that reads it is found.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -136,25 +138,24 @@ def _pieces(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> list[Tensor]:
     whole = PartitionSpec(*spec.dims)
     axes = [axis for axis, _ in spec.partial]
     places = list(product(*(range(mesh.axis_size(axis)) for axis in axes)))
-    reductions = [reduction for _, reduction in spec.partial]
-    addends = dict(zip(places, _addends(_plain(tensor), reductions, len(places)), strict=True))
+    reduction = next((reduction for _, reduction in spec.partial), Reduction.SUM)
+    parts = dict(zip(places, addends(_plain(tensor), reduction, len(places)), strict=True))
     ranks = map(mesh.coordinates, range(mesh.size))
-    own = [addends[tuple(place[axis] for axis in axes)] for place in ranks]
-    return [shard(addend, whole, mesh, rank) for rank, addend in enumerate(own)]
+    own = [parts[tuple(place[axis] for axis in axes)] for place in ranks]
+    return [shard(addend, whole, mesh, rank, padding=_poison(tensor.dtype)) for rank, addend in enumerate(own)]
 
 
-def _addends(tensor: Tensor, reductions: Sequence[Reduction], count: int) -> list[Tensor]:
-    """`count` tensors that reduce to `tensor`."""
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+def addends(tensor: Tensor, reduction: Reduction, count: int) -> list[Tensor]:
+    """`count` random tensors that reduce to `tensor`; all differ from it at some elements."""
     if count == 1:
         return [tensor]
-    cut = {
-        Reduction.SUM: _summands,
-        Reduction.MAX: lambda x, n: [torch.where(mask, x, torch.minimum(x, _noise(x))) for mask in _owners(x, n)],
-        Reduction.MIN: lambda x, n: [torch.where(mask, x, torch.maximum(x, _noise(x))) for mask in _owners(x, n)],
-        Reduction.PRODUCT: lambda x, n: [torch.where(mask, x, torch.ones_like(x)) for mask in _owners(x, n)],
-    }  # fmt: skip
-    (reduction,) = set(reductions)
-    return cut[reduction](tensor, count)
+    return _ADDENDS[reduction](_plain(tensor), count)
 
 
 def _summands(x: Tensor, count: int) -> list[Tensor]:
@@ -164,8 +165,40 @@ def _summands(x: Tensor, count: int) -> list[Tensor]:
     return [*noise, x - sum(noise)]
 
 
+def _below(x: Tensor, count: int) -> list[Tensor]:
+    """One rank has the element, others have less."""
+    if x.dtype == torch.bool:
+        return [x & mask for mask in _owners(x, count)]
+    return [torch.where(mask, x, x - _noise(x).abs()) for mask in _owners(x, count)]
+
+
+def _above(x: Tensor, count: int) -> list[Tensor]:
+    if x.dtype == torch.bool:
+        return [x | ~mask for mask in _owners(x, count)]
+    return [torch.where(mask, x, x + _noise(x).abs()) for mask in _owners(x, count)]
+
+
+def _factors(x: Tensor, count: int) -> list[Tensor]:
+    """Factors of either sign; of integers, one and minus one."""
+    if x.dtype in (torch.bool, torch.uint8):
+        return [torch.where(mask, x, torch.ones_like(x)) for mask in _owners(x, count)]
+    factors = [torch.randint(0, 2, x.shape, device=x.device).mul(2).sub(1).to(x.dtype) for _ in range(count - 1)]
+    if _is_number(x):
+        factors = [factor * (0.5 + torch.rand(x.shape, device=x.device)).to(x.dtype) for factor in factors]
+        return [*factors, x / math.prod(factors)]
+    return [*factors, x * math.prod(factors)]
+
+
+_ADDENDS = {
+    Reduction.SUM: _summands,
+    Reduction.MAX: _below,
+    Reduction.MIN: _above,
+    Reduction.PRODUCT: _factors,
+}
+
+
 def _noise(x: Tensor) -> Tensor:
-    if x.dtype.is_floating_point or x.dtype.is_complex:
+    if _is_number(x):
         return torch.randn_like(x)
     return torch.randint(0, 2 if x.dtype in (torch.bool, torch.uint8) else 5, x.shape, device=x.device).to(x.dtype)
 
@@ -180,8 +213,12 @@ def _plain(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg()
 
 
+def _is_number(x: Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
 def _tolerance(x: Tensor) -> float:
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+    if not _is_number(x):
         return 0.0
     return _TOLERANCES.get(x.dtype, 1e-4)
 

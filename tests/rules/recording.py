@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -50,22 +52,30 @@ _OF_MEMORY = {
 """Operators that see or return memory as it happens to be."""
 
 
-class Recorder(TorchDispatchMode):
-    """Records the functional calls of operators below autograd."""
+def has_sound_rule(op: Any) -> bool:
+    """Whether an operator has a rule that can be checked by value."""
+    return has_rule(op) and op not in _OF_MEMORY
 
-    def __init__(self) -> None:
+
+def is_functional(op: Any) -> bool:
+    """Whether an operator writes to no operand."""
+    return not op._schema.is_mutable
+
+
+class Recorder(TorchDispatchMode):
+    """Records the calls of operators below autograd that it is asked to keep."""
+
+    def __init__(self, keep: Callable[[Any], bool] = has_sound_rule) -> None:
         super().__init__()
+        self._keep = keep
         self.calls: dict[str, Call] = {}
-        self.unruled: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if has_rule(func) and func not in _OF_MEMORY:
+        if self._keep(func):
             copies = pytree.tree_map_only(Tensor, _copy, (tuple(args), dict(kwargs)))
             call = Call(func, *copies)
             self.calls.setdefault(call.key, call)
-        else:
-            self.unruled[str(func)] = self.unruled.get(str(func), 0) + 1
         return func(*args, **kwargs)
 
 
@@ -76,9 +86,9 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format)
 
 
-def record(function: Callable[[], Any]) -> Recorder:
+def record(function: Callable[[], Any], keep: Callable[[Any], bool] = has_sound_rule) -> Recorder:
     """What `function` calls, forward, and backward where its results need gradients."""
-    recorder = Recorder()
+    recorder = Recorder(keep)
     with recorder:
         results = [leaf for leaf in pytree.tree_leaves(function()) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if results:
@@ -86,11 +96,11 @@ def record(function: Callable[[], Any]) -> Recorder:
     return recorder
 
 
-MESHES = (Mesh({"a": 2}), Mesh({"a": 4}), Mesh({"a": 2, "b": 2}))
-"""What the shapes of our own samples divide by."""
+MESHES = (Mesh({"a": 2}), Mesh({"a": 4}), Mesh({"a": 2, "b": 2}), Mesh({"a": 3}), Mesh({"a": 2, "b": 3}))
+"""What the shapes of our own samples divide by; those of threes cut most of them unevenly."""
 
-DATABASE_MESHES = (Mesh({"a": 5}),)
-"""What the shapes of PyTorch's samples divide by."""
+DATABASE_MESHES = (Mesh({"a": 5}), Mesh({"a": 2}))
+"""What the shapes of PyTorch's samples divide by, and what cuts them unevenly."""
 
 
 @dataclass
@@ -135,7 +145,9 @@ def check_recorded(function: Callable[[], Any], *, meshes: Iterable[Mesh] = MESH
     return {str(call.op) for call in calls}
 
 
-def database_calls(names: Collection[str] | None, limit: int) -> Iterator[tuple[str, Call]]:
+def database_calls(
+    names: Collection[str] | None, limit: int, keep: Callable[[Any], bool] = has_sound_rule
+) -> Iterator[tuple[str, Call]]:
     """The calls that up to `limit` of PyTorch's own samples make, each once, with the name of the sample's operator."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -144,29 +156,52 @@ def database_calls(names: Collection[str] | None, limit: int) -> Iterator[tuple[
         if info.name.startswith("jiterator") or (names is not None and info.name not in names):
             continue
         for function in _samples(info, limit):
-            for key, call in _recorded(function).items():
+            for key, call in _recorded(function, keep).items():
                 if key not in seen:
                     seen.add(key)
                     yield info.name, call
 
 
+@contextmanager
+def even_samples() -> Iterator[None]:
+    """PyTorch's samples in sizes that two divides: its sizes are 3, 5, 10 and 20, of which XS and S name the first."""
+    import torch.testing._internal.common_methods_invocations  # noqa: F401  (imports all that draw samples)
+
+    sizes = {"S": 6, "XS": 4}
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.testing._internal")]
+    old = [(module, name, getattr(module, name)) for module in modules for name in sizes if hasattr(module, name)]
+    try:
+        for module, name, _ in old:
+            setattr(module, name, sizes[name])
+        yield
+    finally:
+        for module, name, size in old:
+            setattr(module, name, size)
+
+
 def _samples(info: Any, limit: int) -> Iterator[Callable[[], Any]]:
+    """Fewer where a sample cannot be drawn in the sizes that are set."""
     dtype = next((dtype for dtype in _DTYPES if dtype in info.dtypes), None)
     if dtype is None:
         return
     torch.manual_seed(0)
     differentiable = info.supports_autograd and dtype.is_floating_point
-    for sample in islice(info.sample_inputs("cpu", dtype, requires_grad=differentiable), limit):
+    samples = islice(info.sample_inputs("cpu", dtype, requires_grad=differentiable), limit)
+    while True:
+        try:
+            sample = next(samples)
+        except (StopIteration, IndexError):
+            return
         yield partial(info.op, sample.input, *sample.args, **sample.kwargs)
 
 
 _DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool)
 
 
-def _recorded(function: Callable[[], Any]) -> dict[str, Call]:
+def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[str, Call]:
     """Nothing where PyTorch itself cannot run a sample: some have no backward, some need libraries or a GPU."""
     try:
-        return record(function).calls
+        return record(function, keep).calls
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
         return {}
 
