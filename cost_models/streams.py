@@ -8,6 +8,7 @@ order. Computation runs on one stream, one operation after the other. A communic
 * What needs nothing of the step (gathering parameters, as FSDP does: Zhao et al. 2023, section 4.2) is issued
   `prefetch` segments early, at the start of that segment, which bounds the memory that waits for its use.
 * While any communication runs, computation takes (1 + slowdown) times as long: both use the same processors and memory.
+* The host issues operations in program order, `dispatch_s` apart, ahead of the device; none starts before its issue.
 
 Without overlap each communication runs at its place in the program, and everything waits for it: the step is the sum.
 
@@ -41,6 +42,7 @@ class Op(NamedTuple):
         early: a communication that needs nothing of the step.
         held_bytes: of a communication that computation does not wait for at once: memory that it takes meanwhile,
             what is gathered until its first use, or what is reduced until that is done.
+        launches: how often the host issues something for it; 0 for views.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Op(NamedTuple):
     needs: tuple[int, ...] = ()
     early: bool = False
     held_bytes: float = 0.0
+    launches: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +88,11 @@ class StreamTimes:
     """A simulated step.
 
     Args:
-        total_s: the whole; the sum of `compute_s`, `slowdown_s` and `exposed_s`.
+        total_s: the whole; the sum of `compute_s`, `slowdown_s`, `exposed_s` and `host_s`.
         compute_s: by label of computation, the time that it takes alone.
         slowdown_s: what communication beside it adds to that.
         exposed_s: by label of communication, the time that computation waits for it.
+        host_s: the time that the device waits for the host to issue something.
         communication_s: by label of communication, the time that it takes; what is not exposed is overlapped.
         held_bytes: most that is held at once for communication under way (see `Op`).
         timeline: what ran when, if it was asked for.
@@ -98,6 +102,7 @@ class StreamTimes:
     compute_s: Mapping[str, float]
     slowdown_s: float
     exposed_s: Mapping[str, float]
+    host_s: float
     communication_s: Mapping[str, float]
     held_bytes: float
     timeline: Timeline | None = None
@@ -109,13 +114,14 @@ class StreamTimes:
 
 
 def simulate_streams(
-    segments: Sequence[Segment], overlap: Overlap | None = None, *, record: bool = False
+    segments: Sequence[Segment], overlap: Overlap | None = None, *, dispatch_s: float = 0.0, record: bool = False
 ) -> StreamTimes:
     """Simulate a step.
 
     Args:
         segments: in order; the same object wherever a segment repeats.
         overlap: how communication overlaps; None: it does not.
+        dispatch_s: host time to issue one operation; 0 where the device is its own host.
         record: keep the timeline, every operation apart.
 
     Raises:
@@ -132,10 +138,33 @@ def simulate_streams(
     plain = {id(segment): segment for segment in segments}
     for segment in plain.values():
         _check(segment)
-    compiled = {key: _compile(segment, overlap is not None, merge=not record) for key, segment in plain.items()}
-    run = _Run([compiled[id(segment)] for segment in segments], overlap, record)
+    compiled = {
+        key: _compile(segment, overlap is not None, dispatch_s, merge=not record) for key, segment in plain.items()
+    }
+    run = _Run([compiled[id(segment)] for segment in segments], overlap, dispatch_s, record)
     run.all_segments()
     return run.times()
+
+
+class _Chain(NamedTuple):
+    """Operations of one stream that run back to back: `launches` n, `seconds` d, and what the host holds up.
+
+    Begun at clock c with the host at h, a chain ends at max(c + d, h + lag), lag = max over i of (i * dispatch + the
+    seconds from operation i on).
+    """
+
+    op: Op
+    launches: int
+    seconds: float
+    lag_s: float
+
+    @classmethod
+    def of(cls, op: Op, dispatch_s: float) -> _Chain:
+        return cls(op, op.launches, op.seconds, op.launches * dispatch_s + op.seconds)
+
+    def then(self, other: _Chain, dispatch_s: float) -> _Chain:
+        lag = max(self.lag_s + other.seconds, self.launches * dispatch_s + other.lag_s)
+        return _Chain(self.op, self.launches + other.launches, self.seconds + other.seconds, lag)
 
 
 class _Compiled(NamedTuple):
@@ -144,12 +173,12 @@ class _Compiled(NamedTuple):
     name: str
     is_barrier: bool
     early: tuple[tuple[int, Op], ...]
-    ops: tuple[tuple[int, Op], ...]
+    ops: tuple[tuple[int, _Chain], ...]
     waited: frozenset[int]
     compute_s: Mapping[str, float]
 
 
-def _compile(segment: Segment, overlaps: bool, merge: bool) -> _Compiled:
+def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
     """Order and compress a segment; operations keep their indices, a merged one has that of its last part."""
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
@@ -161,8 +190,9 @@ def _compile(segment: Segment, overlaps: bool, merge: bool) -> _Compiled:
     for op in segment.ops:
         if op.stream == COMPUTE:
             compute[op.label] += op.seconds
-    ops = _merge(ops, segment.ops) if merge else ops
-    return _Compiled(segment.name, segment.is_barrier, early, tuple(ops), waited, dict(compute))
+    chains = [(index, _Chain.of(op, dispatch_s)) for index, op in ops]
+    chains = _merge(chains, segment.ops, dispatch_s) if merge else chains
+    return _Compiled(segment.name, segment.is_barrier, early, tuple(chains), waited, dict(compute))
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:
@@ -170,16 +200,15 @@ def _place(op: Op, ops: Sequence[Op]) -> int:
     return max((need if ops[need].stream == COMPUTE else _place(ops[need], ops) for need in op.needs), default=-1)
 
 
-def _merge(ordered: Sequence[tuple[int, Op]], ops: Sequence[Op]) -> list[tuple[int, Op]]:
+def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s: float) -> list[tuple[int, _Chain]]:
     """Runs of computation as one, cut where it waits for communication and where communication stands."""
-    merged: list[tuple[int, Op]] = []
-    for index, op in ordered:
-        waits = any(ops[need].stream != COMPUTE for need in op.needs)
-        if op.stream == COMPUTE and merged and merged[-1][1].stream == COMPUTE and not waits:
-            before = merged[-1][1]
-            merged[-1] = (index, before._replace(seconds=before.seconds + op.seconds))
+    merged: list[tuple[int, _Chain]] = []
+    for index, chain in ordered:
+        waits = any(ops[need].stream != COMPUTE for need in chain.op.needs)
+        if chain.op.stream == COMPUTE and merged and merged[-1][1].op.stream == COMPUTE and not waits:
+            merged[-1] = (index, merged[-1][1].then(chain, dispatch_s))
         else:
-            merged.append((index, op))
+            merged.append((index, chain))
     return merged
 
 
@@ -202,13 +231,16 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Run:
-    """The state of a simulation; `clock` is when the compute stream is free."""
+    """The state of a simulation; `clock` is when the compute stream is free, `host` when the host is."""
 
     segments: Sequence[_Compiled]
     overlap: Overlap | None
+    dispatch_s: float
     record: bool
     clock: float = 0.0
+    host: float = 0.0
     slowdown_s: float = 0.0
+    host_s: float = 0.0
     streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
     early: dict[int, dict[int, tuple[float, float, str]]] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -239,8 +271,16 @@ class _Run:
             for start, end, label in stream.ran:
                 busy[label] += end - start
         line = Timeline(tuple(sorted(self.spans, key=lambda span: span.start_s))) if self.record else None
-        peak = _peak(self.held)
-        return StreamTimes(self.clock, dict(compute), self.slowdown_s, dict(self.exposed), dict(busy), peak, line)
+        return StreamTimes(
+            total_s=self.clock,
+            compute_s=dict(compute),
+            slowdown_s=self.slowdown_s,
+            exposed_s=dict(self.exposed),
+            host_s=self.host_s,
+            communication_s=dict(busy),
+            held_bytes=_peak(self.held),
+            timeline=line,
+        )
 
     def _issue_early(self, number: int) -> None:
         """Issue what segment `number` needs but nothing else of the step."""
@@ -254,7 +294,8 @@ class _Run:
     def _run_segment(self, number: int, segment: _Compiled) -> None:
         ends = self.early.pop(number, {})
         unused = {index: op for index, op in segment.early if op.held_bytes}
-        for index, op in segment.ops:
+        for index, chain in segment.ops:
+            op = chain.op
             if op.stream != COMPUTE:
                 ends[index] = self._issue(op, ends, deferred=index not in segment.waited)
                 continue
@@ -263,7 +304,7 @@ class _Run:
                     self._wait(*ends[need][1:])
                 if need in unused:
                     self.held.append(_Held(self.clock, -unused.pop(need).held_bytes))
-            ends[index] = (self.clock, self._compute(op), COMPUTE)
+            ends[index] = (self.clock, self._compute(chain), COMPUTE)
         self.held += [_Held(self.clock, -op.held_bytes) for op in unused.values()]
 
     def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]], deferred: bool) -> tuple[float, float, str]:
@@ -280,7 +321,8 @@ class _Run:
 
     def _communicate(self, op: Op, ready: float) -> tuple[float, float]:
         stream = self.streams[op.stream]
-        start = max(stream.free, ready)
+        self.host += op.launches * self.dispatch_s
+        start = max(stream.free, ready, self.host)
         end = start + op.seconds
         stream.ran.append((start, end, op.label))
         if self.record:
@@ -298,9 +340,16 @@ class _Run:
             seconds = max(0.0, min(end, until) - max(start, self.clock))
             self.exposed[label] += seconds
             left -= seconds
-        if left > 0:  # the stream itself waited, for a communication on another
-            self.exposed[self._last_label(name, until)] += left
+        if left > 0:
+            self._idle(left, self._last_label(name, until))
         self.clock = until
+
+    def _idle(self, seconds: float, label: str) -> None:
+        """Time in which the awaited stream itself waited: for the host, or for a communication on another stream."""
+        if self.dispatch_s > 0:
+            self.host_s += seconds
+        else:
+            self.exposed[label] += seconds
 
     def _last_label(self, name: str, until: float) -> str:
         return next(label for _, end, label in reversed(self.streams[name].ran) if end <= until)
@@ -309,13 +358,19 @@ class _Run:
         for name, stream in sorted(self.streams.items(), key=lambda item: item[1].free):
             self._wait(stream.free, name)
 
-    def _compute(self, op: Op) -> float:
-        """Run a computation, slower while communication runs; when it ends."""
-        start = self.clock
-        self.clock = start + op.seconds if self._is_alone() else self._slowed_end(op.seconds)
-        self.slowdown_s += self.clock - start - op.seconds
+    def _compute(self, chain: _Chain) -> float:
+        """Run computation, slower while communication runs, and not before the host has issued it; when it ends."""
+        start, issued = self.clock, self.host
+        self.clock = start + chain.seconds if self._is_alone() else self._slowed_end(chain.seconds)
+        self.slowdown_s += self.clock - start - chain.seconds
+        self.host += chain.launches * self.dispatch_s
+        late = issued + chain.lag_s - self.clock
+        if self.dispatch_s > 0 and late > 0:
+            self.host_s += late
+            self.clock += late
+            start += late
         if self.record:
-            self.spans.append(Span(op.name, COMPUTE, start, self.clock))
+            self.spans.append(Span(chain.op.name, COMPUTE, start, self.clock))
         return self.clock
 
     def _is_alone(self) -> bool:

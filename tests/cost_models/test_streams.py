@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_models.compute import issued_time
 from cost_models.errors import CostArgumentError
 from cost_models.streams import Op, Overlap, Segment, measured_slowdown, simulate_streams
 from cost_models.timeline import COMPUTE
@@ -151,6 +152,27 @@ def test_faster_parts_never_slow_the_step(step, prefetch, data):
     changed = [faster if item is segment else item for item in step]
     overlap = Overlap(prefetch, 0.0)
     assert simulate_streams(changed, overlap).total_s <= simulate_streams(step, overlap).total_s + 1e-9
+
+
+@given(steps(), st.integers(0, 2), st.sampled_from([None, 0.0]), st.sampled_from([0.125, 1.0]))
+def test_the_host_holds_the_device_up(step, prefetch, slowdown, dispatch):
+    """Neither faster than the host issues, nor slower than host and device one after the other; chains are exact."""
+    overlap = None if slowdown is None else Overlap(prefetch, slowdown)
+    free = simulate_streams(step, overlap)
+    times = simulate_streams(step, overlap, dispatch_s=dispatch)
+    apart = simulate_streams(step, overlap, dispatch_s=dispatch, record=True)
+    issue = dispatch * sum(op.launches for segment in step for op in segment.ops)
+    assert max(issue, free.total_s) - 1e-9 <= times.total_s <= issue + free.total_s + 1e-9
+    assert times.total_s == pytest.approx(apart.total_s)
+    parts = sum(times.compute_s.values()) + times.slowdown_s + sum(times.exposed_s.values()) + times.host_s
+    assert parts == pytest.approx(times.total_s)
+
+
+@given(st.lists(EIGHTHS, max_size=12), st.sampled_from([0.25, 1.0]))
+def test_computation_alone_takes_its_issued_time(kernels, dispatch):
+    """The same as `compute.issued_time`, however long the kernels."""
+    step = [Segment("block", tuple(product("mm", seconds) for seconds in kernels))]
+    assert simulate_streams(step, dispatch_s=dispatch).total_s == pytest.approx(issued_time(kernels, dispatch))
 
 
 def product(name, seconds, *needs):
