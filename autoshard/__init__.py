@@ -15,6 +15,7 @@ from autoshard.errors import (
     NotAvailableError,
     PlanMismatchError,
     RankMismatchError,
+    RecipeError,
     RuleInferenceError,
     TraceError,
     UnknownHardwareError,
@@ -22,6 +23,7 @@ from autoshard.errors import (
 )
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
@@ -41,6 +43,8 @@ __all__ = [
     "Plan",
     "PlanMismatchError",
     "RankMismatchError",
+    "Recipe",
+    "RecipeError",
     "Rule",
     "RuleInferenceError",
     "ShardedModule",

@@ -37,6 +37,10 @@ class DoesNotFitError(AutoshardError):
         self.smallest_bytes = smallest_bytes
 
 
+class RecipeError(AutoshardError):
+    """A recipe contradicts itself, or does not fit the model or the cluster that it is priced for."""
+
+
 class PlanMismatchError(AutoshardError):
     """A plan was made for another model, mesh or input signature."""
 

@@ -1,0 +1,197 @@
+"""Recipes: how an expert lays out a training run, in the words of Megatron-LM, DeepSpeed and FSDP.
+
+A recipe names sizes of mesh axes (pipeline x data x context x tensor; experts share the data and context axes), what
+ZeRO shards, what is computed twice, and what the framework overlaps and fuses. `autoshard.price` turns it into
+constraints on a traced program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from autoshard.errors import RecipeError
+
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev")
+PRECISIONS = ("bf16", "f16", "f8", "f32")
+OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
+OFFLOADS = ("none", "optimizer", "parameters")
+GRADIENT_DTYPES = ("bf16", "f16", "f32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """An expert's plan of a training step.
+
+    Args:
+        data: replicas of the model (full width; FSDP's shards are among them).
+        zero: what is sharded over `data` x `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        zero_group: ranks over which ZeRO shards, for hybrid sharding; None: all of `data` x `context`.
+        tensor: ranks that split heads, hidden units and the vocabulary of each layer.
+        sequence_parallel: between split regions activations are split over `tensor` along the sequence.
+        context: ranks that split the sequence.
+        expert: ranks that share out the experts, taken from `data` x `context`.
+        expert_tensor: ranks among `tensor` that split each expert.
+        pipeline: stages that a micro-batch passes.
+        schedule: order of the stages' work: "gpipe", "1f1b" (interleaved where there are virtual stages),
+            "interleaved-1f1b", "zero-bubble", "zbv" or "dualpipev"; None: "1f1b".
+        virtual_stages: model chunks on each pipeline rank.
+        stage_blocks: blocks on each stage (of `pipeline` x `virtual_stages`); None: as even as can be.
+        split_ends: the embedding and the head each count as a block when blocks are shared out.
+        micro_batch: sequences of one replica's forward.
+        global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
+        recompute: what the backward computes again: "none"; "selective", attention's core; "full", every block.
+        precision: of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
+        optimizer: "adamw", ...: whose state takes memory and bandwidth.
+        gradient_dtype: in which gradients are summed over micro-batches and reduced over replicas.
+        master_weights: the optimizer keeps parameters in float32.
+        offload: what lies in the host's memory: "none", "optimizer" (its state), "parameters" (with it).
+        overlap_gradients: gradients are reduced while the backward of the last micro-batch runs.
+        overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs.
+        overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
+        overlap_pipeline: activations are sent between stages while others are computed.
+        overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
+        fused: chains of memory-bound operators run as one kernel each.
+        cuda_graph: kernels are launched from a captured graph.
+
+    Raises:
+        RecipeError: a field is out of range, or two fields contradict each other; names them.
+
+    Example:
+        >>> Recipe(data=8, tensor=8, pipeline=2, micro_batch=1, global_batch=64).micro_batches
+        8
+    """
+
+    data: int = 1
+    zero: int = 0
+    zero_group: int | None = None
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    pipeline: int = 1
+    schedule: str | None = None
+    virtual_stages: int = 1
+    stage_blocks: Sequence[int] | None = None
+    split_ends: bool = False
+    micro_batch: int = 1
+    global_batch: int | None = None
+    recompute: str = "none"
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    gradient_dtype: str = "f32"
+    master_weights: bool = True
+    offload: str = "none"
+    overlap_gradients: bool = True
+    overlap_parameters: bool = True
+    overlap_tensor: bool = True
+    overlap_pipeline: bool = False
+    overlap_expert: bool = False
+    fused: bool = True
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise RecipeError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(map(str, choices))}."
+                )
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RecipeError(f"{name}={getattr(self, name)!r} must be True or False.")
+        self._check_batch()
+        self._check_axes()
+        self._check_stages()
+
+    @property
+    def devices(self) -> int:
+        """Ranks that the recipe needs."""
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, before ZeRO: data x context."""
+        return self.data * self.context
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.micro_batch * self.data if self.global_batch is None else self.global_batch
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each replica runs in a step."""
+        return self.batch // (self.micro_batch * self.data)
+
+    @property
+    def stages(self) -> int:
+        """Stages over all pipeline ranks."""
+        return self.pipeline * self.virtual_stages
+
+    def _check_batch(self) -> None:
+        each = self.micro_batch * self.data
+        if self.batch % each:
+            raise RecipeError(
+                f"global_batch={self.global_batch} is no multiple of micro_batch={self.micro_batch} x "
+                f"data={self.data}: each replica must run whole micro-batches. The next multiple is "
+                f"{(self.batch // each + 1) * each}."
+            )
+
+    def _check_axes(self) -> None:
+        if self.sequence_parallel and self.tensor == 1:
+            raise RecipeError("sequence_parallel=True splits activations over the tensor axis, but tensor=1.")
+        if self.replicas % self.expert:
+            raise RecipeError(
+                f"expert={self.expert} must divide data={self.data} x context={self.context}: experts are shared out "
+                "among the ranks that hold the same dense parameters."
+            )
+        if self.tensor % self.expert_tensor:
+            raise RecipeError(f"expert_tensor={self.expert_tensor} must divide tensor={self.tensor}.")
+        if self.zero_group is not None and self.replicas % self.zero_group:
+            raise RecipeError(
+                f"zero_group={self.zero_group} must divide data={self.data} x context={self.context}, over which ZeRO "
+                "shards."
+            )
+        if self.offload != "none" and self.zero == 0:
+            raise RecipeError(f"offload={self.offload!r} needs zero of at least 1: what is offloaded is ZeRO's shard.")
+
+    def _check_stages(self) -> None:
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise RecipeError(f"virtual_stages={self.virtual_stages} needs a pipeline, but pipeline=1.")
+        if self.schedule is not None and self.pipeline == 1:
+            raise RecipeError(f"schedule={self.schedule!r} needs a pipeline, but pipeline=1.")
+        if self.schedule == "interleaved-1f1b" and self.virtual_stages == 1:
+            raise RecipeError("schedule='interleaved-1f1b' needs virtual_stages of at least 2; use '1f1b' for one.")
+        if self.stage_blocks is not None and len(self.stage_blocks) != self.stages:
+            raise RecipeError(
+                f"stage_blocks has {len(self.stage_blocks)} entries, but there are pipeline={self.pipeline} x "
+                f"virtual_stages={self.virtual_stages} = {self.stages} stages."
+            )
+
+
+_COUNTS = (
+    *("data", "tensor", "context", "expert", "expert_tensor", "pipeline", "virtual_stages", "micro_batch"),
+    *("zero_group", "global_batch"),
+)
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "schedule": (None, *SCHEDULES),
+    "recompute": RECOMPUTE,
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "gradient_dtype": GRADIENT_DTYPES,
+    "offload": OFFLOADS,
+}
+_OPTIONAL = ("zero_group", "global_batch")
+_FLAGS = tuple(item.name for item in fields(Recipe) if item.type == "bool")
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RecipeError(f"{name}={value!r} must be a whole number of at least 1.")

@@ -1,0 +1,119 @@
+"""Cut a deep model short before it is traced: of blocks that are alike, two stay.
+
+Before → after: `layers = [A, A, A, ..., A]` becomes `[A, A]`, and it is remembered how many blocks of which kind there
+were. Blocks are alike if their modules have the same classes, parameters of the same names, shapes and dtypes, and
+the same plain attributes; an attribute that counts the blocks (`layer_idx`) may differ.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+KEPT = 2
+"""Blocks of each kind that stay: the second has a block of its kind before it, like all that follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockList:
+    """A list of blocks of a model.
+
+    Args:
+        path: of the list ("model.layers").
+        kinds: of every block of the model, in order; blocks that are alike have the same number.
+        kept: positions, in the whole model, of the blocks that the short model has, in order.
+    """
+
+    path: str
+    kinds: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortModel:
+    """A model with fewer blocks, which shares its parameters with the whole one."""
+
+    model: nn.Module
+    lists: tuple[BlockList, ...]
+
+
+def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
+    """The model with `kept` blocks of each kind in every list of blocks; None keeps all.
+
+    Lists nested in blocks are left as they are.
+    """
+    lists: list[BlockList] = []
+    replaced: dict[str, nn.ModuleList] = {}
+    for path, blocks in _outer_lists(model):
+        found = _block_list(path, blocks, len(blocks) if kept is None else kept)
+        lists.append(found)
+        if len(found.kept) < len(blocks):
+            replaced[path] = nn.ModuleList([blocks[position] for position in found.kept])
+    return ShortModel(_with_lists(model, replaced) if replaced else model, tuple(lists))
+
+
+def _outer_lists(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of at least two modules with parameters, outermost first, in the order of the model."""
+    for name, child in model.named_children():
+        where = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and any(True for _ in child.parameters()):
+            yield where, child
+        else:
+            yield from _outer_lists(child, where)
+
+
+def _block_list(path: str, blocks: nn.ModuleList, kept: int) -> BlockList:
+    numbers: dict[object, int] = {}
+    counting = _counting_attributes(blocks)
+    kinds = tuple(numbers.setdefault(_signature(block, counting), len(numbers)) for block in blocks)
+    seen: Counter[int] = Counter()
+    positions = []
+    for position, kind in enumerate(kinds):
+        seen[kind] += 1
+        if seen[kind] <= kept:
+            positions.append(position)
+    return BlockList(path, kinds, tuple(positions))
+
+
+def _signature(block: nn.Module, counting: frozenset[tuple[str, str]]) -> object:
+    """What two blocks must agree in to be alike."""
+    modules = tuple((name, type(module)) for name, module in block.named_modules())
+    tensors = tuple((name, tuple(item.shape), item.dtype) for name, item in block.named_parameters())
+    plain = tuple(item for item in _plain(block).items() if item[0] not in counting)
+    return modules, tensors, plain
+
+
+def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
+    """(module, attribute) to value, of all plain attributes of a block's modules."""
+    return {
+        (name, attribute): value
+        for name, module in block.named_modules()
+        for attribute, value in sorted(vars(module).items())
+        if isinstance(value, (int, float, str))
+    }
+
+
+def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
+    """Attributes that number the blocks: one more in each than in the one before."""
+    values = [_plain(block) for block in blocks]
+    return frozenset(
+        key
+        for key, first in values[0].items()
+        if type(first) is int and all(item.get(key) == first + index for index, item in enumerate(values))
+    )
+
+
+def _with_lists(model: nn.Module, lists: Mapping[str, nn.ModuleList], path: str = "") -> nn.Module:
+    """A shallow copy of a model with other lists at some paths."""
+    copied = copy.copy(model)
+    children: dict[str, nn.Module | None] = {}
+    for name, child in model._modules.items():
+        where = f"{path}.{name}" if path else name
+        inside = any(item == where or item.startswith(f"{where}.") for item in lists)
+        children[name] = lists.get(where) or (_with_lists(child, lists, where) if inside and child else child)
+    copied._modules = children
+    return copied

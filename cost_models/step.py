@@ -1,0 +1,67 @@
+"""What a training step takes beyond its kernels run one by one: a few physical numbers, fitted to published runs.
+
+Kernels inside a step are slower than alone (clocks under sustained power, caches shared with what runs before and
+after), collectives reach less than in a benchmark (they start when the last rank does), and both slow each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from cost_models import constants
+from cost_models.constants import HardwareFile
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Factors on what the parts of a step take alone.
+
+    Args:
+        matmul_slowdown: time of matrix products in a step over their time alone; likewise
+        attention_slowdown: of fused attention;
+        memory_slowdown: of memory-bound kernels;
+        fabric_slowdown: of collectives within nodes;
+        network_slowdown: of collectives between nodes.
+        interference: seconds that computation takes longer for each second of communication that runs beside it.
+        bubble_slowdown: of what a pipeline's stages wait for each other.
+        step_overhead_s: once per step: data, scheduler, logging, synchronisation.
+        spread: standard deviation of the logarithm of measured over predicted time.
+    """
+
+    matmul_slowdown: float = 1.0
+    attention_slowdown: float = 1.0
+    memory_slowdown: float = 1.0
+    fabric_slowdown: float = 1.0
+    network_slowdown: float = 1.0
+    interference: float = 0.189
+    bubble_slowdown: float = 1.0
+    step_overhead_s: float = 0.0
+    spread: float = 0.08
+
+    def beside(self, computation_s: float, communication_s: float) -> float:
+        """Seconds of computation and communication that run side by side.
+
+        max(communication, computation + interference * min(computation, communication))
+        """
+        shared = min(computation_s, communication_s)
+        return max(communication_s, computation_s + self.interference * shared)
+
+    def interval(self, time_s: float) -> tuple[float, float]:
+        """The 90 % interval around a predicted time: a factor of exp(1.645 * spread) each way."""
+        factor = 2.718281828459045 ** (1.6448536269514722 * self.spread)
+        return time_s / factor, time_s * factor
+
+
+_UNITS = {"step_overhead_s": "s"}
+
+
+@lru_cache(maxsize=1)
+def fitted() -> StepModel:
+    """The model of the data file `runtime/step.toml`."""
+    file = constants.load("runtime", "step")
+    return StepModel(**{item.name: _number(file, item.name) for item in fields(StepModel)})
+
+
+def _number(file: HardwareFile, name: str) -> float:
+    return file.number(name.removesuffix("_s"), _UNITS.get(name, "1"))

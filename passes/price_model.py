@@ -1,0 +1,146 @@
+"""A model made ready to be priced under any recipe: traced and folded once, its layouts and sections kept.
+
+What depends on the recipe's kind only (which axes there are, sequence parallelism, fusion) is found at the first recipe
+of that kind; what is left for each recipe is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autoshard.errors import RecipeError
+from autoshard.ir.program import InputKind
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster
+from passes.count_sections import Section, count_sections
+from passes.enumerate_strategies import SearchSpace
+from passes.fold_program import AFTER, BEFORE, FoldedProgram
+from passes.price_sections import SectionPrice, Setting, price_section
+from passes.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeKind:
+    """What of a recipe decides how values are split."""
+
+    tensor: bool
+    sequence_parallel: bool
+    context: bool
+    expert: bool
+    expert_tensor: bool
+    fused: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RecipeKind:
+        """The kind of a recipe."""
+        return cls(
+            recipe.tensor > 1,
+            recipe.sequence_parallel,
+            recipe.context > 1,
+            recipe.expert > 1,
+            recipe.expert_tensor > 1,
+            recipe.fused,
+        )
+
+
+@dataclass
+class PricedModel:
+    """A folded program with what was found out about it so far."""
+
+    folded: FoldedProgram
+    _space: SearchSpace | None = None
+    _layouts: dict[object, AxisLayout] = field(default_factory=dict)
+    _sections: dict[RecipeKind, dict[str, Section]] = field(default_factory=dict)
+    _prices: dict[tuple[RecipeKind, Setting], dict[str, SectionPrice]] = field(default_factory=dict)
+
+    @property
+    def space(self) -> SearchSpace:
+        """The strategies of one axis."""
+        if self._space is None:
+            self._space = axis_space(self.folded.single)
+        return self._space
+
+    def sections(self, kind: RecipeKind) -> Mapping[str, Section]:
+        """The sections under the layouts of a kind of recipe."""
+        if kind not in self._sections:
+            self._sections[kind] = count_sections(self.folded, self.space, self.layouts(kind), fused=kind.fused)
+        return self._sections[kind]
+
+    def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
+        """The price of each section under a recipe."""
+        kind = RecipeKind.of(recipe)
+        sizes = (("tensor", recipe.tensor), ("context", recipe.context), ("expert", recipe.expert))
+        setting = Setting(recipe.micro_batch, sizes, cluster.device, recipe.precision)
+        key = (kind, setting)
+        if key not in self._prices:
+            self._prices[key] = {
+                name: price_section(section, setting, is_block=name not in (BEFORE, AFTER))
+                for name, section in self.sections(kind).items()
+            }
+        return self._prices[key]
+
+    def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
+        """How each axis of a kind of recipe splits the program.
+
+        Raises:
+            RecipeError: the recipe shares out experts, and the model has none.
+        """
+        result: dict[str, AxisLayout] = {}
+        if kind.context:
+            result["context"] = self._context()
+        if kind.tensor:
+            result["tensor"] = self._tensor(kind)
+        if kind.expert:
+            result["expert"] = self._expert()
+        return result
+
+    def _context(self) -> AxisLayout:
+        if "context" not in self._layouts:
+            inputs = {
+                slot.node: PartitionSpec(None, AXIS)
+                for slot in self.folded.single.inputs_of(InputKind.INPUT)
+                if self.folded.single.nodes[slot.node].meta["val"].ndim > 1
+            }
+            self._layouts["context"] = propagate_axis(self.space, Policy(inputs=inputs))
+        return self._layouts["context"]
+
+    def _tensor(self, kind: RecipeKind) -> AxisLayout:
+        key = ("tensor", kind.sequence_parallel, kind.expert_tensor)
+        if key not in self._layouts:
+            whole = {} if kind.expert_tensor else dict.fromkeys(self._experts(), WHOLE)
+            sequence = self._context() if kind.sequence_parallel else None
+            policy = Policy(splits_parameters=True, parameters=whole, sequence=sequence)
+            self._layouts[key] = propagate_axis(self.space, policy)
+        return self._layouts[key]
+
+    def _expert(self) -> AxisLayout:
+        if "expert" not in self._layouts:
+            experts = self._experts()
+            if not experts:
+                raise RecipeError("expert > 1 shares out experts, but no parameter of the model is a stack of weights.")
+            split = dict.fromkeys(experts, PartitionSpec(AXIS))
+            self._layouts["expert"] = propagate_axis(self.space, Policy(parameters=split, exchanges=True))
+        return self._layouts["expert"]
+
+    def _experts(self) -> tuple[str, ...]:
+        """Parameters that are stacks of weights: three dims, read by batched or grouped products."""
+        nodes = self.folded.single.nodes
+        slots = self.folded.single.inputs_of(InputKind.PARAMETER)
+        stacks = [nodes[slot.node] for slot in slots if nodes[slot.node].meta["val"].ndim == 3]
+        return tuple(node.name for node in stacks if any(_is_stacked_product(user) for user in _all_users(node)))
+
+
+def _all_users(node: fx.Node) -> list[fx.Node]:
+    """Users, and users of views."""
+    return [*node.users, *(late for user in node.users for late in user.users)]
+
+
+def _is_stacked_product(node: fx.Node) -> bool:
+    return node.target in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default) or "grouped_mm" in str(
+        node.target
+    )

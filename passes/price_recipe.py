@@ -1,0 +1,437 @@
+"""Price a recipe: from the prices of a model's sections to the time and memory of a training step.
+
+1. Blocks are shared out over the pipeline's stages; the first stage also has what comes before them, the last what
+   comes after. Blocks of one kind are priced once.
+2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: collectives of
+   the tensor axis (in the backward, beside the products of weight gradients), of the context axis (beside attention), of
+   the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead.
+3. The schedule runs them (`cost_models.schedules`). A long run of micro-batches is periodic, so a few rounds of the
+   pipeline are simulated and the rest is extrapolated.
+4. Once per step gradients are reduced, parameters are updated and gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import Recipe
+from cost_models.collectives import (
+    all_gather_time,
+    all_reduce_time,
+    all_to_all_time,
+    point_to_point_time,
+    reduce_scatter_time,
+)
+from cost_models.compute import memory_time
+from cost_models.hardware import Cluster
+from cost_models.schedules import StageTimes, simulate_pipeline
+from cost_models.step import StepModel
+from cost_models.topology import GroupLinks
+from passes.fold_program import AFTER, BEFORE
+from passes.price_sections import Busy, PhasePrice, SectionPrice, Traffic
+from passes.propagate_axis import MoveKind
+
+GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+_SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The links of the recipe's groups.
+
+    Args:
+        tensor, context, expert: of these axes; replicas: of data x context; `zero`: over which ZeRO shards; `outer`: of
+            the replicas of such a group; expert_replicas: of ranks that hold the same experts; neighbours: of two stages
+            that follow each other.
+    """
+
+    tensor: GroupLinks
+    context: GroupLinks
+    expert: GroupLinks
+    replicas: GroupLinks
+    zero: GroupLinks
+    outer: GroupLinks
+    expert_replicas: GroupLinks
+    neighbours: GroupLinks
+
+    def of(self, axis: str) -> GroupLinks:
+        """The group of a layout's axis."""
+        return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
+
+
+def recipe_mesh(recipe: Recipe) -> dict[str, int]:
+    """The axes of a recipe's mesh, slowest first, as Megatron-LM orders ranks; those of one included."""
+    shards = recipe.zero_group or recipe.replicas
+    return {
+        "pipeline": recipe.pipeline,
+        "data": recipe.data,
+        "context": recipe.context,
+        "tensor": recipe.tensor,
+        "_shards": shards,
+    }
+
+
+def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
+    """The groups of a recipe on a cluster. Raises RecipeError if it needs another number of devices."""
+    if recipe.devices != cluster.size:
+        raise RecipeError(
+            f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
+            f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}."
+        )
+    replicas = recipe.replicas
+    shards = recipe.zero_group or replicas
+
+    def along(inner: int, size: int) -> GroupLinks:
+        """A group of `size` ranks, `inner` apart."""
+        shape = {"outer": cluster.size // (inner * size), "group": size, "inner": inner}
+        return cluster.group_links(shape, ("group",))
+
+    tensor = recipe.tensor
+    return Groups(
+        tensor=along(1, tensor),
+        context=along(tensor, recipe.context),
+        expert=along(tensor, recipe.expert),
+        replicas=along(tensor, replicas),
+        zero=along(tensor, shards),
+        outer=along(tensor * shards, replicas // shards),
+        expert_replicas=along(tensor * recipe.expert, replicas // recipe.expert),
+        neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage: how often it has each section."""
+
+    sections: tuple[tuple[str, int], ...]
+
+
+def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages of a model's blocks, in order; the ends go with the first and the last."""
+    counts = _block_counts(len(blocks), recipe)
+    stages, start = [], 0
+    for index, count in enumerate(counts):
+        names = list(blocks[start : start + count])
+        start += count
+        names = [BEFORE] * (index == 0) + names + [AFTER] * (index == len(counts) - 1)
+        stages.append(Stage(tuple((name, names.count(name)) for name in dict.fromkeys(names))))
+    return tuple(stages)
+
+
+def _block_counts(blocks: int, recipe: Recipe) -> list[int]:
+    """Blocks on each stage, as even as can be; with `split_ends` the ends count as blocks."""
+    if recipe.stage_blocks is not None:
+        if sum(recipe.stage_blocks) != blocks:
+            raise RecipeError(f"stage_blocks={tuple(recipe.stage_blocks)} shares out {sum(recipe.stage_blocks)} blocks; "
+                              f"the model has {blocks}.")  # fmt: skip
+        return list(recipe.stage_blocks)
+    stages = recipe.stages
+    slots = blocks + (2 if recipe.split_ends else 0)
+    if slots < stages:
+        raise RecipeError(f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot "
+                          f"share {blocks} blocks.")  # fmt: skip
+    bounds = [round(index * slots / stages) for index in range(stages + 1)]
+    counts = [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
+    if recipe.split_ends:
+        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class SectionTime:
+    """Seconds of a section, once, under a step model, with what is hidden taken off.
+
+    `communication_s` is the part of both that is exposed communication, by axis.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    weight_gradient_s: float
+    communication: Mapping[str, float]
+
+
+def section_time(
+    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
+) -> SectionTime:
+    """What a section takes for one micro-batch."""
+    forward = _phase_time(price.forward, recipe, groups, model, cluster, is_backward=False)
+    backward = _phase_time(price.backward, recipe, groups, model, cluster, is_backward=True)
+    recompute = 0.0
+    again: dict[str, float] = {}
+    if is_block and recipe.recompute == "full":
+        recompute, again = sum(forward.values()), forward
+    elif is_block and recipe.recompute == "selective":
+        recompute = computing_time(price.forward.core, recipe, cluster, model)
+        again = {"compute": recompute}
+    gathering = sharded_time(price, recipe, groups, model)
+    parts = {"forward": (forward, gathering[0]), "backward": (_sum(backward, again), gathering[1])}
+    shown: dict[str, float] = {}
+    totals = {}
+    for name, (times, gather_s) in parts.items():
+        alone = sum(times.values())
+        together = model.beside(alone, gather_s)
+        totals[name] = together
+        shown = _sum(shown, {axis: value for axis, value in times.items() if axis != "compute"})
+        shown = _sum(shown, {"data": together - alone})
+    late = price.backward.busy.weight_gradient_s * model.matmul_slowdown
+    late = min(late, totals["backward"] - recompute)
+    return SectionTime(totals["forward"], totals["backward"] - recompute, recompute, late, shown)
+
+
+def _sum(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + two.get(name, 0.0) for name in {**one, **two}}
+
+
+def computing_time(busy: Busy, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
+    """Seconds of computation, or of issuing it where that takes longer."""
+    device_s = (
+        busy.matmul_s * model.matmul_slowdown
+        + busy.attention_s * model.attention_slowdown
+        + busy.memory_s * model.memory_slowdown
+    )
+    issue_s = busy.kernels * cluster.device.dispatch("graph" if recipe.cuda_graph else "eager")
+    return max(device_s, issue_s)
+
+
+def _phase_time(
+    phase: PhasePrice, recipe: Recipe, groups: Groups, model: StepModel, cluster: Cluster, *, is_backward: bool
+) -> dict[str, float]:
+    """Seconds of a phase: "compute", and what of each axis's communication is exposed."""
+    times = {"compute": computing_time(phase.busy, recipe, cluster, model)}
+    budgets = {
+        "tensor": phase.busy.weight_gradient_s * model.matmul_slowdown
+        if recipe.overlap_tensor and is_backward
+        else 0.0,
+        "context": phase.busy.attention_s * model.attention_slowdown,
+        "expert": times["compute"] if recipe.overlap_expert else 0.0,
+    }
+    for axis, budget in budgets.items():
+        sent = sum(traffic_time(item, groups, model) for item in phase.traffic if item.axis == axis)
+        hidden = min(sent, budget)
+        if sent:
+            times[axis] = sent - hidden + model.interference * hidden
+    return times
+
+
+def traffic_time(item: Traffic, groups: Groups, model: StepModel) -> float:
+    """Seconds of a collective."""
+    group = groups.of(item.axis)
+    match item.kind:
+        case MoveKind.GATHER:
+            seconds = all_gather_time(item.bytes, group)
+        case MoveKind.SCATTER:
+            seconds = reduce_scatter_time(item.bytes, group)
+        case MoveKind.REDUCE:
+            seconds = all_reduce_time(item.bytes, group)
+        case MoveKind.EXCHANGE:
+            seconds = all_to_all_time(item.bytes, group)
+    return seconds * slowdown(group, model)
+
+
+def slowdown(group: GroupLinks, model: StepModel) -> float:
+    """The step model's factor on collectives of a group."""
+    return model.network_slowdown if group.inter is not None else model.fabric_slowdown
+
+
+def sharded_time(price: SectionPrice, recipe: Recipe, groups: Groups, model: StepModel) -> tuple[float, float]:
+    """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after."""
+    if recipe.zero < 3:
+        return 0.0, 0.0
+    weights, gradients = price.parameters * 2, price.parameters * GRADIENT_BYTES[recipe.gradient_dtype]
+    factor = slowdown(groups.zero, model)
+    gather = all_gather_time(weights, groups.zero) * factor
+    scatter = reduce_scatter_time(gradients, groups.zero) * factor
+    outer = all_reduce_time(gradients / groups.zero.size, groups.outer) * slowdown(groups.outer, model)
+    return gather, gather + scatter + outer
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """The time of a step and where it goes, seconds."""
+
+    time_s: float
+    breakdown: Mapping[str, float]
+    in_flight: tuple[float, ...]
+
+
+def step_price(
+    sections: Mapping[str, SectionPrice],
+    stages: Sequence[Stage],
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+) -> StepPrice:
+    """The time of a step."""
+    times = {
+        name: section_time(price, recipe, groups, cluster, model, is_block=name not in (BEFORE, AFTER))
+        for name, price in sections.items()
+    }
+    stage_times = [_stage_times(stage, times, sections, recipe, groups, model) for stage in stages]
+    pipe_s, bubble_s, in_flight = _run(stage_times, recipe, model)
+    ends = [
+        _end_times(index, stages, sections, times, recipe, groups, cluster, model) for index in range(recipe.pipeline)
+    ]
+    end = max(ends, key=lambda parts: sum(parts.values()))
+    total = pipe_s + sum(end.values()) + model.step_overhead_s
+    breakdown: dict[str, float] = {}
+    for rank_stages in (_rank_stages(stages, recipe, rank) for rank in range(recipe.pipeline)):
+        for stage in rank_stages:
+            for name, count in stage.sections:
+                for axis, value in times[name].communication.items():
+                    key = f"communication over {axis}"
+                    breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
+    if bubble_s:
+        breakdown["pipeline bubble"] = bubble_s
+    sends = 2 * stage_times[0].send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
+    if sends and not recipe.overlap_pipeline:
+        breakdown["communication over pipeline"] = min(sends, max(0.0, pipe_s - bubble_s))
+    breakdown |= {name: value for name, value in end.items() if value}
+    if model.step_overhead_s:
+        breakdown["overhead"] = model.step_overhead_s
+    compute = total - sum(breakdown.values())
+    return StepPrice(total, {"compute": compute, **breakdown}, in_flight)
+
+
+def _rank_stages(stages: Sequence[Stage], recipe: Recipe, rank: int) -> list[Stage]:
+    return [stages[index] for index in range(rank, len(stages), recipe.pipeline)]
+
+
+def _stage_times(
+    stage: Stage,
+    times: Mapping[str, SectionTime],
+    sections: Mapping[str, SectionPrice],
+    recipe: Recipe,
+    groups: Groups,
+    model: StepModel,
+) -> StageTimes:
+    forward = sum(times[name].forward_s * count for name, count in stage.sections)
+    backward = sum(times[name].backward_s * count for name, count in stage.sections)
+    late = sum(times[name].weight_gradient_s * count for name, count in stage.sections)
+    again = sum(times[name].recompute_s * count for name, count in stage.sections)
+    return StageTimes(forward, backward - late, late, _send_time(sections, recipe, groups, model), again)
+
+
+def _send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Groups, model: StepModel) -> float:
+    """Seconds of handing a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
+    if recipe.pipeline == 1:
+        return 0.0
+    whole = max(price.entering_bytes for name, price in sections.items() if name not in (BEFORE, AFTER))
+    part = whole if recipe.sequence_parallel else whole / recipe.tensor
+    group = groups.neighbours
+    link = group.inter if group.inter is not None else group.intra
+    assert link is not None, "two stages have a link"
+    sent = point_to_point_time(part, link) * slowdown(group, model)
+    if recipe.tensor > 1 and not recipe.sequence_parallel:
+        sent += all_gather_time(whole, groups.tensor) * model.fabric_slowdown
+    return sent
+
+
+_EXACT_ROUNDS = 3
+"""Micro-batches per pipeline rank up to which a step is simulated whole."""
+
+
+def _run(stages: Sequence[StageTimes], recipe: Recipe, model: StepModel) -> tuple[float, float, tuple[float, ...]]:
+    """Seconds of the pipeline, of its bubble, and micro-batches in flight on each rank."""
+    if recipe.pipeline == 1:
+        (only,) = stages
+        return recipe.micro_batches * (only.forward_s + only.backward_s), 0.0, (1.0,)
+    name = _SCHEDULES[recipe.schedule or "1f1b"]
+    name = "Interleaved1F1B" if name == "1F1B" and recipe.virtual_stages > 1 else name
+    count = recipe.micro_batches
+    few = _EXACT_ROUNDS * recipe.pipeline + count % recipe.pipeline
+    short = _simulate(name, tuple(stages), min(count, few), recipe.virtual_stages, recipe.overlap_pipeline)
+    if count <= few:
+        return short
+    longer = _simulate(name, tuple(stages), few + recipe.pipeline, recipe.virtual_stages, recipe.overlap_pipeline)
+    rounds = (count - few) / recipe.pipeline
+    total = short[0] + (longer[0] - short[0]) * rounds
+    bubble = short[1] + (longer[1] - short[1]) * rounds
+    return total, bubble, short[2]
+
+
+@lru_cache(maxsize=4096)
+def _simulate(
+    name: str, stages: tuple[StageTimes, ...], micro_batches: int, virtual_stages: int, overlaps: bool
+) -> tuple[float, float, tuple[float, ...]]:
+    line = simulate_pipeline(name, stages, micro_batches, virtual_stages, overlap_sends=overlaps)
+    return line.total_s, line.bubble_s, tuple(item / virtual_stages for item in line.in_flight)
+
+
+def _end_times(
+    rank: int,
+    stages: Sequence[Stage],
+    sections: Mapping[str, SectionPrice],
+    times: Mapping[str, SectionTime],
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+) -> dict[str, float]:
+    """What a pipeline rank does once per step: reduce gradients, update, gather parameters."""
+    mine = [(sections[name], times[name], count) for stage in _rank_stages(stages, recipe, rank)
+            for name, count in stage.sections]  # fmt: skip
+    dense = sum(price.parameters * count for price, _, count in mine)
+    expert = sum(price.expert_parameters * count for price, _, count in mine)
+    backward = sum((time.backward_s + time.recompute_s) * count for _, time, count in mine)
+    forward = sum(time.forward_s * count for _, time, count in mine)
+    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, model)
+    if recipe.overlap_gradients:
+        reduce_s = model.beside(backward, reduce_s) - backward
+    if recipe.overlap_parameters:
+        gather_s = model.beside(forward, gather_s) - forward
+    shards = groups.zero.size if recipe.zero else 1
+    elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
+    update = memory_time(elements * update_bytes(recipe), cluster.device) * model.memory_slowdown
+    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": update}
+
+
+def exchange_times(
+    dense: float, expert: float, recipe: Recipe, groups: Groups, model: StepModel
+) -> tuple[float, float]:
+    """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements."""
+    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
+    reduce_s = gather_s = 0.0
+    if recipe.zero < 3:
+        if recipe.zero == 0:
+            reduce_s = all_reduce_time(dense * gradient, groups.replicas) * slowdown(groups.replicas, model)
+        elif groups.zero.size == groups.replicas.size:
+            reduce_s = reduce_scatter_time(dense * gradient, groups.zero) * slowdown(groups.zero, model)
+        else:
+            reduce_s = all_reduce_time(dense * gradient, groups.replicas) * slowdown(groups.replicas, model)
+        if recipe.zero:
+            gather_s = all_gather_time(dense * 2, groups.zero) * slowdown(groups.zero, model)
+    if expert and groups.expert_replicas.size > 1:
+        factor = slowdown(groups.expert_replicas, model)
+        reduce_s += all_reduce_time(expert * gradient, groups.expert_replicas) * factor
+    return reduce_s, gather_s
+
+
+_STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+
+
+def update_bytes(recipe: Recipe) -> float:
+    """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read, the
+    parameter written."""
+    state = 8 * _STATE_PASSES[recipe.optimizer]
+    master = 8 if recipe.master_weights else 2
+    return state + master + GRADIENT_BYTES[recipe.gradient_dtype] + 2
+
+
+def model_flops(sections: Mapping[str, SectionPrice], blocks: Sequence[str], recipe: Recipe) -> float:
+    """FLOPs of products and attention in a step on one rank, nothing recomputed."""
+    names = [BEFORE, *blocks, AFTER]
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    per_micro = math.fsum(
+        (sections[name].forward.busy.flops + sections[name].backward.busy.flops) * count
+        for name, count in counts.items()
+    )
+    return per_micro * recipe.micro_batches / recipe.pipeline

@@ -1,0 +1,203 @@
+"""Price the sections of a folded program: seconds of computation by kind, bytes of every collective, bytes of memory.
+
+Computation is priced kernel by kernel with `cost_models`, as in planning; here it is kept apart by what bounds it, so
+that the step's model (`cost_models.step`) can weigh the parts, and let communication run beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cost_models.compute import memory_time, work_time
+from cost_models.counting import size_bytes
+from cost_models.hardware import Device
+from cost_models.operators import work
+from cost_models.work import Kind, MatmulShape, TensorInfo, Work
+from passes.count_sections import Kernel, Phase, Section, Sent, Sized
+from passes.propagate_axis import MoveKind
+
+EXPERT = "expert"
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds of a device, by what bounds its kernels, and how many kernels there are.
+
+    `weight_gradient_s` is the part of `matmul_s` that nothing waits for: products that make parameters' gradients.
+    """
+
+    matmul_s: float = 0.0
+    attention_s: float = 0.0
+    memory_s: float = 0.0
+    kernels: int = 0
+    weight_gradient_s: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Busy) -> Busy:
+        return Busy(
+            self.matmul_s + other.matmul_s,
+            self.attention_s + other.attention_s,
+            self.memory_s + other.memory_s,
+            self.kernels + other.kernels,
+            self.weight_gradient_s + other.weight_gradient_s,
+            self.flops + other.flops,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A collective: its axis, kind, and bytes of the value that each rank would hold if the axis did not split it.
+
+    `is_hidden` where nothing that waits for it precedes products that do not: the collectives of a backward.
+    """
+
+    axis: str
+    kind: MoveKind
+    bytes: int
+    has_weight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePrice:
+    """A phase of a section, once: work, the part of it in attention's core, and collectives."""
+
+    busy: Busy
+    core: Busy
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SectionPrice:
+    """A section, once, for one micro-batch.
+
+    Args:
+        forward, backward: time.
+        saved_bytes: kept for the backward; `core_bytes` of it in attention's core.
+        entering_bytes: of what comes in.
+        largest_bytes: of the largest value that it makes.
+        parameters: elements on each rank before ZeRO, of those that all replicas hold.
+        expert_parameters: elements on each rank of those that the expert axis splits.
+    """
+
+    forward: PhasePrice
+    backward: PhasePrice
+    saved_bytes: int
+    core_bytes: int
+    entering_bytes: int
+    largest_bytes: int
+    parameters: int
+    expert_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What sections are priced for: sequences per micro-batch, sizes of axes, the device, and the products' dtype."""
+
+    batch: int
+    sizes: tuple[tuple[str, int], ...]
+    device: Device
+    precision: str
+
+
+def price_section(section: Section, setting: Setting, *, is_block: bool) -> SectionPrice:
+    """The price of one section; products run in `setting.precision` inside blocks only, if it is narrower."""
+    sizes = dict(setting.sizes)
+    alone = {**sizes, EXPERT: 1}
+    saved = [(item.value.local_bytes(setting.batch, alone), item.is_core) for item in section.saved]
+    outputs = (
+        item.local_bytes(setting.batch, alone)
+        for phase in (section.forward, section.backward)
+        for kernel in phase.kernels
+        for item in kernel.outputs
+    )
+    dense, expert = 0, 0
+    for name, value in section.parameters.items():
+        count = math.prod(value.shape(1, sizes))
+        if name in section.expert_parameters:
+            expert += count
+        else:
+            dense += count
+    precision = setting.precision if is_block else ""
+    return SectionPrice(
+        _price_phase(section.forward, setting, sizes, precision),
+        _price_phase(section.backward, setting, sizes, precision),
+        saved_bytes=sum(size for size, _ in saved),
+        core_bytes=sum(size for size, is_core in saved if is_core),
+        entering_bytes=sum(item.local_bytes(setting.batch, alone) for item in section.entering),
+        largest_bytes=max(outputs, default=0),
+        parameters=dense,
+        expert_parameters=expert,
+    )
+
+
+def _price_phase(phase: Phase, setting: Setting, sizes: Mapping[str, int], precision: str) -> PhasePrice:
+    busy, core = Busy(), Busy()
+    for kernel in phase.kernels:
+        taken = _price_kernel(kernel, setting, sizes, precision)
+        busy += taken
+        if kernel.is_core:
+            core += taken
+    return PhasePrice(busy, core, tuple(_traffic(item, setting.batch, sizes) for item in phase.sent))
+
+
+def _price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
+    alone = {**sizes, EXPERT: 1}
+    inputs = tuple(_info(item, setting.batch, alone) for item in kernel.inputs)
+    outputs = tuple(_info(item, setting.batch, alone) for item in kernel.outputs)
+    done = _work(kernel, inputs, outputs)
+    if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
+        done = _shared_out(done, kernel, sizes[EXPERT], inputs)
+    extra = 0.0
+    if done.dtype in ("bf16", "f16"):
+        done = done._replace(dtype=setting.precision if setting.precision != "f8" else "bf16")
+    if precision == "f8" and done.products and (kernel.has_weight or kernel.makes_gradient):
+        extra = _quantising_time(inputs, setting.device)
+        done = replace_work(done, dtype="f8")
+    time = work_time(done, setting.device)
+    if done.products:
+        flops = sum(shape.flops for shape in done.products)
+        late = time if kernel.makes_gradient else 0.0
+        return Busy(matmul_s=time, memory_s=extra, kernels=1, weight_gradient_s=late, flops=flops)
+    if done.kind is Kind.ATTENTION:
+        return Busy(attention_s=time, kernels=1, flops=done.flops)
+    return Busy(memory_s=time, kernels=int(done.kind is not Kind.VIEW))
+
+
+def _work(kernel: Kernel, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> Work:
+    if kernel.operator == "fused":
+        return Work(0, size_bytes(inputs), size_bytes(outputs), Kind.POINTWISE, "f32")
+    return work(kernel.operator, inputs, outputs, kernel.arguments)
+
+
+def replace_work(done: Work, dtype: str) -> Work:
+    """The same work in another dtype, whose operands are narrower."""
+    return done._replace(dtype=dtype, bytes_read=done.bytes_read / 2)
+
+
+def _shared_out(done: Work, kernel: Kernel, ranks: int, inputs: tuple[TensorInfo, ...]) -> Work:
+    """Products of a share of the experts, with the tokens of all ranks."""
+    if not done.products:
+        return done
+
+    def share(product: MatmulShape) -> MatmulShape:
+        batch = max(1, product.batch // ranks)
+        if kernel.has_weight:
+            return product._replace(batch=batch, m=product.m * ranks)
+        return product._replace(batch=batch, k=product.k * ranks)
+
+    return done._replace(products=tuple(share(product) for product in done.products))
+
+
+def _quantising_time(inputs: tuple[TensorInfo, ...], device: Device) -> float:
+    """Operands are read once, and written in eight bits as they are and transposed."""
+    return sum(memory_time(math.prod(item.shape) * (item.itemsize + 2), device) for item in inputs[:1])
+
+
+def _traffic(sent: Sent, batch: int, sizes: Mapping[str, int]) -> Traffic:
+    return Traffic(sent.axis, sent.kind, sent.value.local_bytes(batch, {**sizes, EXPERT: 1}), sent.has_weight)
+
+
+def _info(item: Sized, batch: int, sizes: Mapping[str, int]) -> TensorInfo:
+    return TensorInfo(item.shape(batch, sizes), item.itemsize, item.dtype)

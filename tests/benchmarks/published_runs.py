@@ -1,0 +1,182 @@
+"""The published runs as models, recipes and clusters: what a row says, and what its framework did where it is silent.
+
+Each default below is a fact about the source's framework at the time, not a fit; see `FRAMEWORKS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoshard import Cluster, Recipe
+from cost_models.hardware import assemble_node
+from tests.benchmarks.decoder import DecoderShape, Experts, Latent
+
+Row = Mapping[str, Any]
+ROWS = Path(__file__).parents[1] / "data" / "published_runs.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """What a source's software did.
+
+    Args:
+        dropout: of hidden states and attention (Megatron-LM's default is 0.1; later recipes set 0).
+        fused: chains of pointwise operators are fused (Megatron's kernels), or run one by one (plain PyTorch).
+        bias: of linear layers in models with learned positions or LayerNorm.
+        overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Recipe`.
+        gradient_dtype: None: that of the model.
+    """
+
+    dropout: float = 0.0
+    fused: bool = True
+    bias: bool = True
+    overlap_gradients: bool = True
+    overlap_parameters: bool = True
+    overlap_tensor: bool = True
+    overlap_pipeline: bool = False
+    gradient_dtype: str | None = "f32"
+
+
+_MEGATRON_2020 = Framework(
+    dropout=0.1, overlap_gradients=False, overlap_parameters=False, overlap_tensor=False, gradient_dtype=None
+)
+_MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
+_MEGATRON_CORE = Framework(overlap_pipeline=True)
+FRAMEWORKS: Mapping[str, Framework] = {
+    "mosaicml": Framework(fused=False, bias=False),
+    "bigscience": _MEGATRON_2020,
+    "megatron-2020": _MEGATRON_2020,
+    "sc21-table1": _MEGATRON_2020,
+    "sc21-table2": _MEGATRON_2020,
+    "korthikanti": _MEGATRON_2022,
+    "internevo": Framework(gradient_dtype="bf16"),
+    "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
+    "nemo-24.07": _MEGATRON_CORE,
+    "mlm-llama-readme": _MEGATRON_CORE,
+    "megatron-bridge": _MEGATRON_CORE,
+}
+_DEVICES = {
+    "A100-80GB": "a100_sxm_80gb", "A100-40GB": "a100_sxm_40gb", "A800-80GB": "a100_sxm_80gb",
+    "H100-80GB": "h100_sxm", "V100-32GB": "v100_sxm2_32gb", "B200-180GB": "b200", "B300-288GB": "b300",
+    "GB200-186GB": "gb200", "GB300-288GB": "gb300",
+}  # fmt: skip
+_FABRICS = {"A800-80GB": "nvlink3_nvswitch_a800", "V100-32GB": "nvlink2_nvswitch",
+            "GB200-186GB": "nvlink5_nvl72", "GB300-288GB": "nvlink5_nvl72"}  # fmt: skip
+_NETWORKS = {"A100": "infiniband_hdr200", "A800": "infiniband_hdr200", "V100": "infiniband_edr100"}
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """Rows of quality A and B, the latest of each configuration."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if row["quality"] in "AB" and row["latest_in_group"] is not False]
+
+
+def framework_of(row: Row) -> Framework:
+    """What the row's software did."""
+    return FRAMEWORKS[row["source"]["key"]]
+
+
+def is_16_bit(row: Row) -> bool:
+    """Whether products ran in 16 bits."""
+    return row["dtype"].startswith(("bf16", "fp16"))
+
+
+def model_shape(row: Row) -> DecoderShape:
+    """The row's model."""
+    model, framework = row["model"], framework_of(row)
+    moe, mla = model.get("moe"), model.get("mla")
+    return DecoderShape(
+        layers=model["layers"],
+        hidden=model["hidden"],
+        heads=model["heads"],
+        kv_heads=model["heads"] if mla else model["kv_heads"],
+        head_size=model["head_dim"],
+        ffn=model["ffn"] or 0,
+        gated=bool(model["ffn_gated"]),
+        vocab=-(-model["vocab"] // 128) * 128,
+        sequence=model["seq_len"],
+        tied=bool(model["tied_embeddings"]),
+        learned_positions=bool(model["learned_pos_emb"]),
+        norm_bias=model["arch"] == "gpt",
+        bias=framework.bias and model["arch"] == "gpt",
+        dropout=framework.dropout if row["task"] == "pretrain" else 0.0,
+        fused_attention=(row["attention"] or "flash").startswith("flash"),
+        window=model["sliding_window"]["window"] if model.get("sliding_window") else None,
+        experts=None if moe is None else Experts(
+            moe["n_experts"], moe["topk"], moe["moe_ffn"], moe["shared_ffn"], moe["dense_layers"]
+        ),
+        latent=None if mla is None else Latent(
+            mla["q_lora"], mla["kv_lora"], mla["qk_nope"], mla["qk_rope"], mla["v_dim"]
+        ),
+        mtp_layers=(moe or {}).get("mtp_layers") or 0,
+    )  # fmt: skip
+
+
+def recipe_of(row: Row) -> Recipe:
+    """The row's plan."""
+    plan, framework = row["plan"], framework_of(row)
+    context, pipeline = plan["cp"] or 1, plan["pp"] or 1
+    layers = row["model"]["layers"] + ((row["model"].get("moe") or {}).get("mtp_layers") or 0)
+    virtual = plan["vpp"] or 1
+    layout = plan.get("pp_layout") or ""
+    return Recipe(
+        data=plan["dp"],
+        zero=plan["zero_stage"] or 0,
+        zero_group=plan.get("zero_group"),
+        tensor=plan["tp"] or 1,
+        sequence_parallel=bool(plan["sp"]) and (plan["tp"] or 1) > 1,
+        context=context,
+        expert=plan["ep"] or 1,
+        pipeline=pipeline,
+        virtual_stages=virtual if pipeline > 1 and layers >= virtual * pipeline else 1,
+        split_ends="embedding" in layout or layout.startswith("Et"),
+        micro_batch=row["micro_batch"],
+        global_batch=row["global_batch"],
+        recompute=_recompute(row["recompute"]),
+        precision="f16" if row["dtype"].startswith("fp16") else "bf16" if is_16_bit(row) else "f8",
+        gradient_dtype=_gradient_dtype(row, framework),
+        overlap_gradients=framework.overlap_gradients,
+        overlap_parameters=framework.overlap_parameters,
+        overlap_tensor=framework.overlap_tensor,
+        overlap_pipeline=framework.overlap_pipeline,
+        overlap_expert=bool(plan.get("moe_a2a_overlap")),
+        fused=framework.fused,
+        cuda_graph=(plan.get("cuda_graph") or "none") != "none",
+    )
+
+
+def _recompute(said: str | None) -> str:
+    """Recomputation of single modules saves memory, and costs little: it counts as none."""
+    return said if said in ("full", "selective") else "none"
+
+
+def _gradient_dtype(row: Row, framework: Framework) -> str:
+    said = row["dtype"]
+    if "fp32 grad" in said:
+        return "f32"
+    if row["plan"].get("fsdp_mixed_precision"):
+        return "bf16" if row["plan"]["fsdp_mixed_precision"] == "PURE" else "f32"
+    own = "f16" if said.startswith("fp16") else "bf16"
+    return framework.gradient_dtype or own
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The row's machines. Where the network is not printed, that of the vendor's reference design."""
+    hardware = row["hardware"]
+    gpu, count, per_node = hardware["gpu"], hardware["n_gpus"], hardware["gpus_per_node"]
+    if gpu.startswith("GB"):
+        per_node = 64  # NVLink joins the rack; 64 of its 72 devices hold powers of two
+    node = assemble_node(_DEVICES[gpu], per_node, fabric=_FABRICS.get(gpu))
+    if count <= per_node:
+        return Cluster(node, 1, count)
+    gbps = hardware["inter_gbps_per_gpu"]
+    link = hardware["inter_link"] or ""
+    network = "omni_path" if "Omni" in link else "roce_v2" if "RoCE" in link else None
+    if network is None:
+        network = _NETWORKS.get(gpu[:4], "infiniband_xdr800" if (gbps or 0) >= 800 else "infiniband_ndr400")
+    node = node.with_network(network, bytes_per_s_per_device=None if gbps is None else gbps / 8 * 1e9)
+    return Cluster(node, count // per_node, per_node)
