@@ -5,10 +5,12 @@ A multiply-add is two FLOPs. Attention's FLOPs follow Dao 2023 (see `work.Attent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import ceil, prod
 
-from cost_models.counting import compute_dtype, operator_cost, size_bytes
+from cost_models.counting import compute_dtype, is_complex, memory_bound, operator_cost, size_bytes
+from cost_models.errors import UnknownOperatorError
 from cost_models.work import AttentionShape, Kind, MatmulShape, TensorInfo, Work
 
 Tensors = Sequence[TensorInfo]
@@ -16,11 +18,16 @@ Arguments = tuple[object, ...]
 
 
 def _products(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...]) -> Work:
+    if is_complex(inputs):
+        products = 4 * products
     flops = sum(shape.flops for shape in products)
     return Work(flops, size_bytes(inputs), size_bytes(outputs), Kind.MATMUL, compute_dtype(inputs), products)
 
 
-@operator_cost("aten.mm.default", "aten.matmul.default", "aten.linear.default", "aten.dot.default", "aten.mv.default")
+@operator_cost(
+    *("aten.mm.default", "aten.matmul.default", "aten.linear.default", "aten.dot.default", "aten.vdot.default"),
+    *("aten.mv.default", "aten._scaled_mm.default", "aten._int_mm.default", "aten.inner.default"),
+)
 def matmul(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """[..., m, k] @ [k, n] (or a weight [n, k]): 2 * m * n * k; leading dims count as rows."""
     left, result = inputs[0].shape, outputs[0].shape
@@ -44,6 +51,19 @@ def bmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     return _products(inputs, outputs, (MatmulShape(m, inputs[1].shape[2], k, batch),))
 
 
+@operator_cost("aten.addbmm.default")
+def addbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """bias [m, n] + the sum over b of [b, m, k] @ [b, k, n]: one product with b * k contracted."""
+    batch, m, k = inputs[1].shape
+    return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], batch * k),))
+
+
+@operator_cost("aten.ger.default", "aten.outer.default", "aten.addr.default", "aten.kron.default")
+def outer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """One product for each element of the result: bound by writing it."""
+    return memory_bound(inputs, outputs)
+
+
 @operator_cost("aten.baddbmm.default")
 def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """bias + [b, m, k] @ [b, k, n]."""
@@ -51,7 +71,102 @@ def baddbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     return _products(inputs, outputs, (MatmulShape(m, inputs[2].shape[2], k, batch),))
 
 
-@operator_cost("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+@operator_cost("aten.einsum.default")
+def einsum(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (equation, tensors). Operands are contracted from left to right, two at a time."""
+    equation = str(arguments[0]).replace(" ", "")
+    terms, _, result = equation.partition("->")
+    if "." in equation:
+        raise UnknownOperatorError(f"aten.einsum with an ellipsis ({equation!r}) has no cost formula; name its dims.")
+    parts = terms.split(",")
+    extents = {index: size for part, tensor in zip(parts, inputs, strict=True) for index, size in _named(part, tensor)}
+    done, products = parts[0], []
+    for place, part in enumerate(parts[1:], start=2):
+        needed = set(result if result or "->" in equation else terms) | set("".join(parts[place:]))
+        products.append(_pair_product(done, part, needed, extents))
+        done = "".join(dict.fromkeys(index for index in done + part if index in needed))
+    return _products(inputs, outputs, tuple(products)) if products else memory_bound(inputs, outputs)
+
+
+def _named(part: str, tensor: TensorInfo) -> list[tuple[str, int]]:
+    return list(zip(part, tensor.shape, strict=True))
+
+
+def _pair_product(left: str, right: str, needed: set[str], extents: Mapping[str, int]) -> MatmulShape:
+    """Indices in both and needed are a batch, in both and not needed contracted, in one alone rows or columns."""
+    both = set(left) & set(right)
+
+    def size(indices: set[str]) -> int:
+        return prod(extents[index] for index in indices)
+
+    rows, columns = size(set(left) - both), size(set(right) - both)
+    return MatmulShape(rows, columns, size(both - needed), size(both & needed))
+
+
+@operator_cost("aten.tensordot.default")
+def tensordot(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (left, right, dims of left, dims of right)."""
+    dims = tuple(arguments[2])  # type: ignore[arg-type]
+    contracted = prod(inputs[0].shape[dim] for dim in dims)
+    rows, columns = prod(inputs[0].shape) // contracted, prod(inputs[1].shape) // contracted
+    return _products(inputs, outputs, (MatmulShape(rows, columns, contracted),))
+
+
+@operator_cost("aten.chain_matmul.default", "aten.linalg_multi_dot.default")
+def chain(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """The cheapest order of products (Cormen et al., Introduction to Algorithms, section 15.2)."""
+    shapes = [tensor.shape if len(tensor.shape) == 2 else (1, *tensor.shape) for tensor in inputs[:1]]
+    shapes += [tensor.shape if len(tensor.shape) == 2 else (*tensor.shape, 1) for tensor in inputs[1:]]
+    return _products(inputs, outputs, _cheapest_chain((shapes[0][0], *(shape[1] for shape in shapes))))
+
+
+@lru_cache(maxsize=1024)
+def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
+    """Products of matrices [extents[i], extents[i + 1]]."""
+    if len(extents) <= 2:
+        return ()
+    choices = [
+        (
+            *_cheapest_chain(extents[: cut + 1]),
+            *_cheapest_chain(extents[cut:]),
+            MatmulShape(extents[0], extents[-1], extents[cut]),
+        )
+        for cut in range(1, len(extents) - 1)
+    ]
+    return min(choices, key=lambda products: sum(product.flops for product in products))
+
+
+@operator_cost("aten.bilinear.default")
+def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """x1 [..., i], x2 [..., j], weight [o, i, j]: x1 by the weights, then each row by its x2."""
+    rows = prod(inputs[0].shape[:-1])
+    out, left, right = inputs[2].shape
+    return _products(inputs, outputs, (MatmulShape(rows, out * right, left), MatmulShape(out, 1, right, rows)))
+
+
+@operator_cost("aten._cdist_forward.default")
+def cdist(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """[..., p, m] to [..., r, m]: 2 * p * r * m FLOPs and more, as a product (which p = 2 is for large p and r)."""
+    batch, points, depth = _rows_of(inputs[0])
+    return _products(inputs, outputs, (MatmulShape(points, inputs[1].shape[-2], depth, batch),))
+
+
+@operator_cost("aten._cdist_backward.default")
+def cdist_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """inputs: (grad [..., p, r], x1 [..., p, m], x2 [..., r, m], distances): each distance's m terms, twice."""
+    batch, points, depth = _rows_of(inputs[1])
+    others = inputs[2].shape[-2]
+    return _products(inputs, outputs, 2 * (MatmulShape(points, depth, others, batch),))
+
+
+def _rows_of(tensor: TensorInfo) -> tuple[int, int, int]:
+    *batch, rows, columns = tensor.shape
+    return prod(batch), rows, columns
+
+
+@operator_cost(
+    *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "transformers.grouped_mm_fallback.default")
+)
 def grouped_mm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """A product for each group; the dim that is grouped (rows, columns or contracted) is taken as cut evenly."""
     left, right = inputs[0].shape, inputs[1].shape
@@ -126,6 +241,7 @@ FORWARD = {  # operator: position of is_causal among the arguments
     "aten._scaled_dot_product_cudnn_attention.default": 6,
     "aten._scaled_dot_product_fused_attention_overrideable.default": 5,
     "aten._scaled_dot_product_attention_math.default": 5,
+    "aten.scaled_dot_product_attention.default": 5,
 }
 BACKWARD = {
     "autoshard.attention_backward.default": 9,
@@ -133,6 +249,7 @@ BACKWARD = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 7,
     "aten._scaled_dot_product_efficient_attention_backward.default": 11,
     "aten._scaled_dot_product_cudnn_attention_backward.default": 14,
+    "aten._scaled_dot_product_fused_attention_overrideable_backward.default": 13,
 }
 
 

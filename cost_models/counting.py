@@ -11,6 +11,7 @@ Counter = Callable[[Sequence[TensorInfo], Sequence[TensorInfo], tuple[object, ..
 
 TABLE: dict[str, Counter] = {}
 FREE = Work(0, 0, 0, Kind.VIEW, "f32")
+_PARTS = {"c128": "f64", "c64": "f32", "c32": "f16"}
 _FLOATS = frozenset({"f64", "f32", "bf16", "f16", "f8"})
 
 
@@ -38,11 +39,23 @@ def numel(tensor: TensorInfo) -> int:
 
 
 def compute_dtype(tensors: Sequence[TensorInfo]) -> str:
-    """Dtype name that arithmetic runs in: that of the first floating operand; "f32" if there is none."""
+    """Dtype name that arithmetic runs in: that of the first floating operand; "f32" if there is none.
+
+    Complex numbers are computed in their parts' dtype ("c128" in "f64"), any float8 format counts as "f8".
+    """
     for tensor in tensors:
         if tensor.dtype in _FLOATS:
             return tensor.dtype
+        if tensor.dtype in _PARTS:
+            return _PARTS[tensor.dtype]
+        if "float8" in tensor.dtype:
+            return "f8"
     return "f32"
+
+
+def is_complex(tensors: Sequence[TensorInfo]) -> bool:
+    """Whether an operand is complex: a multiply-add of complex numbers is four of real ones."""
+    return any(tensor.dtype in _PARTS for tensor in tensors)
 
 
 def memory_bound(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], _: tuple[object, ...] = ()) -> Work:

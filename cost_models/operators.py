@@ -2,32 +2,27 @@
 
 Bytes are those of operands and results, each moved once. Three facts correct that: views move nothing, factories read
 nothing, lookups read the rows that they return. An operator without an entry is memory-bound by its operands and
-results, which holds for everything but contractions: a contraction without an entry raises.
+results, which holds for everything but contractions: what sounds like one and has no entry raises.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import log2, prod
 
-from cost_models import contractions as contractions  # fills its part of the table
+# Each fills its part of the table.
+from cost_models import contractions as contractions
+from cost_models import factorisations as factorisations
+from cost_models import recurrent as recurrent
 from cost_models.counting import FREE, TABLE, compute_dtype, memory_bound, numel, operator_cost, size_bytes
 from cost_models.errors import UnknownOperatorError
 from cost_models.work import Kind, TensorInfo, Work
 
-_CONTRACTION_NAMES = """
-    aten.einsum aten.tensordot aten.cdist aten._cdist_forward aten._cdist_backward aten.chain_matmul
-    aten.addbmm aten.ger aten.outer aten.addr aten.vdot aten.inner aten.kron aten.bilinear aten._trilinear
-    aten._scaled_mm aten._grouped_mm aten._scaled_grouped_mm aten._int_mm aten._sparse_mm
-    aten.linalg_multi_dot aten.linalg_inv_ex aten.linalg_solve_ex aten._linalg_solve_ex aten._linalg_svd
-    aten._linalg_eigh aten.linalg_qr aten.linalg_cholesky_ex aten.linalg_lu aten.linalg_lu_factor_ex
-    aten.linalg_matrix_exp aten.linalg_householder_product aten.linalg_pinv aten.lstm aten.gru
-    aten._thnn_fused_lstm_cell aten.mkldnn_rnn_layer aten._cudnn_rnn aten.miopen_rnn
-    aten._native_multi_head_attention aten._transformer_encoder_layer_fwd aten._fft_c2c aten._fft_r2c
-    aten._fft_c2r aten.scaled_dot_product_attention transformers.grouped_mm_fallback
-    transformers.grouped_mm_fallback_backward
-"""
-CONTRACTIONS = frozenset(_CONTRACTION_NAMES.split())
+_CONTRACTING_WORDS = re.compile(
+    r"(^|_)(mm|bmm|addmm|\w*matmul|gemm|dot|einsum|linalg|solve|svd|eigh?|qr|cdist|fft|lstm|gru|rnn|attention|mha|conv(?:olution)?)"
+    r"($|_|\d)"
+)
 
 
 def work(
@@ -53,15 +48,21 @@ def work(
     counter = TABLE.get(operator_name)
     if counter is not None:
         return counter(inputs, outputs, arguments)
-    packet = operator_name.rpartition(".")[0] if operator_name.count(".") > 1 else operator_name
-    if packet in CONTRACTIONS:
+    if seems_to_contract(operator_name):
         raise UnknownOperatorError(
-            f"Operator {operator_name!r} contracts its operands and has no cost formula; "
-            f"add one in cost_models with @operator_cost({operator_name!r}). Inputs: {list(inputs)}."
+            f"Operator {operator_name!r} seems to contract its operands and has no cost formula; add one with "
+            f"@cost_models.counting.operator_cost({operator_name!r}). Inputs: {list(inputs)}."
         )
     if operator_name.startswith(("_c10d_functional.", "c10d_functional.", "_dtensor.", "symm_mem.")):
         raise UnknownOperatorError(f"{operator_name!r} is a collective: price it with cost_models.collectives.")
     return memory_bound(inputs, outputs, arguments)
+
+
+def seems_to_contract(operator_name: str) -> bool:
+    """Whether an operator without a formula sounds like a contraction, so that its bytes say nothing of its time."""
+    parts = operator_name.replace("::", ".").split(".")
+    name = parts[1] if len(parts) > 1 else parts[0]
+    return operator_name not in TABLE and _CONTRACTING_WORDS.search(name) is not None
 
 
 _VIEW_NAMES = """
@@ -72,7 +73,9 @@ _VIEW_NAMES = """
     diagonal.default unfold.default view_as_real.default view_as_complex.default real.default imag.default
     movedim.int flatten.using_ints unflatten.int sym_size.int sym_numel.default sym_stride.int
     lift_fresh.default view_as.default T.default mT.default numpy_T.default swapaxes.default
-    positive.default
+    positive.default adjoint.default mH.default matrix_H.default _conj.default _neg_view.default
+    resolve_conj.default resolve_neg.default unsafe_chunk.default unsafe_split.Tensor
+    unsafe_split_with_sizes.default contiguous.default
 """
 VIEWS = tuple(_VIEW_NAMES.split())
 
@@ -141,9 +144,53 @@ def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: 
     return Work(flops, passes * size_bytes(inputs), passes * size_bytes(outputs), Kind.REDUCTION, "f32")
 
 
-@operator_cost("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
+@operator_cost(
+    *("aten.linalg_vector_norm.default", "aten.linalg_cross.default", "aten._thnn_fused_lstm_cell.default"),
+    *("aten._thnn_fused_gru_cell.default", "aten._thnn_fused_lstm_cell_backward_impl.default"),
+    "aten._thnn_fused_gru_cell_backward.default",
+)
+def bytes_alone(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
+    """Pointwise or a reduction, whatever the name says: the products of a recurrent cell are outside it."""
+    return memory_bound(inputs, outputs)
+
+
+_SORTING_NAMES = """
+    sort.default sort.stable argsort.default argsort.stable msort.default median.default median.dim
+    nanmedian.default nanmedian.dim mode.default unique_dim.default _unique2.default unique_consecutive.default
+"""
+
+
+@operator_cost(*(f"aten.{name}" for name in _SORTING_NAMES.split()))
 def sort(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
     """Radix sort: one pass per byte of the key, each reads and writes keys and indices (Merrill, Grimshaw 2011)."""
     passes = inputs[0].itemsize
     moved = passes * (size_bytes(inputs[:1]) + 8 * numel(inputs[0]))
-    return Work(0, moved, moved, Kind.REDUCTION, compute_dtype(inputs))
+    return Work(0, moved, moved, Kind.REDUCTION, compute_dtype(inputs), steps=passes)
+
+
+@operator_cost("aten.topk.default", "aten.kthvalue.default")
+def radix_select(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
+    """Radix select: one reading pass per byte of the key, and one that gathers (Alabi et al. 2012)."""
+    passes = inputs[0].itemsize + 1
+    read = passes * size_bytes(inputs[:1])
+    return Work(0, read, size_bytes(outputs), Kind.REDUCTION, compute_dtype(inputs), steps=passes)
+
+
+@operator_cost("aten.searchsorted.Tensor", "aten.bucketize.Tensor")
+def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
+    """log2 of the boundaries for each value: as many reads, of which the first levels hit the cache; 4 do not."""
+    values = outputs[0]
+    misses = min(4.0, log2(max(2, max(tensor.shape[-1] if tensor.shape else 1 for tensor in inputs))))
+    read = size_bytes(inputs) + misses * 32 * numel(values)  # a miss moves a sector of 32 bytes
+    return Work(0, read, size_bytes(outputs), Kind.GATHER, compute_dtype(inputs))
+
+
+@operator_cost(
+    *("aten._sparse_mm.default", "aten._sparse_addmm.default", "aten.sparse_sampled_addmm.default"),
+    "aten._cslt_sparse_mm.default",
+)
+def sparse(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
+    """What is stored is not in the shapes that a trace knows, so there is no formula."""
+    raise UnknownOperatorError(
+        f"Sparse products have no cost formula: how many elements are stored is not known. Inputs: {list(inputs)}."
+    )

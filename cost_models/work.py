@@ -17,6 +17,7 @@ class Kind(Enum):
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
     GATHER = "gather"
+    FACTORISATION = "factorisation"
     VIEW = "view"
 
 

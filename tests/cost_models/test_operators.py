@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.rules import registry
 from cost_models.counting import operator_cost
 from cost_models.errors import UnknownOperatorError
-from cost_models.operators import VIEWS, work
+from cost_models.operators import VIEWS, seems_to_contract, work
 from cost_models.work import Kind, TensorInfo
 
 SHAPES = st.lists(st.integers(1, 64), min_size=1, max_size=4).map(tuple)
@@ -124,10 +125,104 @@ def test_a_call_without_tensors_is_free():
     assert work("autoshard.ir.local.axis_index", [], []).kind is Kind.VIEW
 
 
-def test_an_unknown_contraction_raises():
-    """einsum is never priced as if it were pointwise; the message says how to add it."""
-    with pytest.raises(UnknownOperatorError, match=r"'aten.einsum.default'.*@operator_cost"):
-        work("aten.einsum.default", [tensor(2, 2)], [tensor(2, 2)])
+@pytest.mark.parametrize(
+    "name",
+    ["mylib.fused_matmul.default", "xformers.efficient_attention.default", "aten.conv_depthwise3d.default"],
+)
+def test_an_unknown_contraction_raises(name):
+    """It is never priced as if it were pointwise; the message says how to add it."""
+    with pytest.raises(UnknownOperatorError, match=rf"'{name}'.*operator_cost"):
+        work(name, [tensor(2, 2)], [tensor(2, 2)])
+
+
+@pytest.mark.parametrize(
+    "name", ["prims.convert_element_type.default", "aten.linalg_vector_norm.default", "my.gelu.v2"]
+)
+def test_what_moves_bytes_alone_is_priced_by_them(name):
+    """Names that only look like contractions, and unknown pointwise operators."""
+    assert work(name, [tensor(8, 4)], [tensor(8, 4)])[1:3] == (64, 64)
+
+
+def test_sparse_products_are_refused():
+    """How many elements are stored is not in the shapes."""
+    with pytest.raises(UnknownOperatorError, match="stored"):
+        work("aten._sparse_mm.default", [tensor(2, 2), tensor(2, 2)], [tensor(2, 2)])
+
+
+def rule_names() -> list[str]:
+    """Operators with a sharding rule, by the names that the cost models know them by."""
+    return [str(operator) for operator in registry._rules]
+
+
+UNPRICED: dict[str, str] = {}  # operator with a sharding rule: why it has no price
+
+
+def test_every_operator_with_a_sharding_rule_can_be_priced():
+    """No model is unplannable for want of a formula: an operator has one, or is bound by its bytes."""
+    refused = {name for name in rule_names() if seems_to_contract(name)}
+    assert refused == set(UNPRICED)
+    assert len(rule_names()) > 400
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "flops"),
+    [
+        ("ij,jk->ik", [(4, 8), (8, 2)], 2 * 4 * 8 * 2),
+        ("bij,bjk->bik", [(3, 4, 8), (3, 8, 2)], 3 * 2 * 4 * 8 * 2),
+        ("bhsd,bhtd->bhst", [(2, 3, 5, 8), (2, 3, 7, 8)], 2 * 6 * 5 * 7 * 8),
+        ("ij,jk,kl->il", [(4, 8), (8, 2), (2, 6)], 2 * 4 * 8 * 2 + 2 * 4 * 2 * 6),
+        ("i,i->", [(8,), (8,)], 2 * 8),
+    ],
+)
+def test_einsum_contracts_pair_by_pair(equation, shapes, flops):
+    """From left to right; indices of both operands that the result keeps are a batch."""
+    operands = [tensor(*shape) for shape in shapes]
+    assert work("aten.einsum.default", operands, [tensor(1)], (equation, None)).flops == flops
+
+
+def test_an_einsum_with_an_ellipsis_is_refused():
+    """Its dims have no names."""
+    with pytest.raises(UnknownOperatorError, match="ellipsis"):
+        work("aten.einsum.default", [tensor(2, 2)], [tensor(2, 2)], ("...i->...", None))
+
+
+def test_chains_take_the_cheapest_order():
+    """(10 x 100) (100 x 5) (5 x 50): 7500 multiply-adds from the left, 75000 from the right."""
+    operands = [tensor(10, 100), tensor(100, 5), tensor(5, 50)]
+    assert work("aten.linalg_multi_dot.default", operands, [tensor(10, 50)]).flops == 2 * 7500
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "arguments", "flops"),
+    [
+        ("aten.addbmm.default", [(4, 2), (3, 4, 8), (3, 8, 2)], (), 3 * 2 * 4 * 8 * 2),
+        ("aten.tensordot.default", [(4, 8, 3), (3, 8, 2)], (None, None, (2, 1), (0, 1)), 2 * 4 * 24 * 2),
+        ("aten.bilinear.default", [(7, 4), (7, 5), (3, 4, 5)], (), 2 * 7 * 15 * 4 + 2 * 7 * 3 * 5),
+        ("aten._cdist_forward.default", [(2, 4, 8), (2, 6, 8)], (), 2 * 2 * 4 * 6 * 8),
+        ("aten._cdist_backward.default", [(4, 6), (4, 8), (6, 8), (4, 6)], (), 2 * 2 * 4 * 6 * 8),
+    ],
+)
+def test_further_products(name, shapes, arguments, flops):
+    """Two FLOPs for each multiply-add."""
+    assert work(name, [tensor(*shape) for shape in shapes], [tensor(1)], arguments).flops == flops
+
+
+def test_complex_products_are_four_real_ones():
+    """In the dtype of the parts."""
+    z = TensorInfo((4, 4), 8, "c64")
+    found = work("aten.mm.default", [z, z], [z])
+    assert (found.flops, found.dtype, len(found.products)) == (4 * 2 * 4**3, "f32", 4)
+
+
+def test_selection_reads_once_per_byte_of_the_key():
+    """Radix select: bf16 keys take two passes and one that gathers."""
+    assert work("aten.topk.default", [tensor(1000)], [tensor(5), indices(5)]).bytes_read == 3 * 2000
+
+
+def test_a_search_misses_the_cache_a_few_times_per_value():
+    """Boundaries and values are read, and a sector for each miss."""
+    found = work("aten.searchsorted.Tensor", [tensor(1024), tensor(10)], [indices(10)])
+    assert found.bytes_read == 2 * 1034 + 4 * 32 * 10
 
 
 def test_a_collective_raises():

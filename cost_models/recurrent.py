@@ -1,0 +1,79 @@
+"""FLOPs and bytes of whole recurrent layers and fused transformer blocks (entries of `counting.TABLE`).
+
+A recurrent layer multiplies the whole sequence with its input weights at once, and each step with its hidden weights,
+one after the other: T steps that wait for each other. Cells with the products outside (`_thnn_fused_lstm_cell`) are
+pointwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cost_models.counting import compute_dtype, operator_cost, size_bytes
+from cost_models.work import AttentionShape, Kind, MatmulShape, TensorInfo, Work
+
+Tensors = Sequence[TensorInfo]
+Arguments = tuple[object, ...]
+
+
+@operator_cost(
+    *("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"),
+    *("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default", "aten.miopen_rnn.default"),
+)
+def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """inputs: the sequence [T, B, I] or [B, T, I], states, weights. Matrices among the weights are [gates * H, in].
+
+    Each weight meets all T * B tokens once. Hidden weights are square up to the gates (gates * H, H) and meet them
+    step by step; which of the first two dims is time makes no difference to the FLOPs, only to the number of steps,
+    where the longer one is taken.
+    """
+    first, second, _ = inputs[0].shape
+    steps, rows = max(first, second), min(first, second)
+    weights = [tensor for tensor in inputs[1:] if len(tensor.shape) == 2]
+    products = tuple(MatmulShape(rows, weight.shape[0], weight.shape[1], steps) for weight in weights)
+    flops = sum(product.flops for product in products)
+    layers = max(1, len(weights) // 2)
+    read, written = size_bytes(inputs), size_bytes(outputs)
+    return Work(flops, read, written, Kind.MATMUL, compute_dtype(inputs), products, steps=steps * layers)
+
+
+@operator_cost("aten.mkldnn_rnn_layer_backward.default", "aten._cudnn_rnn_backward.default")
+def recurrent_layers_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """Twice the products of the forward: gradients of the inputs and of the weights."""
+    forward = recurrent_layers(inputs, outputs, arguments)
+    return forward._replace(flops=2 * forward.flops, products=2 * forward.products)
+
+
+@operator_cost("aten._native_multi_head_attention.default")
+def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (query [B, T, E], key, value, embed_dim, num_head, ...): projections of 4 E^2 a token, and attention."""
+    batch, length, width = inputs[0].shape
+    products = (MatmulShape(batch * length, 3 * width, width), MatmulShape(batch * length, width, width))
+    return _block(inputs, outputs, products, batch, length, width, int(arguments[4]))  # type: ignore[call-overload]
+
+
+@operator_cost("aten._transformer_encoder_layer_fwd.default")
+def transformer_encoder_layer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (src [B, T, E], embed_dim, num_heads, ...); the weights are the matrices among the operands."""
+    batch, length, width = inputs[0].shape
+    weights = [tensor.shape for tensor in inputs[1:] if len(tensor.shape) == 2]
+    products = tuple(MatmulShape(batch * length, *weight) for weight in weights)
+    return _block(inputs, outputs, products, batch, length, width, int(arguments[2]))  # type: ignore[call-overload]
+
+
+def _block(
+    inputs: Tensors,
+    outputs: Tensors,
+    products: tuple[MatmulShape, ...],
+    batch: int,
+    length: int,
+    width: int,
+    heads: int,
+) -> Work:
+    """Products, with the two of attention as batched ones: its scores stay on the chip."""
+    shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
+    inner = MatmulShape(length, length, width // heads, batch * heads)
+    outer = MatmulShape(length, width // heads, length, batch * heads)
+    flops = sum(product.flops for product in products) + shape.flops
+    read, written = size_bytes(inputs), size_bytes(outputs)
+    return Work(flops, read, written, Kind.MATMUL, compute_dtype(inputs), (*products, inner, outer))
