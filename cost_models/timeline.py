@@ -1,4 +1,4 @@
-"""Event simulation of one step: tasks with dependencies on in-order streams (CUDA's semantics), and its trace.
+"""Event simulation of one step: tasks with dependencies on in-order streams (CUDA's semantics).
 
 A stream runs one task at a time in the order given; a task starts when its stream is free and its dependencies ended:
 
@@ -9,11 +9,9 @@ Streams belong to processes (ranks that differ; ranks that do the same at the sa
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from cost_models.errors import CostArgumentError
@@ -101,33 +99,6 @@ def critical_path(tasks: Sequence[Task]) -> float:
     for task in tasks:
         ends.append(task.duration_s + max((ends[before] for before in task.after), default=0.0))
     return max(ends, default=0.0)
-
-
-def trace_events(timeline: Timeline) -> list[dict[str, object]]:
-    """Chrome's trace events: metadata that names processes and streams, then one complete event per span, in us."""
-    streams = dict.fromkeys((span.process, span.stream) for span in timeline.spans)
-    threads = {key: index for index, key in enumerate(streams)}
-    events: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
-        for process, name in enumerate(timeline.processes)
-    ]
-    for (process, stream), thread in threads.items():
-        events.append({"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": stream}})
-    for span in timeline.spans:
-        place = {"pid": span.process, "tid": threads[span.process, span.stream]}
-        when = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
-        events.append({"name": span.name, "cat": span.stream, "ph": "X", **place, **when})
-    return events
-
-
-def trace_json(timeline: Timeline) -> str:
-    """The timeline in Chrome's trace event format (JSON object form), one process per rank, one thread per stream."""
-    return json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"})
-
-
-def write_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write `trace_json` to a file that chrome://tracing and ui.perfetto.dev open."""
-    Path(path).write_text(trace_json(timeline), encoding="utf-8")
 
 
 def _check(index: int, task: Task) -> None:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import PlanMismatchError
+from autoshard.errors import NotAvailableError, PlanMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.printer import render_plan
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.trace import Trace
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`."""
+
+_READABLE_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +66,23 @@ class OperatorCoverage:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the cost models say of a plan.
+    """What the cost models say of a plan, from a simulation of its step on one rank of each kind.
 
     Args:
         step_time_s: time of one step (forward and backward, and the update where the plan covers it).
         peak_memory_bytes: largest amount of device memory in use, per rank.
-        breakdown: parts of `step_time_s` by name ("compute", "communication over data", ...), in seconds.
+        breakdown: parts of `step_time_s` by name, in seconds: computation by phase, communication that is waited for by
+            mesh axis, waiting for the host, bubble, and so on.
         memory_breakdown: parts of the peak by name ("parameters", "gradients", ...), in bytes.
         tokens_per_s: elements of the first integer input per second, or None without such an input.
-        mfu: model FLOPs per second over the mesh's peak, or None where the device's peak is unknown.
+        mfu: the model's FLOPs per second over the mesh's peak, or None where the device's peak is unknown.
+        hfu: the same of the FLOPs that all ranks run, those that are run twice included.
+        overlaps: whether the runtime is taken to run communication beside computation. What `compile` runs today waits
+            for each collective at once; a prediction with overlap is a forecast for a runtime that does not.
+        overlapped: communication that runs beside computation and is not waited for, by mesh axis, in seconds.
+        step_time_interval_s: interval that holds the measured step time with probability `interval_coverage`, by the
+            errors of past predictions on hardware of this kind; None where there are none.
+        timeline: what runs when; None in plans of older releases.
     """
 
     step_time_s: float
@@ -79,6 +91,25 @@ class Prediction:
     memory_breakdown: Mapping[str, int]
     tokens_per_s: float | None = None
     mfu: float | None = None
+    hfu: float | None = None
+    overlaps: bool = False
+    overlapped: Mapping[str, float] = field(default_factory=dict)
+    step_time_interval_s: tuple[float, float] | None = None
+    interval_coverage: float | None = None
+    timeline: Trace | None = field(default=None, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data, without the timeline."""
+        data = asdict(replace(self, timeline=None))
+        del data["timeline"]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], timeline: Trace | None) -> Prediction:
+        """The inverse of `to_json`; fields that an older schema did not have keep their defaults."""
+        interval = data.get("step_time_interval_s")
+        pair = None if interval is None else tuple(interval)
+        return cls(**{**data, "step_time_interval_s": pair, "timeline": timeline})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +185,18 @@ class Plan:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanMismatchError(f"{path} is not a plan that autoshard wrote: {error!r}.") from error
 
+    def trace(self, path: str | Path) -> None:
+        """Write the predicted step as a file that ui.perfetto.dev and chrome://tracing open.
+
+        One process per rank that differs from the others, one thread per stream.
+
+        Raises:
+            NotAvailableError: the plan was saved by a release that kept no timeline.
+        """
+        if self.predicted.timeline is None:
+            raise NotAvailableError("this plan has no timeline (an older release saved it); plan again to get one.")
+        self.predicted.timeline.write(path)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data; the schema is the fields of this class, specs as text."""
         return {
@@ -163,7 +206,7 @@ class Plan:
             "memory_budget": self.memory_budget,
             "program_digest": self.program_digest,
             "inputs": dict(self.inputs),
-            "predicted": asdict(self.predicted),
+            "predicted": self.predicted.to_json(),
             "objective": self.objective,
             "lower_bound": self.lower_bound,
             "search_time_s": self.search_time_s,
@@ -173,14 +216,16 @@ class Plan:
             "parameters": {name: _parameter_json(item) for name, item in self.parameters.items()},
             "outputs": {name: repr(spec) for name, spec in self.outputs.items()},
             "nodes": {name: _node_json(node) for name, node in self.nodes.items()},
+            "timeline": None if self.predicted.timeline is None else self.predicted.timeline.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The inverse of `to_json`."""
-        if data.get("autoshard_plan") != SCHEMA_VERSION:
+        if data.get("autoshard_plan") not in _READABLE_VERSIONS:
             raise PlanMismatchError(
-                f"the plan has schema version {data.get('autoshard_plan')!r}; this release reads {SCHEMA_VERSION}."
+                f"the plan has schema version {data.get('autoshard_plan')!r}; this release reads "
+                f"{', '.join(map(str, _READABLE_VERSIONS))}."
             )
         return cls(
             mesh=Mesh(data["mesh"]),
@@ -189,7 +234,7 @@ class Plan:
             nodes={name: _node_from_json(node) for name, node in data["nodes"].items()},
             outputs={name: PartitionSpec.parse(text) for name, text in data["outputs"].items()},
             parameters={name: _parameter_from_json(item) for name, item in data["parameters"].items()},
-            predicted=Prediction(**data["predicted"]),
+            predicted=Prediction.from_json(data["predicted"], _timeline_from_json(data.get("timeline"))),
             objective=data["objective"],
             lower_bound=data["lower_bound"],
             search_time_s=data["search_time_s"],
@@ -202,6 +247,10 @@ class Plan:
 
     def __str__(self) -> str:
         return render_plan(self)
+
+
+def _timeline_from_json(data: Mapping[str, Any] | None) -> Trace | None:
+    return None if data is None else Trace.from_json(data)
 
 
 def _parameter_json(item: ParameterPlan) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """tests cost_models/timeline.py."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.errors import CostArgumentError
-from cost_models.timeline import Task, critical_path, serial_sum, simulate, trace_json
+from cost_models.timeline import Task, critical_path, serial_sum, simulate
 
 
 @st.composite
@@ -72,15 +70,13 @@ def test_overlapped_communication_is_not_exposed():
     assert (line.total_s, line.exposed_s()["data"]) == (4.0, 1.0)
 
 
-def test_the_trace_is_chrome_json():
-    """One complete event per task, microseconds, a named thread per stream."""
-    events = json.loads(trace_json(simulate([Task("mm", "compute", 2e-3), Task("ar", "data", 1e-3, (0,))])))[
-        "traceEvents"
-    ]
-    complete = {event["name"]: event for event in events if event["ph"] == "X"}
-    assert complete["ar"]["ts"] == pytest.approx(2000)
-    assert complete["ar"]["dur"] == pytest.approx(1000)
-    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"compute", "data"}
+def test_processes_have_streams_of_their_own():
+    """Two ranks compute at once; what one exposes is not the other's."""
+    tasks = [Task("mm", "compute", 2.0), Task("mm", "compute", 3.0, (), 1), Task("send", "link", 1.0, (0,))]
+    line = simulate(tasks, ("rank 0", "rank 1"))
+    assert line.total_s == 3.0
+    assert (line.busy_s(0), line.busy_s(1)) == ({"compute": 2.0, "link": 1.0}, {"compute": 3.0})
+    assert (line.exposed_s(0), line.exposed_s(1)) == ({"link": 1.0}, {})
 
 
 def test_impossible_tasks_raise():

@@ -1,0 +1,83 @@
+"""Timelines as data that a plan carries, and as files that chrome://tracing and ui.perfetto.dev open.
+
+The file is Chrome's trace event format in its JSON object form: one process per rank that differs from the others, one
+thread per stream, one complete event ("ph": "X", times in microseconds) per span, and metadata that names them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_SEPARATOR = " | "
+
+
+class TraceSpan(NamedTuple):
+    """What ran on a stream of a process (an index into the trace's processes), in whole nanoseconds."""
+
+    process: int
+    stream: str
+    name: str
+    start_ns: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A timeline: names of its processes, and its spans, which do not overlap on a stream."""
+
+    processes: tuple[str, ...]
+    spans: tuple[TraceSpan, ...]
+
+    @classmethod
+    def of(cls, processes: Sequence[str], spans: Iterable[tuple[int, str, str, float, float]]) -> Trace:
+        """A trace of (process, stream, name, start, end), times in seconds."""
+        made = []
+        for process, stream, name, start_s, end_s in spans:
+            start = round(start_s * 1e9)
+            made.append(TraceSpan(process, stream, name, start, round(end_s * 1e9) - start))
+        return cls(tuple(processes), tuple(made))
+
+    def events(self) -> list[dict[str, Any]]:
+        """The trace events: metadata first, then the spans."""
+        streams = dict.fromkeys((span.process, span.stream) for span in self.spans)
+        threads = {key: number for number, key in enumerate(streams)}
+        events: list[dict[str, Any]] = [_name("process_name", pid, 0, name) for pid, name in enumerate(self.processes)]
+        events += [_name("thread_name", key[0], thread, key[1]) for key, thread in threads.items()]
+        for span in self.spans:
+            thread = threads[span.process, span.stream]
+            times = {"ts": span.start_ns / 1e3, "dur": span.duration_ns / 1e3}
+            events.append(
+                {"name": span.name, "cat": span.stream, "ph": "X", "pid": span.process, "tid": thread} | times
+            )
+        return events
+
+    def write(self, path: str | Path) -> None:
+        """Write the trace event file."""
+        document = {"traceEvents": self.events(), "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data: a line per span, `process | start_ns | duration_ns | stream | name`."""
+        lines = [
+            _SEPARATOR.join((str(span.process), str(span.start_ns), str(span.duration_ns), span.stream, span.name))
+            for span in self.spans
+        ]
+        return {"processes": list(self.processes), "spans": lines}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        """The inverse of `to_json`."""
+        return cls(tuple(data["processes"]), tuple(map(_span, data["spans"])))
+
+
+def _span(line: str) -> TraceSpan:
+    process, start, duration, stream, name = line.split(_SEPARATOR, 4)
+    return TraceSpan(int(process), stream, name, int(start), int(duration))
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
