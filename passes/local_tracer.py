@@ -9,11 +9,14 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from passes.number_values import call_key
+
 
 class LocalTracer(GraphAppendingTracer):
     """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
 
-    `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it.
+    `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it. Calls of
+    one form share a fake value: a program repeats few forms many times, and a fake value is slow to make.
     """
 
     def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
@@ -21,6 +24,7 @@ class LocalTracer(GraphAppendingTracer):
         self._fake_mode = fake_mode
         self.like: fx.Node | None = None
         self.moving: fx.Node | None = None
+        self._values: dict[Any, Any] = {}
 
     def placeholder(self, name: str, value: torch.Tensor, shape: Sequence[int]) -> fx.Proxy:
         """A placeholder for the local piece, of the given shape, of a global value."""
@@ -43,6 +47,18 @@ class LocalTracer(GraphAppendingTracer):
     def _evaluate(self, node: fx.Node) -> Any:
         if getattr(node.target, "__name__", "") == "axis_index":
             return 0
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-        with self._fake_mode:
-            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        key = call_key(node.op, node.target, node.args, node.kwargs, lambda operand: _form(operand.meta["val"]))
+        if key not in self._values:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+            with self._fake_mode:
+                self._values[key] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return self._values[key]
+
+
+def _form(value: Any) -> Any:
+    """What an operator's fake value depends on of an operand."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.layout
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_form, value))
+    return type(value), value

@@ -60,11 +60,18 @@ class PlanOptions:
     with_baselines: bool = True
 
 
+_PREPARED = "autoshard: as traced, and prepared"
+
+
 def prepare(program: Program) -> Program:
-    """The program in the form that is planned and lowered."""
-    for rewrite in PREPARATION:
-        program = rewrite(program)
-    return program
+    """The program in the form that is planned and lowered; made once, and kept with the traced graph."""
+    traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
+    if traced is not program:
+        prepared = program
+        for rewrite in PREPARATION:
+            prepared = rewrite(prepared)
+        program.graph_module.meta[_PREPARED] = (program, prepared)
+    return prepared
 
 
 def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
