@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.build_assignment import PlanningProblem, build_problem
-from passes.enumerate_strategies import EnumerateStrategies
+from passes.enumerate_strategies import EnumerateStrategies, operands_of
 from passes.liveness import find_lifetimes
 from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.price import Prices
@@ -29,8 +29,32 @@ def plans(program: DrawnProgram | Program, mesh: Mesh) -> st.SearchStrategy[Plan
         mesh: the mesh to plan for; ranks are priced as shares of a laptop.
     """
     traced = trace(program.model, program.inputs) if isinstance(program, DrawnProgram) else program
-    cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)
+    cluster = _laptop(mesh)
     return st.composite(_draw_plan)(_unfolded_problem(traced, mesh, cluster), cluster)
+
+
+def most_uneven_plan(program: Program, mesh: Mesh) -> Plan:
+    """A legal plan with as many uneven splits as a greedy choice in program order finds: what padding is tested on."""
+    planning = _unfolded_problem(program, mesh, _laptop(mesh))
+
+    def pick(variable: int, options: np.ndarray) -> int:
+        return int(max(options, key=lambda option: _uneven_splits(planning, variable, int(option), mesh)))
+
+    return _decide(planning, _laptop(mesh), pick)
+
+
+def _uneven_splits(planning: PlanningProblem, variable: int, option: int, mesh: Mesh) -> int:
+    """How many operands and results hold padding under an option of a variable."""
+    site = planning.space.sites[planning.members[variable][0]]
+    strategy = site.strategies[option]
+    operands = [] if site.node is None else [operand.meta["val"].shape for operand in operands_of(site.node)]
+    shapes = [*operands, *(result.shape for result in site.results)]
+    specs = (*strategy.inputs, *strategy.outputs) if site.node is not None else ()
+    return sum(not spec.is_even(shape, mesh) for shape, spec in zip(shapes, specs, strict=True))
+
+
+def _laptop(mesh: Mesh) -> Cluster:
+    return Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)
 
 
 def _unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> PlanningProblem:
@@ -41,12 +65,18 @@ def _unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Plannin
 
 
 def _draw_plan(draw: Draw, planning: PlanningProblem, cluster: Cluster) -> Plan:
+    def pick(_: int, options: np.ndarray) -> int:
+        return int(options[draw(st.integers(0, len(options) - 1))])
+
+    return _decide(planning, cluster, pick)
+
+
+def _decide(planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int]) -> Plan:
     """Decide the variables in program order, each among the options that its neighbours so far leave."""
     assignment = planning.assignment
     choice: dict[int, int] = {}
     for variable in range(len(assignment.costs)):
-        options = np.flatnonzero(_allowed(planning, variable, choice))
-        choice[variable] = int(options[draw(st.integers(0, len(options) - 1))])
+        choice[variable] = pick(variable, np.flatnonzero(_allowed(planning, variable, choice)))
     decided = tuple(choice[variable] for variable in range(len(choice)))
     return plan_of_choice(planning, decided, assignment.cost_of(decided), None, cluster, PlanOptions())
 

@@ -53,6 +53,17 @@ def bert(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
     return BertForMaskedLM(config), inputs
 
 
+def odd() -> tuple[nn.Module, Inputs]:
+    """GPT-2 in sizes that no mesh divides: seven heads, a prime vocabulary, a batch of five sequences of seven."""
+    config = GPT2Config(
+        vocab_size=47, n_positions=13, n_embd=28, n_layer=2, n_head=7, use_cache=False, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 47, (5, 7), generator=torch.Generator().manual_seed(1))
+    return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+
+
 MODELS: dict[str, Callable[..., tuple[nn.Module, Inputs]]] = {"gpt2": gpt2, "llama": llama, "bert": bert}
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Mesh, P, RankMismatchError
 from tests.end_to_end.layouts import layouts
-from tests.end_to_end.models import MODELS
+from tests.end_to_end.models import MODELS, odd
 from tests.end_to_end.training import assert_close, assert_equal, train, whole
 from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.processes import report, run_checks
@@ -52,6 +52,20 @@ def check_dropout() -> None:
         torch.manual_seed(7)
         results.append(train(sharded, inputs))
     assert_equal(results[1], results[0])
+
+
+def check_uneven() -> None:
+    """Vocabulary, batch and heads that four ranks do not divide; each parameter is a DTensor of torch's own chunks."""
+    model, inputs = odd()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("model",))
+    constraints = {"transformer.wte.weight": P("model"), "transformer.h.*.weight": P("model"), "input:*": P("model")}
+    sharded = autoshard.compile(model, mesh, constraints=constraints)
+    found = train(sharded, inputs)
+    plain, _ = odd()
+    assert_equal(found, train(plain, inputs))
+    weight = sharded.get_parameter("transformer.wte.weight")
+    assert isinstance(weight, DTensor)
+    assert weight.to_local().shape[0] == (11 if dist.get_rank() == 3 else 12)
 
 
 def check_train_step_and_its_state() -> None:
@@ -152,6 +166,7 @@ CHECKS = {
     "bert data and tensor": partial(check_training, "bert", "data and tensor"),
     "llama fully sharded": partial(check_training, "llama", "fully sharded"),
     "one axis": check_one_axis,
+    "uneven": check_uneven,
     "dropout": check_dropout,
     "train step": check_train_step_and_its_state,
     "distributed checkpoint": check_distributed_checkpoint,

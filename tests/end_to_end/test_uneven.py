@@ -1,0 +1,64 @@
+"""Sizes that no mesh divides: a prime vocabulary, seven heads, odd batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+import autoshard
+from autoshard import Mesh, P
+from autoshard.runtime import boundary, engine
+from autoshard.testing import check_plan, programs
+from autoshard.testing.plans import most_uneven_plan
+from autoshard.tracing import trace
+from passes.pipeline import prepare
+from tests.end_to_end.models import odd
+
+MESHES = [Mesh({"model": 4}), Mesh({"model": 3}), Mesh({"data": 2, "model": 2})]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What enters a program is padded with NaN, or with indices of nothing."""
+
+    def shard_all(tensor: torch.Tensor, *args: object) -> list[torch.Tensor]:
+        if tensor.dtype is torch.bool:
+            return boundary.shard_all(tensor, *args)  # type: ignore[arg-type]
+        poison = math.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max
+        return boundary.shard_all(tensor, *args, padding=poison)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "shard_all", shard_all)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_plan_of_uneven_splits_equals_one_device(mesh: Mesh) -> None:
+    """Every value that can be is split unevenly; heads of attention and the vocabulary are among them."""
+    model, inputs = odd()
+    program = trace(model, (), inputs)
+    plan = most_uneven_plan(program, mesh)
+    attention = next(node for node in prepare(program).graph.nodes if "autoshard.attention" in str(node.target))
+    assert attention.meta["val"][0].shape[1] == 7
+    assert any(plan.nodes[attention.name].inputs[0].dims)
+    assert plan.parameters["transformer.wte.weight"].spec.dims
+    check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@given(program=programs())
+def test_uneven_plans_of_drawn_programs_equal_one_device(mesh: Mesh, program) -> None:
+    """Whatever the blocks are."""
+    plan = most_uneven_plan(trace(program.model, program.inputs), mesh)
+    check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()
+
+
+@pytest.mark.parametrize("mesh", [Mesh({"model": 4}), Mesh({"model": 2})], ids=str)
+def test_parameters_are_constrained_to_uneven_splits(mesh: Mesh) -> None:
+    """Embedding and head lie by vocabulary, and train as on one device."""
+    model, inputs = odd()
+    constraints = {"transformer.wte.weight": P("model"), "input:*": P("model")}
+    plan = autoshard.plan(model, mesh, example_inputs=inputs, constraints=constraints)
+    assert plan.parameters["transformer.wte.weight"].spec == P("model")
+    check_plan(model, mesh, inputs, plan=plan, steps=3, precise=torch.float64).raise_if_different()
