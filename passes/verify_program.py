@@ -23,6 +23,7 @@ from torch import fx
 from autoshard.errors import InvalidSpecError, VerificationError
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.rules.registry import inferred_operators
 from passes.derive_values import Derivation
 from passes.number_values import draws_numbers
 
@@ -164,6 +165,12 @@ def _assumptions(derivation: Derivation) -> list[str]:
     found = [
         f"{name} has no sharding rule and runs whole on every rank (first at {_line(node)})"
         for name, node in derivation.unruled.items()
+    ]
+    inferred = inferred_operators()
+    found += [
+        f"{name} has a sharding rule that was found by running it, not written: {'; '.join(inferred[name])}"
+        for name in sorted(derivation.rules)
+        if name in inferred
     ]
     draws = {str(node.target): node for node in derivation.traced.nodes if draws_numbers(node.target)}
     return found + [

@@ -15,7 +15,7 @@ dims by execution follows EasyDist's ShardCombine (Alibaba, 2023); redrawn sizes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
 
@@ -113,13 +113,14 @@ _cases: dict[Any, list[_Case]] = {}
 
 
 def _rule_function(operator: Any) -> Any:
-    """The rule function of an operator with inferred cases."""
+    """The rule function of an operator with inferred cases; splits are even, as nothing is known of padding."""
 
     def inferred(*args: Any, **kwargs: Any) -> Rule | None:
         kind = _kind_of_call(operator, args, kwargs)
         shapes = [tuple(x.shape) for x in tensor_operands(args, kwargs)]
         fitting = (case.rule for case in _cases[operator] if case.kind == kind and _fits(case.rule, shapes))
-        return next(fitting, None)
+        rule = next(fitting, None)
+        return rule and replace(rule, even=("*",))
 
     return inferred
 

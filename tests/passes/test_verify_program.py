@@ -24,6 +24,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.spec import P, PartitionSpec
+from autoshard.rules import infer, registry
 from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.plans import plans
@@ -298,6 +299,32 @@ class AddsConstant(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+@torch.library.custom_op("autoshard_test_verify::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Twice the operand."""
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_inferred_rules_are_named_as_assumptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof that rests on what an operator did on draws says so, with the rule."""
+    for table, name in ((registry, "_rules"), (registry, "_inferred"), (infer, "_cases")):
+        monkeypatch.setattr(table, name, dict(getattr(table, name)))
+    infer.infer_rule(doubled, (torch.randn(4, 6),))
+    model = nn.Module()
+    model.forward = doubled  # type: ignore[method-assign]
+    program = trace(model, (torch.randn(8, 6),))
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints={"input:0": P("data")}))
+    report = verify_program(prepare(program), lower_program(program, plan).lowered)
+    (assumption,) = report.assumptions
+    assert "doubled.default has a sharding rule that was found by running it" in assumption
+    assert "a b -> a b" in assumption
 
 
 def test_operators_without_a_rule_are_named_as_assumptions() -> None:
