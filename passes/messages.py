@@ -22,7 +22,7 @@ class Messages:
         self._cap = _more_than_any_choice(problem)
         self._base = [np.minimum(cost, self._cap) for cost in problem.costs]
         self._costs = self._base
-        self._tables = [np.minimum(_forward(edge), self._cap) for edge in problem.edges]
+        self._tables = self._capped_tables()
         self._base_tables = self._tables
         self._ends = [(min(edge.tail, edge.head), max(edge.tail, edge.head)) for edge in problem.edges]
         count = len(problem.costs)
@@ -52,47 +52,51 @@ class Messages:
         choice = self._pass_forward()
         return self._pass_backward(), choice
 
-    def _belief(self, variable: int) -> Floats:
-        belief = self._costs[variable]
-        for number in self._earlier[variable]:
-            belief = belief + self._forward[number]
-        for number in self._later[variable]:
-            belief = belief + self._backward[number]
-        return belief
+    def _capped_tables(self) -> list[Floats]:
+        """The costs of each edge, the earlier variable's options as rows; edges that share a table share it here."""
+        made: dict[tuple[int, bool], Floats] = {}
+        for edge in self._problem.edges:
+            key = (id(edge.cost), edge.tail < edge.head)
+            if key not in made:
+                made[key] = np.minimum(_forward(edge), self._cap)
+        return [made[id(edge.cost), edge.tail < edge.head] for edge in self._problem.edges]
 
     def _pass_forward(self) -> tuple[int, ...]:
         choice: list[int] = []
-        for variable in range(len(self._costs)):
-            choice.append(self._round(variable, choice))
+        for variable, cost in enumerate(self._costs):
             later = self._later[variable]
+            rounded = shared = cost
+            for number in later:
+                rounded = shared = shared + self._backward[number]
+            for number in self._earlier[variable]:
+                rounded = rounded + self._tables[number][choice[self._ends[number][0]]]
+                shared = shared + self._forward[number]
+            choice.append(int(rounded.argmin()))
             if later:
-                shared = self._share[variable] * self._belief(variable)
+                shared = self._share[variable] * shared
                 for number in later:
-                    message = ((shared - self._backward[number])[:, None] + self._tables[number]).min(axis=0)
-                    self._forward[number] = message - message.min()
+                    message = _least((shared - self._backward[number])[:, None] + self._tables[number], 0)
+                    self._forward[number] = message - _least(message)
         return tuple(choice)
-
-    def _round(self, variable: int, choice: Sequence[int]) -> int:
-        cost = self._costs[variable]
-        for number in self._earlier[variable]:
-            cost = cost + self._tables[number][choice[self._ends[number][0]]]
-        for number in self._later[variable]:
-            cost = cost + self._backward[number]
-        return int(np.argmin(cost))
 
     def _pass_backward(self) -> float:
         bound = 0.0
         for variable in reversed(range(len(self._costs))):
-            belief = self._belief(variable)
-            least = float(belief.min())
+            earlier = self._earlier[variable]
+            belief = self._costs[variable]
+            for number in earlier:
+                belief = belief + self._forward[number]
+            for number in self._later[variable]:
+                belief = belief + self._backward[number]
+            least = _least(belief)
             bound += least
             shared = self._share[variable] * (belief - least)
-            for number in self._earlier[variable]:
-                message = (self._tables[number] + (shared - self._forward[number])[None, :]).min(axis=1)
-                least = float(message.min())
+            for number in earlier:
+                message = _least(self._tables[number] + (shared - self._forward[number]), 1)
+                least = _least(message)
                 bound += least
                 self._backward[number] = message - least
-        return bound
+        return float(bound)
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Change one variable at a time as long as that lowers the weighed cost (iterated conditional modes)."""
@@ -108,7 +112,7 @@ class Messages:
 
     def _best_given_neighbours(self, variable: int, choice: Sequence[int]) -> int:
         cost = self._given_neighbours(variable, choice, self._costs, self._tables)
-        best = int(np.argmin(cost))
+        best = int(cost.argmin())
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
@@ -124,6 +128,10 @@ class Messages:
         for number in self._later[variable]:
             cost = cost + tables[number][:, choice[self._ends[number][1]]]
         return cost
+
+
+_least = np.minimum.reduce
+"""The least element, along an axis or of a vector; `ndarray.min` says the same more slowly."""
 
 
 def _forward(edge: Edge) -> Floats:
