@@ -3,6 +3,9 @@
 detach(x), alias(x), lift_fresh_copy(x), expand or view to the shape it has, t(t(x))   ->   x
 cat([x, an empty tensor])                                                              ->   x
 a constant tensor whose elements are all equal                                         ->   full(...)
+as_strided(x, ...)                                       ->   as_strided(x as one dim, in the order of its memory, ...)
+
+The last, because a value that moves between devices keeps its elements but not its strides.
 """
 
 from __future__ import annotations
@@ -65,8 +68,32 @@ class Copier:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.node)
         if node.target is _ATEN.cat.default:
             args = (_without_empty(args[0]), *args[1:])
+        order = _memory_order(node)
+        if order is not None:
+            return self._copy_strided(node, order, args, kwargs)
         copy = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs), name=_base_name(node))
         return self._remember(node, copy)
+
+    def _copy_strided(self, node: fx.Node, order: list[int], args: Any, kwargs: Any) -> fx.Node:
+        """A call that reads memory by strides, on an operand whose memory is a single dim wherever it lies."""
+        shape = list(args[0].meta["val"].shape)
+        permuted = self._call(_ATEN.permute.default, (args[0], order), node)
+        flat = self._call(_ATEN.reshape.default, (permuted, [-1]), node)
+        result = self._call(node.target, (flat, *args[1:]), node, kwargs)
+        if node.target is _ATEN.as_strided_scatter.default:
+            result = self._call(_ATEN.reshape.default, (result, [shape[dim] for dim in order]), node)
+            inverse = [order.index(dim) for dim in range(len(order))]
+            result = self._call(_ATEN.permute.default, (result, inverse), node)
+        self._copies[node] = result
+        return result
+
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: Any = None) -> fx.Node:
+        """A call that the trace does not have, with the metadata of `like`."""
+        copy = self.graph.call_function(target, args, dict(kwargs or {}))
+        copy.meta = {key: like.meta[key] for key in self._kept_meta if key in like.meta}
+        values, options = fx.map_arg((args, copy.kwargs), lambda operand: operand.meta["val"])
+        copy.meta["val"] = target(*values, **options)
+        return copy
 
     def finish(self, results: tuple[fx.Node, ...]) -> None:
         """Close the graph, without the nodes that nothing uses."""
@@ -131,6 +158,19 @@ class Copier:
 
 def _is_alike(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
+
+
+def _memory_order(node: fx.Node) -> list[int] | None:
+    """The dims of the operand of `as_strided` in the order in which they lie in memory, if they fill it.
+
+    None for other calls, for operands of one dim, and where memory has gaps or overlaps.
+    """
+    if node.target not in (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default):
+        return None
+    operand: Any = node.args[0]
+    value = operand.meta["val"]
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    return order if value.dim() != 1 and value.permute(order).is_contiguous() else None
 
 
 def _base_name(node: fx.Node) -> str:
