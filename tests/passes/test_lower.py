@@ -136,7 +136,7 @@ class Strided(torch.nn.Module):
 
 
 def test_reads_by_strides_are_refused_where_a_reshard_changed_the_memory() -> None:
-    """Whole on each device the call runs; behind a gather of the columns, whose gaps stay behind, it is refused with its line."""
+    """Whole on each device the call runs; behind a gather of the columns, whose gaps stay behind, it is refused."""
     program = trace(Strided(), (torch.randn(8, 8),), {}, grad=False)
     whole = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints={"weight": P(), "input:0": P()}))
     assert lower_program(program, whole).forward is not None
