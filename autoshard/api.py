@@ -226,12 +226,14 @@ class _Planner:
     Args:
         cluster: what to price for; None: this machine.
         fixed: the plan that calls which train must use.
+        made: a plan that is made already, for calls of its program on its mesh.
         state_ratio: bytes of optimizer state per byte of parameters.
         others: see `compile`.
     """
 
     cluster: Cluster | None = None
     fixed: Plan | None = None
+    made: Plan | None = None
     loss_fn: LossFunction | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
     memory_budget: int | None = None
@@ -319,11 +321,18 @@ class _Planner:
 
     def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         if self.fixed is None:
-            return self.search(program, mesh, request.placed)
+            return self._made_for(program, request, mesh) or self.search(program, mesh, request.placed)
         _check_plan_fits(self.fixed, program, mesh, compare_inputs=request.grad)
         if request.grad and not request.all_tangents:
             return self.fixed
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
+
+    def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
+        from passes.pipeline import prepare
+
+        if self.made is None or self.made.mesh != mesh or request.placed:
+            return None
+        return self.made if self.made.program_digest == prepare(program).digest() else None
 
     def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
         from passes.pipeline import lower_program
@@ -369,7 +378,7 @@ def _choose_mesh(
     args, kwargs = _split_inputs(example_inputs)
     request = Request(model, args, kwargs, grad=any(parameter.requires_grad for parameter in model.parameters()))
     chosen = share_among_processes(lambda: planner.search_meshes(planner.trace(request), candidate_meshes(cluster)))
-    return planner, chosen.mesh
+    return replace(planner, made=chosen), chosen.mesh
 
 
 def _check_plan_fits(plan: Plan, program: Program, mesh: Mesh, *, compare_inputs: bool) -> None:
@@ -487,5 +496,4 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _digest(phased: PhasedProgram) -> str:
-    text = f"{phased.forward.graph}\n{phased.backward.graph}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{phased.forward.graph}\n{phased.backward.graph}".encode()).hexdigest()[:16]
