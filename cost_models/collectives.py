@@ -2,16 +2,23 @@
 
 One phase of a ring over n members (reduce-scatter or all-gather; `bytes` is the full size) takes
 
-    (n - 1) * latency + (n - 1)/n * bytes / bandwidth            all-reduce = two phases
+    start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth            all-reduce = two phases
 
-A group of per_node x nodes pipelines its traffic through the fabric of each node and the network at once: latencies
-add, the slower of the two bandwidths decides. Each algorithm that the library offers is priced, and the fastest counts.
-`ramp`: bandwidth saturates slowly with size, as chunks fill the pipeline; with t the bandwidth term and r the time of
-`ramp_bytes` at full speed, pipelining with the best chunk size costs 2 * sqrt(t * r) more, and at most t itself.
+A group of per_node x nodes pipelines its traffic through the fabric of each node, the network and the spine at once:
+latencies add, the slowest bandwidth decides. Every algorithm (ring, tree, in the switch) is priced with every protocol
+that the library has, and the fastest counts, as NCCL's own tuner chooses (src/graph/tuning.cc):
+
+* Simple: long chunks, full bandwidth. `ramp`: bandwidth saturates slowly with size, as chunks fill the pipeline; with t
+  the bandwidth term and r the time of `ramp_bytes` at full speed, pipelining with the best chunk size costs
+  2 * sqrt(t * r) more, and at most t itself.
+* LL and LL128 (`topology.Protocol`): flags travel with the data, so hops are short, and part of the bandwidth is lost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from math import sqrt
 
 from cost_models.errors import CostArgumentError
@@ -20,92 +27,152 @@ from cost_models.topology import GroupLinks, Link
 
 def all_gather_time(gathered_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-gather; `gathered_bytes` is the full result on each rank (n times each rank's shard)."""
-    return _started(group, _ring_phase(gathered_bytes, group), phases=1)
+    return _fastest(_ring_phase, gathered_bytes, group)
 
 
 def reduce_scatter_time(input_bytes: float, group: GroupLinks) -> float:
     """Seconds of a reduce-scatter; `input_bytes` is the full operand on each rank (n times each rank's result)."""
-    links = [link for link in (group.intra, group.inter) if link is not None]
-    phases = max((link.reduce_scatter_phases for link in links), default=1.0)
-    return _started(group, phases * _ring_phase(input_bytes, group), phases=phases)
+    phases = max((link.reduce_scatter_phases for link in group.links), default=1.0)
+    return phases * _fastest(_ring_phase, input_bytes, group)
 
 
 def all_reduce_time(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an all-reduce; `operand_bytes` is the tensor on each rank. The fastest of ring, tree and in-network.
+    """Seconds of an all-reduce; `operand_bytes` is the tensor on each rank. The fastest of `all_reduce_algorithms`."""
+    if group.size == 1:
+        _check(operand_bytes)
+        return 0.0
+    return min(all_reduce_algorithms(operand_bytes, group).values())
+
+
+def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, float]:
+    """Seconds of an all-reduce by algorithm.
 
     * ring: two phases, so it equals reduce-scatter plus all-gather (starts included).
-    * tree across nodes, reduced in each node first (NCCL's tree and NVLSTree): the network carries 1 x bytes for two
-      nodes, 2 x for more, in log2(nodes) steps each way.
-    * in the switch (NVLS): each device sends and receives (n + 1)/n * bytes, no steps.
+    * tree: reduced in each node by a ring, over the nodes by a double binary tree, spread in the node again; the
+      network carries 1 x bytes for two nodes, 2 x for more, in log2(nodes) steps each way.
+    * switch: the same, but in each node the switch reduces and spreads (NVLS; NVLSTree on several nodes): each device
+      sends and receives (n + 1)/n * bytes, in two steps. Only where the fabric can.
     """
-    fastest = min(2 * _ring_phase(operand_bytes, group), _tree(operand_bytes, group))
-    return _started(group, fastest, phases=2)
+    found = {"ring": 2 * _fastest(_ring_phase, operand_bytes, group), "tree": _fastest(_tree, operand_bytes, group)}
+    if group.intra is not None and group.intra.in_network_efficiency > 0:
+        found["switch"] = _switch(operand_bytes, group)
+    return found
+
+
+def hierarchical_all_reduce_time(operand_bytes: float, group: GroupLinks) -> float:
+    """Seconds of an all-reduce in three collectives, one after the other, as frameworks do it themselves (HSDP).
+
+    A reduce-scatter in each node, an all-reduce of a share of 1/per_node over the network, an all-gather in each node.
+    """
+    inside = GroupLinks(group.per_node, group.per_node, 1, group.intra, None)
+    outside = replace(group, size=group.nodes, per_node=1, intra=None)
+    around = reduce_scatter_time(operand_bytes, inside) + all_gather_time(operand_bytes, inside)
+    return around + all_reduce_time(operand_bytes / group.per_node, outside)
 
 
 def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-to-all; `local_bytes` is each rank's operand, of which 1/n goes to each rank.
 
-    Per rank (per_node - 1)/n of it crosses the node's fabric and (nodes - 1)/nodes the network, at the same time.
+    Per rank (per_node - 1)/n of it crosses the node's fabric, (nodes - 1)/nodes the network and (pods - 1)/pods the
+    spine, at the same time.
     """
-    _check(local_bytes)
-    if group.size == 1:
-        return 0.0
-    inside = _transfer((group.per_node - 1) / group.size * local_bytes, group.intra)
-    outside = _transfer((group.nodes - 1) / group.nodes * local_bytes, group.inter)
-    steps = _steps(group.per_node - 1, group.nodes - 1, group)
-    return _started(group, steps + max(inside, outside), phases=1)
+    return _fastest(_all_to_all, local_bytes, group)
 
 
 def broadcast_time(message_bytes: float, group: GroupLinks) -> float:
     """Seconds of a broadcast of `message_bytes`: a pipelined chain, each link carries the message once."""
-    _check(message_bytes)
-    if group.size == 1:
-        return 0.0
-    inside = _transfer(message_bytes, group.intra) if group.per_node > 1 else 0.0
-    outside = _transfer(message_bytes / group.per_node, group.inter) if group.nodes > 1 else 0.0
-    steps = _steps(group.per_node - 1, group.nodes - 1, group)
-    return _started(group, steps + max(inside, outside), phases=1)
+    return _fastest(_chain, message_bytes, group)
 
 
 def point_to_point_time(message_bytes: float, link: Link) -> float:
-    """Seconds to send `message_bytes` over one link: start + latency + bytes / bandwidth."""
+    """Seconds to send `message_bytes` over one link: start + latency + bytes / bandwidth; one hop fills at once."""
     _check(message_bytes)
-    return link.start_s + link.latency_s + _transfer(message_bytes, link)
+    found = [each.intra for each in _variants(GroupLinks(2, 2, 1, link, None)) if each.intra is not None]
+    return min(each.start_s + each.latency_s + message_bytes / each.reached_bytes_per_s for each in found)
+
+
+def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
+    """An algorithm with the fastest protocol, starts included; nothing for a group of one."""
+    _check(moved_bytes)
+    if group.size == 1:
+        return 0.0
+    return min(time(moved_bytes, variant) for variant in _variants(group))
+
+
+@lru_cache(maxsize=4096)
+def _variants(group: GroupLinks) -> tuple[GroupLinks, ...]:
+    """The group with each protocol that all its links have: first Simple, whose numbers are the links' own."""
+    shared = [name for name in _names(group.links[0]) if all(name in _names(link) for link in group.links)]
+    return (group, *(_with_protocol(group, name) for name in shared))
+
+
+def _names(link: Link) -> list[str]:
+    return [protocol.name for protocol in link.protocols]
+
+
+def _with_protocol(group: GroupLinks, name: str) -> GroupLinks:
+    def change(link: Link | None) -> Link | None:
+        if link is None:
+            return None
+        protocol = next(each for each in link.protocols if each.name == name)
+        return replace(
+            link,
+            efficiency=link.efficiency * protocol.bandwidth_share,
+            latency_s=protocol.latency_s,
+            start_s=protocol.start_s,
+        )
+
+    return replace(group, intra=change(group.intra), inter=change(group.inter), spine=change(group.spine))
 
 
 def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
-    """(n - 1)/n * bytes over the slower of the fabric and the node's share of the network."""
-    _check(full_bytes)
-    if group.size == 1:
-        return 0.0
+    """(n - 1)/n * bytes over the slowest of the fabric, the node's share of the network, and the pod's of the spine."""
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
-    outside = _transfer(carried / group.per_node, group.inter)
-    return _steps(group.per_node - 1, group.nodes - 1, group) + max(inside, outside)
+    return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group) + max(inside, _outside(carried, group))
 
 
 def _tree(operand_bytes: float, group: GroupLinks) -> float:
-    """Reduce in the node, tree over nodes, spread in the node, pipelined."""
-    inside, steps = _node_all_reduce(operand_bytes, group)
-    if group.nodes == 1:
-        return inside + _steps(steps, 0, group)
-    crossings = 1 if group.nodes == 2 else 2
-    outside = _transfer(crossings * operand_bytes / group.per_node, group.inter)
-    return _steps(steps, 2 * ceil_log2(group.nodes), group) + max(inside, outside)
-
-
-def _node_all_reduce(operand_bytes: float, group: GroupLinks) -> tuple[float, int]:
-    """(bandwidth term, steps) of the all-reduce inside one node: ring, or in the switch where it can."""
+    """Ring in the node, tree over nodes, pipelined."""
     n = group.per_node
-    if group.intra is None or n == 1:
-        return 0.0, 0
-    ring = 2 * _transfer((n - 1) / n * operand_bytes, group.intra)
-    if group.intra.in_network_efficiency == 0:
-        return ring, 2 * (n - 1)
-    switch = group.intra
-    in_switch = (n + 1) / n * operand_bytes / (switch.bandwidth_bytes_per_s * switch.in_network_efficiency)
-    in_switch += _ramp((n + 1) / n * operand_bytes, switch)
-    return (in_switch, 2) if in_switch < ring else (ring, 2 * (n - 1))
+    return _over_nodes(operand_bytes, group, 2 * _transfer((n - 1) / n * operand_bytes, group.intra), 2 * (n - 1))
+
+
+def _switch(operand_bytes: float, group: GroupLinks) -> float:
+    """In the switch of the node, tree over nodes, pipelined."""
+    link, n = group.intra, group.per_node
+    assert link is not None
+    carried = (n + 1) / n * operand_bytes
+    inside = carried / (link.bandwidth_bytes_per_s * link.in_network_efficiency) + _ramp(carried, link)
+    return _over_nodes(operand_bytes, group, inside, 2)
+
+
+def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: int) -> float:
+    """An all-reduce that takes `inside` seconds and `steps` steps in each node, and a tree over the nodes."""
+    if group.nodes == 1:
+        return 2 * _start(group) + inside + _steps(steps, 0, group)
+    crossings = 1 if group.nodes == 2 else 2
+    outside = _outside(crossings * operand_bytes, group)
+    return 2 * _start(group) + _steps(steps, 2 * ceil_log2(group.nodes), group) + max(inside, outside)
+
+
+def _all_to_all(local_bytes: float, group: GroupLinks) -> float:
+    inside = _transfer((group.per_node - 1) / group.size * local_bytes, group.intra)
+    outside = _transfer((group.nodes - 1) / group.nodes * local_bytes, group.inter)
+    beyond = _transfer((group.pods - 1) / group.pods * local_bytes, group.spine)
+    return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group) + max(inside, outside, beyond)
+
+
+def _chain(message_bytes: float, group: GroupLinks) -> float:
+    inside = _transfer(message_bytes, group.intra)
+    steps = _steps(group.per_node - 1, group.nodes - 1, group)
+    return _start(group) + steps + max(inside, _outside(message_bytes, group))
+
+
+def _outside(carried_bytes: float, group: GroupLinks) -> float:
+    """Bytes that leave a node once for all its members, and a pod once for all of its."""
+    network = _transfer(carried_bytes / group.per_node, group.inter)
+    return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
 
 def ceil_log2(count: int) -> int:
@@ -131,10 +198,9 @@ def _steps(inside: int, outside: int, group: GroupLinks) -> float:
     return latency + (outside * group.inter.latency_s if group.inter is not None else 0.0)
 
 
-def _started(group: GroupLinks, time_s: float, phases: float) -> float:
-    """Add the start of the slowest link used, once per phase; nothing at all for a group of one."""
-    starts = [link.start_s for link in (group.intra, group.inter) if link is not None]
-    return time_s + phases * max(starts) if starts else 0.0
+def _start(group: GroupLinks) -> float:
+    """The start of the slowest link used, for each phase."""
+    return max(link.start_s for link in group.links)
 
 
 def _check(moved_bytes: float) -> None:

@@ -297,4 +297,7 @@ def _spine(
     members, pods = _common_profile(groups, per_node * wiring.nodes_per_pod)
     if members == 0:
         pods = touched
-    return (pods, card.scaled(1 / wiring.oversubscription)) if pods > 1 else (1, None)
+    if pods == 1:
+        return 1, None
+    narrow = card.scaled(1 / wiring.oversubscription)
+    return pods, replace(narrow, ramp_bytes=card.ramp_bytes / wiring.oversubscription)

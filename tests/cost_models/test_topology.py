@@ -1,0 +1,204 @@
+"""tests cost_models/topology.py, cost_models/graph.py."""
+
+import dataclasses
+from collections import Counter
+from itertools import combinations
+from math import prod
+
+import networkx
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time
+from cost_models.errors import TopologyError, UnknownHardwareError
+from cost_models.graph import ring_bandwidth
+from cost_models.hardware import Cluster, node_type
+from cost_models.topology import Layout, direct_links, share_links, wired_share
+
+MESHES = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 64)
+
+
+def cluster(nodes: int, per_node: int, **network) -> Cluster:
+    kind = node_type("h100_sxm").with_network(**network) if network else node_type("h100_sxm")
+    return Cluster(kind, nodes=nodes, devices_per_node=per_node)
+
+
+def groups_along(mesh: dict[str, int], axis: str) -> list[list[int]]:
+    """The ranks of every group along an axis of a row-major mesh."""
+    names, total = list(mesh), prod(mesh.values())
+    stride = prod(mesh[name] for name in names[names.index(axis) + 1 :])
+    found: dict[int, list[int]] = {}
+    for rank in range(total):
+        found.setdefault(rank - rank // stride % mesh[axis] * stride, []).append(rank)
+    return list(found.values())
+
+
+def is_even(groups: list[list[int]], unit: int) -> bool:
+    """Whether all groups have the same number of members in every unit of ranks that they touch."""
+    counts = [Counter(rank // unit for rank in group) for group in groups]
+    return len({(len(count), tuple(sorted(set(count.values())))) for count in counts}) == 1 and all(
+        len(set(count.values())) == 1 for count in counts
+    )
+
+
+def slowest_ring(links) -> float:
+    """What `GroupLinks` allows a ring: each level with the members' shares of it."""
+    inside = [links.intra.reached_bytes_per_s] if links.intra else []
+    outside = [links.per_node * links.inter.reached_bytes_per_s] if links.inter else []
+    spine = [links.size / links.pods * links.spine.reached_bytes_per_s] if links.spine else []
+    return min([*inside, *outside, *spine])
+
+
+@given(MESHES, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.sampled_from([(0, 1.0), (2, 2.0), (4, 3.0)]))
+def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices_per_nic, pods):
+    """The closed form and the graph agree for any axis of any mesh, cards shared and spines oversubscribed.
+
+    Where groups have uneven shares of pods, the closed form is the slower reading.
+    """
+    assume(prod(sizes) % per_node == 0)
+    nodes = prod(sizes) // per_node
+    nodes_per_pod, oversubscription = pods
+    assume(nodes_per_pod == 0 or nodes % nodes_per_pod == 0)
+    kind = node_type("h100_sxm").with_network(
+        devices_per_nic=devices_per_nic, nodes_per_pod=nodes_per_pod, oversubscription=oversubscription
+    )
+    machine = Cluster(kind, nodes=nodes, devices_per_node=per_node)
+    mesh = {f"axis{index}": size for index, size in enumerate(sizes)}
+    for axis, links in machine.axis_links(mesh).items():
+        groups = groups_along(mesh, axis)
+        members = {len({rank // per_node for rank in group}) * links.per_node for group in groups}
+        if links.size == 1 or members != {links.size} or per_node % devices_per_nic:
+            continue
+        routed = ring_bandwidth(machine.topology(), groups, per_node)
+        if nodes_per_pod and not is_even(groups, per_node * nodes_per_pod):
+            assert slowest_ring(links) <= routed * (1 + 1e-9)
+        else:
+            assert slowest_ring(links) == pytest.approx(routed)
+
+
+def test_an_axis_of_stride_eight_crosses_nodes():
+    """data over nodes of eight, one member in each; the tensor axis stays inside."""
+    links = cluster(16, 8).axis_links({"data": 16, "model": 8})
+    assert (links["data"].per_node, links["data"].nodes) == (1, 16)
+    assert (links["model"].per_node, links["model"].nodes) == (8, 1)
+
+
+def test_a_lone_device_has_the_whole_card():
+    """Two devices share a card of 400 Gbit/s; one that is alone on its node has all of it."""
+    kind = node_type("h100_sxm").with_network(bytes_per_s_per_device=25e9, devices_per_nic=2)
+    pairs = Cluster(kind, nodes=2, devices_per_node=2).group_links({"a": 2, "b": 2}, ("a",))
+    alone = Cluster(kind, nodes=2, devices_per_node=1).group_links({"a": 2}, ("a",))
+    assert (pairs.inter.bandwidth_bytes_per_s, alone.inter.bandwidth_bytes_per_s) == (25e9, 50e9)
+
+
+def test_a_contiguous_ring_barely_feels_an_oversubscribed_spine():
+    """Four nodes below a leaf: a ring leaves the pod once, so 4:1 costs it nothing; an all-to-all feels all of it."""
+    full, narrow = cluster(8, 8), cluster(8, 8, nodes_per_pod=4, oversubscription=4.0)
+    links, narrowed = (machine.group_links({"a": 64}, ("a",)) for machine in (full, narrow))
+    assert narrowed.pods == 2
+    assert all_gather_time(1e9, narrowed) == pytest.approx(all_gather_time(1e9, links))
+    assert all_to_all_time(1e9, narrowed) > 1.5 * all_to_all_time(1e9, links)
+
+
+def test_a_ring_across_pods_feels_the_spine():
+    """Two members, one in each pod."""
+    full, narrow = cluster(8, 8), cluster(8, 8, nodes_per_pod=4, oversubscription=4.0)
+    links, narrowed = (machine.group_links({"a": 2, "b": 32}, ("a",)) for machine in (full, narrow))
+    assert all_gather_time(1e9, narrowed) > 3 * all_gather_time(1e9, links)
+
+
+def test_axes_that_share_a_link_share_its_bandwidth():
+    """Two axes on the network at once have half of it each; the one inside the node keeps its own."""
+    links = cluster(4, 8).axis_links({"pipeline": 2, "data": 2, "model": 8})
+    shared = share_links(links)
+    assert shared["data"].inter.bandwidth_bytes_per_s == links["data"].inter.bandwidth_bytes_per_s / 2
+    assert shared["model"] == links["model"]
+
+
+@given(st.sampled_from(["inter", "intra"]), st.floats(1, 10), st.sampled_from([8, 16, 32]), st.floats(1, 1e10))
+def test_adding_a_faster_link_never_slows(level, factor, size, message):
+    """Neither in the node nor between nodes, for an axis across both."""
+    kind = node_type("h100_sxm")
+    faster = dataclasses.replace(kind, **{level: getattr(kind, level).scaled(factor)})
+    times = [
+        all_reduce_time(message, Cluster(each, nodes=4).group_links({"a": size, "b": 32 // size}, ("a",)))
+        for each in (kind, faster)
+    ]
+    assert times[1] <= times[0] * (1 + 1e-12)
+
+
+def test_a_hybrid_cube_mesh_has_six_links_a_device():
+    """DGX-1: all eight reach the full bandwidth, a quad two thirds of it, devices 0 and 5 nothing."""
+    links = direct_links(Layout.HYBRID_CUBE_MESH, 8)
+    for device in range(8):
+        assert sum(share for pair, share in links.items() if device in pair) == pytest.approx(1)
+    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, tuple(range(8))) == pytest.approx(1)
+    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, (0, 1, 2, 3)) == pytest.approx(4 / 6)
+    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, (0, 3)) == pytest.approx(2 / 6)
+    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, (0, 5)) == 0
+
+
+@given(st.integers(2, 8), st.data())
+def test_a_group_on_a_mesh_has_the_links_to_its_members(devices, data):
+    """Of n - 1 links, a group of g uses g - 1."""
+    members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))
+    assert wired_share(Layout.MESH, devices, members) == pytest.approx((len(members) - 1) / (devices - 1))
+
+
+@given(st.sampled_from([Layout.MESH, Layout.HYBRID_CUBE_MESH, Layout.PAIRS]), st.integers(2, 8), st.data())
+def test_the_narrowest_cut_equals_that_of_the_graph(layout, devices, data):
+    """With the maximum flows of networkx: the slowest of the members' all-gather bounds."""
+    members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))
+    graph = networkx.DiGraph()
+    graph.add_nodes_from([*members, "source"])
+    for (a, b), share in direct_links(layout, devices).items():
+        if a in members and b in members:
+            graph.add_edge(a, b, capacity=share)
+            graph.add_edge(b, a, capacity=share)
+
+    def feeds_all(rate: float) -> bool:
+        for member in members:
+            graph.add_edge("source", member, capacity=rate)
+        return all(
+            networkx.maximum_flow_value(graph, "source", member) >= rate * len(members) - 1e-9 for member in members
+        )
+
+    found = wired_share(layout, devices, members)
+    rate = found / (len(members) - 1)  # each member sends its own part at this rate to all others
+    assert feeds_all(rate) if found > 0 else True
+    if found < 1:
+        assert not feeds_all(rate * 1.01 + 1e-6)
+
+
+def test_bridged_pairs_fall_back_to_the_bus():
+    """Two cards with a bridge between them have it; four go over PCIe."""
+    machine = Cluster("a100_pcie_80gb")
+    pair, four = (machine.group_links({"a": 8 // size, "b": size}, ("b",)).intra for size in (2, 4))
+    assert pair.bandwidth_bytes_per_s == 300e9
+    assert four == machine.node.wiring.host
+
+
+def test_devices_without_any_path_raise():
+    """A cube mesh without a bus cannot join devices 1 and 4."""
+    kind = node_type("dgx1_v100")
+    alone = dataclasses.replace(kind, wiring=dataclasses.replace(kind.wiring, host=None))
+    with pytest.raises(UnknownHardwareError, match=r"\[host\.\*\]"):
+        Cluster(alone, devices_per_node=6).group_links({"a": 2, "b": 3}, ("a",))
+
+
+def test_graph_of_a_mesh_has_direct_links():
+    """Eight MI300X: 28 links, and the cards of two nodes on a spine."""
+    graph = Cluster("mi300x", nodes=2).topology()
+    direct = [edge for edge in graph.edges if edge[0][0] == edge[1][0] == "device"]
+    assert len(direct) == 2 * 28
+    assert networkx.is_connected(graph)
+
+
+def test_networks_are_checked():
+    """Ratios below one and speeds of nothing are refused."""
+    kind = node_type("h100_sxm")
+    with pytest.raises(TopologyError, match=r"oversubscription=0\.5"):
+        kind.with_network(oversubscription=0.5)
+    with pytest.raises(TopologyError, match="bytes_per_s_per_device=0"):
+        kind.with_network(bytes_per_s_per_device=0)
