@@ -361,8 +361,11 @@ class _Run:
     def _compute(self, chain: _Chain) -> float:
         """Run computation, slower while communication runs, and not before the host has issued it; when it ends."""
         start, issued = self.clock, self.host
-        self.clock = start + chain.seconds if self._is_alone() else self._slowed_end(chain.seconds)
-        self.slowdown_s += self.clock - start - chain.seconds
+        if self._is_alone():
+            self.clock = start + chain.seconds
+        else:
+            self.clock = self._slowed_end(chain.seconds)
+            self.slowdown_s += max(0.0, self.clock - start - chain.seconds)
         self.host += chain.launches * self.dispatch_s
         late = issued + chain.lag_s - self.clock
         if self.dispatch_s > 0 and late > 0:
@@ -374,7 +377,7 @@ class _Run:
         return self.clock
 
     def _is_alone(self) -> bool:
-        return self.overlap is None or self.overlap.slowdown == 0
+        return self.overlap is None or self.overlap.slowdown == 0 or not self.streams
 
     def _slowed_end(self, seconds: float) -> float:
         """When so much work ends that starts at the clock: a walk over the moments at which communication changes."""

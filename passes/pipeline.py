@@ -24,7 +24,7 @@ from passes.fold_blocks import fold_blocks
 from passes.insert_hubs import InsertHubs
 from passes.liveness import find_lifetimes
 from passes.lower import Lower, result_key
-from passes.predict import predict
+from passes.predict import TODAY, Runtime, predict
 from passes.price import Prices, StepPrice, local_bytes
 from passes.search import Search
 from passes.split_phases import SplitPhases
@@ -50,6 +50,7 @@ class PlanOptions:
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: refuse operators without a sharding rule.
         with_baselines: price the known recipes too.
+        runtime: what the prediction is of: what runs today, or a runtime that overlaps; see `passes.predict`.
     """
 
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class PlanOptions:
     state_bytes_per_parameter_byte: float = 0.0
     strict: bool = False
     with_baselines: bool = True
+    runtime: Runtime = TODAY
 
 
 _PREPARED = "autoshard: as traced, and prepared"
@@ -139,7 +141,7 @@ def plan_of_choice(
         nodes=nodes,
         outputs={result_key(slot): _result_spec(planning, choice, slot) for slot in program.outputs},
         parameters=_parameters(planning, nodes),
-        predicted=predict(planning, choice),
+        predicted=predict(planning, choice, options.runtime, record=True),
         objective=objective,
         lower_bound=lower_bound,
         search_time_s=0.0,

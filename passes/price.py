@@ -30,7 +30,7 @@ from cost_models.topology import GroupLinks
 from cost_models.work import TensorInfo
 from passes.assignment import Floats
 from passes.enumerate_strategies import Site, ValueInfo, operands_of
-from passes.price_rewrites import rewrite_time
+from passes.price_rewrites import rewrite_collectives, rewrite_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,14 @@ class StepPrice:
     mesh: Mesh
 
     def __call__(self, step: ReshardStep) -> float:
+        sent_s, copied_s = self.parts(step)
+        return sent_s + copied_s
+
+    def parts(self, step: ReshardStep) -> tuple[float, float]:
+        """Seconds of the step's collective (0 for a local step) and of copying on each rank."""
         group = self.cluster.group_links(dict(self.mesh.axes), (step.axis,))
         copied = memory_time(step.bytes_before + step.bytes_after, self.cluster.device)
-        return _collective_time(step, group) + copied
+        return _collective_time(step, group), copied
 
 
 def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
@@ -108,6 +113,12 @@ class Prices:
             self._calls[key] = work_time(done, self.cluster.device) + sent + self._fill_time(filled, inputs)
         return self._calls[key]
 
+    def collectives_inside(self, site: Site, strategy: Strategy) -> tuple[tuple[str, float], ...]:
+        """Mesh axis and seconds of each collective inside a call's rewrite; `call_time` includes them."""
+        if not _may_communicate(site, strategy):
+            return ()
+        return rewrite_collectives(site, strategy, self.mesh, self.cluster)
+
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
         """Seconds of filling padding: for each padded factor of an operand its local piece is read and written once."""
         sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
@@ -153,9 +164,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _may_communicate(site: Site, strategy: Strategy) -> bool:
-    """Whether a split factor is reduced inside the call's rewrite."""
-    whole = site.rule.whole if site.rule is not None else {}
-    return bool(whole) and any(isinstance(choice, Split) and choice.factor in whole for choice in strategy.choices)
+    """Whether a split factor is reduced or exchanged inside the call's rewrite."""
+    rule = site.rule
+    if rule is None or not (rule.whole or rule.exchanged):
+        return False
+    return any(isinstance(choice, Split) and rule.may_communicate(choice.factor) for choice in strategy.choices)
 
 
 def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:

@@ -15,12 +15,13 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import tensor_values
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.enumeration import Strategy
-from cost_models.collectives import all_reduce_time
+from cost_models.collectives import all_gather_time, all_reduce_time
 from cost_models.errors import UnknownOperatorError
 from cost_models.hardware import Cluster
 from passes.enumerate_strategies import Site
 from passes.local_tracer import LocalTracer
 
+_ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -31,20 +32,28 @@ def rewrite_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -
     Raises:
         UnknownOperatorError: the rewrite emits a collective that has no formula here.
     """
+    return sum(seconds for _, seconds in rewrite_collectives(site, strategy, mesh, cluster))
+
+
+def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[tuple[str, float], ...]:
+    """Mesh axis and seconds of each collective of a call's local rewrite, in order; see `rewrite_time`."""
     if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
-        return 0.0
-    times = [_time(node, mesh, cluster) for node in _emitted(site, strategy, mesh) if _is_collective(node)]
-    return sum(times)
+        return ()
+    nodes = [node for node in _emitted(site, strategy, mesh) if _is_collective(node)]
+    return tuple((str(node.args[-1]), _time(node, mesh, cluster)) for node in nodes)
 
 
 def _time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
-    if node.target is not _ALL_REDUCE:
-        raise UnknownOperatorError(f"{node.target} inside a local rewrite has no cost formula; add one here.")
     operand, _, axis = node.args
     assert isinstance(operand, fx.Node)
     value = operand.meta["val"]
+    operand_bytes = value.numel() * value.element_size()
     group = cluster.group_links(dict(mesh.axes), (str(axis),))
-    return all_reduce_time(value.numel() * value.element_size(), group)
+    if node.target is _ALL_REDUCE:
+        return all_reduce_time(operand_bytes, group)
+    if node.target is _ALL_GATHER:
+        return all_gather_time(operand_bytes * mesh.axis_size(str(axis)), group)
+    raise UnknownOperatorError(f"{node.target} inside a local rewrite has no cost formula; add one here.")
 
 
 def _is_collective(node: fx.Node) -> bool:
