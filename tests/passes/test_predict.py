@@ -101,7 +101,8 @@ def test_small_operators_wait_for_the_host() -> None:
     eager, graph = predict(planning, choice, Runtime()), predict(planning, choice, SERIAL)
     assert eager.breakdown[HOST] > 0.3 * eager.step_time_s
     assert graph.step_time_s < eager.step_time_s
-    assert HOST not in predict(planning_of(), choice_of(DATA_PARALLEL), SERIAL).breakdown
+    large = predict(planning_of(), choice_of(DATA_PARALLEL), SERIAL)
+    assert large.breakdown[HOST] < 1e-3 * large.step_time_s
 
 
 def test_a_device_that_is_its_own_host_never_waits() -> None:

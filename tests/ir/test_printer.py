@@ -1,0 +1,41 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan, Prediction
+from autoshard.ir.printer import render_plan
+
+
+def plan_with(predicted: Prediction) -> Plan:
+    """A plan of nothing, with a prediction."""
+    return Plan(
+        mesh=Mesh({"x": 2}), program_digest="", inputs={}, nodes={}, outputs={}, parameters={}, predicted=predicted,
+        objective=1.0, lower_bound=None, search_time_s=0.0, hardware="h100_sxm:1x2",
+    )  # fmt: skip
+
+
+TODAY = Prediction(2e-3, 2**30, {"forward compute": 2e-3}, {"parameters": 2**30}, mfu=0.5, hfu=0.6)
+
+
+def test_what_is_not_known_is_not_printed() -> None:
+    """No interval, no overlap, no tokens."""
+    text = render_plan(plan_with(TODAY))
+    assert "step 2 ms, peak memory 1.00 GiB" in text
+    assert "forecast" not in text
+    assert "beside computation" not in text
+    assert "tokens" not in text
+
+
+def test_a_forecast_says_so() -> None:
+    """With its interval, what it hides, and both utilisations."""
+    predicted = replace(
+        TODAY, overlaps=True, overlapped={"x": 1e-3}, step_time_interval_s=(1.8e-3, 2.2e-3), interval_coverage=0.9
+    )
+    text = render_plan(plan_with(predicted))
+    assert "step 2 ms (90%: 1.8 ms to 2.2 ms)" in text
+    assert "A forecast: communication runs beside computation." in text
+    for row in ("beside computation: communication over x │ 1 ms", "model FLOPs utilisation", "50.0%", "60.0%"):
+        assert row in " ".join(text.split())
