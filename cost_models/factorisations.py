@@ -1,9 +1,9 @@
 """FLOPs, bytes and steps of dense factorisations and solvers (entries of `counting.TABLE`).
 
 FLOPs are those of LAPACK Working Note 41 (Blackford, Dongarra 1999, appendix C) and Golub, Van Loan (Matrix
-Computations, 4th edition, sections 3.2, 4.2, 5.2, 8.3, 8.6), for [..., m, n] matrices, leading dims a batch. Libraries work on panels
-of `PANEL` columns, each waiting for the one before, so a factorisation takes n / PANEL steps; reductions to tridiagonal
-or bidiagonal form are half matrix-vector products, which read the trailing matrix once for each column.
+Computations, 4th edition, sections 3.2, 4.2, 5.2, 8.3, 8.6), for [..., m, n] matrices, leading dims a batch. Libraries
+work on panels of `PANEL` columns, each waiting for the one before, so a factorisation takes n / PANEL steps; reductions
+to tridiagonal or bidiagonal form are half matrix-vector products, which read the trailing matrix once for each column.
 """
 
 from __future__ import annotations

@@ -1,40 +1,140 @@
-"""Memory in bytes: allocator rounding, peak by liveness, optimizer state.
+"""Memory in bytes: peak by liveness, optimizer state, and what lies on a device beside the program's values.
 
-Rounding follows PyTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp): blocks are multiples of 512 B;
-segments asked of the driver are 2 MiB for blocks up to 1 MiB, 20 MiB for blocks under 10 MiB, else multiples of 2 MiB.
+The classes of a run's memory, and which measurement holds them:
+
+| class | torch.cuda.max_memory_allocated | max_memory_reserved | nvidia-smi |
+|---|---|---|---|
+| parameters, gradients, optimizer state, activations, buffers of collectives: values of the program | x | x | x |
+| workspace of the matrix library (`workspace_bytes`) | x | x | x |
+| rounding to blocks (`allocator.replay`) | x | x | x |
+| segments that are kept (`allocator.replay`) | | x | x |
+| NCCL's buffers (`communicator_bytes`), the CUDA context (`context_bytes`) | | | x |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 
-from cost_models.errors import CostArgumentError
-from cost_models.units import MIB, ceil_div
+from cost_models.allocator import AllocatorPeak, allocator_rules, replay
+from cost_models.constants import load
+from cost_models.errors import CostArgumentError, UnknownHardwareError
 
-BLOCK_BYTES = 512
-SMALL_SEGMENT_BYTES = 2 * MIB
-LARGE_SEGMENT_BYTES = 20 * MIB
-SMALL_LIMIT_BYTES = MIB
-LARGE_LIMIT_BYTES = 10 * MIB
-
-# Moments that an optimizer keeps per parameter (torch.optim); `step` is one float32 scalar per tensor.
-MOMENTS: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+# Values that an optimizer keeps per parameter's element (torch.optim and common others); `step` is one float32 scalar.
+MOMENTS: Mapping[str, int] = {
+    "sgd": 0,
+    "sgd_momentum": 1,
+    "adam": 2,
+    "adamw": 2,
+    "adam_amsgrad": 3,
+    "adamax": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adadelta": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "rprop": 2,
+    "lion": 1,
+    "muon": 1,
+}
+_STEPLESS = frozenset({"sgd", "sgd_momentum", "lion", "muon"})
 
 
 def round_block(tensor_bytes: int) -> int:
     """Bytes that an allocation takes: the next multiple of 512 B, zero for an empty tensor."""
-    return ceil_div(_checked(tensor_bytes), BLOCK_BYTES) * BLOCK_BYTES
+    return allocator_rules().round_block(tensor_bytes)
 
 
 def round_segment(block_bytes: int) -> int:
     """Bytes that the allocator asks of the driver for one block: 2 MiB, 20 MiB, or the next multiple of 2 MiB."""
-    if _checked(block_bytes) == 0:
-        return 0
-    if block_bytes <= SMALL_LIMIT_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if block_bytes < LARGE_LIMIT_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return ceil_div(block_bytes, SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+    return allocator_rules().round_segment(block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on one device by class (see the module), at the peak.
+
+    Args:
+        parameters: local weights, in the dtype that is kept.
+        gradients: local gradients.
+        optimizer_state: moments, steps and float32 master weights.
+        activations: values saved for backward, and those alive at the peak.
+        collective_buffers: tensors that collectives read and write (gathered weights, buckets).
+        workspace: of the matrix library.
+        communicators: NCCL's own buffers.
+        context: the CUDA context and loaded kernels.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+    collective_buffers: int = 0
+    workspace: int = 0
+    communicators: int = 0
+    context: int = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What max_memory_allocated() counts, but for rounding."""
+        return self.total_bytes - self.communicators - self.context
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it: must fit in the device's memory."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+    def device_bytes(self, peak: AllocatorPeak) -> int:
+        """What nvidia-smi shows when the allocator came to `peak`: reserved segments, communicators and context."""
+        return peak.reserved + self.communicators + self.context
+
+
+def workspace_bytes(architecture: str, handles: int | None = None) -> int:
+    """Bytes of cuBLAS workspaces that PyTorch takes from its allocator.
+
+    Args:
+        architecture: as in the devices' files ("hopper").
+        handles: threads and streams that issue products; default: two, the forward thread and that of autograd.
+
+    Raises:
+        UnknownHardwareError: nothing is known of the architecture; names those that are.
+    """
+    file = load("software", "torch_cublas")
+    known = file.family("workspace", "B")
+    if architecture not in known:
+        raise UnknownHardwareError(
+            f"No cuBLAS workspace is known for architecture {architecture!r}. Known: {', '.join(known)}. "
+            f"Add [workspace.{architecture}] to cost_models/data/software/torch_cublas.toml."
+        )
+    count = int(file.number("handles.training", "1")) if handles is None else handles
+    return int(known[architecture]) * count
+
+
+def communicator_bytes(communicators: int, channels: int | None = None, connections: int | None = None) -> int:
+    """Bytes of NCCL's buffers: for each communicator, channel and receiving connection one buffer of each protocol.
+
+        communicators * channels * connections * (Simple 4 MiB + LL 0.5 MiB + LL128 4.7 MiB)
+
+    Communicators of one rank have none. Defaults are those of eight devices behind NVSwitch.
+    """
+    file = load("software", "nccl")
+    buffers = sum(file.family("buffer", "B").values())
+    channels = int(file.number("channels", "1")) if channels is None else channels
+    connections = int(file.number("connections", "1")) if connections is None else connections
+    return int(_checked(communicators) * channels * connections * buffers)
+
+
+def context_bytes() -> int:
+    """Bytes of the CUDA context with the kernels that a training step loads."""
+    return int(load("software", "cuda_context").number("context", "B"))
+
+
+def allocator_peak(events: Iterable[tuple[int, int, int]], workspace: int = 0) -> AllocatorPeak:
+    """The allocator's peak over (birth, death, bytes), see `peak`, with workspaces that are there from the start."""
+    values = list(events)
+    last = max((death for _, death, _ in values), default=0) + 1
+    first = min((birth for birth, _, _ in values), default=0) - 1
+    return replay([(first, last, workspace), *values])
 
 
 def peak(events: Iterable[tuple[int, int, int]]) -> int:
@@ -69,7 +169,7 @@ def usage(events: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
 def optimizer_state_bytes(elements: int, optimizer: str, itemsize: int, *, master_weights: bool = False) -> int:
     """Bytes of optimizer state for one parameter tensor of `elements` elements.
 
-        moments[optimizer] * elements * itemsize + 4 (the step, float32, if there are moments but for SGD)
+        moments[optimizer] * elements * itemsize + 4 (the step, float32, but for SGD, Lion and Muon)
         + 4 * elements with float32 master weights
 
     Raises:
@@ -79,7 +179,7 @@ def optimizer_state_bytes(elements: int, optimizer: str, itemsize: int, *, maste
         raise CostArgumentError(
             f"Unknown optimizer {optimizer!r}. Known: {', '.join(MOMENTS)}; add it to memory.MOMENTS."
         )
-    step = 4 if optimizer.startswith("adam") else 0
+    step = 0 if optimizer in _STEPLESS else 4
     master = 4 * elements if master_weights else 0
     return MOMENTS[optimizer] * _checked(elements) * itemsize + step + master
 

@@ -46,7 +46,7 @@ def recurrent_layers_backward(inputs: Tensors, outputs: Tensors, arguments: Argu
 
 @operator_cost("aten._native_multi_head_attention.default")
 def native_multi_head_attention(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """arguments: (query [B, T, E], key, value, embed_dim, num_head, ...): projections of 4 E^2 a token, and attention."""
+    """arguments: (query [B, T, E], key, value, embed_dim, num_head, ...): 4 E^2 a token, and attention."""
     batch, length, width = inputs[0].shape
     products = (MatmulShape(batch * length, 3 * width, width), MatmulShape(batch * length, width, width))
     return _block(inputs, outputs, products, batch, length, width, int(arguments[4]))  # type: ignore[call-overload]

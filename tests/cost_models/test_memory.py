@@ -4,9 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.errors import CostArgumentError
-from cost_models.memory import optimizer_state_bytes, peak, round_block, round_segment, usage
-from cost_models.units import MIB
+from cost_models.allocator import AllocatorPeak
+from cost_models.constants import load
+from cost_models.errors import CostArgumentError, UnknownHardwareError
+from cost_models.memory import (
+    DeviceMemory,
+    allocator_peak,
+    communicator_bytes,
+    context_bytes,
+    optimizer_state_bytes,
+    peak,
+    round_block,
+    round_segment,
+    usage,
+    workspace_bytes,
+)
+from cost_models.units import KIB, MIB
 
 EVENTS = st.lists(
     st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 1000)).map(
@@ -63,13 +76,41 @@ def test_optimizer_state(optimizer, size):
 
 def test_unknown_optimizer_raises():
     """The known ones are named."""
-    with pytest.raises(CostArgumentError, match=r"'lion'.*adamw"):
-        optimizer_state_bytes(1, "lion", 4)
+    with pytest.raises(CostArgumentError, match=r"'shampoo'.*adamw"):
+        optimizer_state_bytes(1, "shampoo", 4)
 
 
-def test_impossible_lifetimes_raise():
-    """A value does not die before it is born; sizes are not negative."""
-    with pytest.raises(CostArgumentError, match="dies before"):
-        peak([(2, 1, 5)])
-    with pytest.raises(CostArgumentError, match="negative"):
-        round_block(-1)
+def test_workspaces_are_those_of_the_architecture():
+    """8 MiB and 128 KiB on Ampere, 32 MiB on Hopper, for each of two threads."""
+    assert workspace_bytes("ampere") == 2 * (8 * MIB + 128 * KIB)
+    assert workspace_bytes("hopper", handles=1) == 32 * MIB
+    with pytest.raises(UnknownHardwareError, match=r"'maxwell'.*hopper"):
+        workspace_bytes("maxwell")
+
+
+def test_communicators_hold_a_buffer_of_each_protocol():
+    """4 MiB of Simple, 512 KiB of LL, 4.7 MiB of LL128 for each channel and connection."""
+    assert communicator_bytes(1, channels=1, connections=1) == 4 * MIB + 512 * KIB + 120 * 640 * 8 * 8
+    assert communicator_bytes(3) == 3 * communicator_bytes(1)
+    assert communicator_bytes(0) == 0
+
+
+def test_device_memory_by_class():
+    """The allocator sees all but communicators and context."""
+    memory = DeviceMemory(parameters=100, gradients=50, optimizer_state=25, communicators=7, context=3)
+    assert (memory.allocated_bytes, memory.total_bytes) == (175, 185)
+    assert memory.device_bytes(AllocatorPeak(requested=175, allocated=1024, reserved=2 * MIB)) == 2 * MIB + 10
+    assert context_bytes() > 100 * MIB
+
+
+def test_a_workspace_is_there_from_the_start():
+    """It adds to the peak of the values."""
+    events = [(0, 2, 30 * MIB), (1, 3, 30 * MIB)]
+    assert allocator_peak(events, workspace=64 * MIB).allocated == 124 * MIB
+    assert allocator_peak(events).allocated == 60 * MIB
+
+
+def test_unknown_software_says_how_to_add_it():
+    """As hardware does."""
+    with pytest.raises(UnknownHardwareError, match=r"data/software/tpu_runtime\.toml"):
+        load("software", "tpu_runtime")
