@@ -216,6 +216,14 @@ class FxLocalContext:
             value = self.call(_collectives.wait_tensor.default, pending)
         return value
 
+    def all_gather(self, value: Any, factor: str) -> Any:
+        stacked = self.call(_aten.contiguous.default, self.call(_aten.unsqueeze.default, value, 0))
+        for axis in reversed(self.splits.get(factor, ())):  # the minor axis first, so that pieces come in order
+            size = self.mesh.axis_size(axis)
+            pending = self.call(_collectives.all_gather_into_tensor.default, stacked, size, axis)
+            stacked = self.call(_collectives.wait_tensor.default, pending)
+        return stacked
+
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         return self.tracer.create_proxy("call_function", operator, args, kwargs)
 

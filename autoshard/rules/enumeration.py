@@ -104,7 +104,12 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
 
 
 def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carried: Mapping[str, Carry]) -> bool:
-    """Whether axes may split a factor: evenly, or with padding that is filled alike in all addends."""
+    """Whether axes may split a factor: evenly, or with padding that is filled alike in all addends.
+
+    Pieces must be as large as the exchange between ranks needs them.
+    """
+    if rule.sizes[factor] // mesh.shards(axes) < rule.exchanged.get(factor, 0):
+        return False
     if rule.sizes[factor] % mesh.shards(axes) == 0:
         return True
     fills = rule.padding.get(factor)

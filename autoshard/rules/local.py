@@ -69,6 +69,14 @@ class LocalContext(Protocol):
         """The reduction of `value` ("sum", "max", "min") over the axes that split `factor`, on every rank."""
         ...
 
+    def all_gather(self, value: Any, factor: str) -> Any:
+        """The values of all ranks that hold a piece of `factor`, in order, stacked on a new dim 0."""
+        ...
+
+    def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
+        """A value with the dims of an operand, with `number` in the padding of `factor`."""
+        ...
+
     def call(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of any operator or function on local values."""
         ...

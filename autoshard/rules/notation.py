@@ -69,6 +69,8 @@ class Rule:
             splits a reduced factor they must be partial sums over it, else they would be added once per rank.
         whole: factor to the results that lack it and are whole where it is split all the same: they do not depend on
             it, or the rewrite reduces it itself (`context.all_reduce`).
+        exchanged: factors over which the rewrite communicates although no result lacks them (a softmax, a halo), and
+            the least number of elements that each rank's piece must have for it.
         blocked: factors that may not be split.
         sizes: sizes of factors that shapes leave open (all but one factor of a product).
         local: rewrite that emits the local form of the call when some factor is split; None runs the operator as it
@@ -86,6 +88,7 @@ class Rule:
     carries: Iterable[Carry] = ()
     added: Iterable[int] = ()
     whole: Mapping[str, Iterable[int]] | None = None
+    exchanged: Mapping[str, int] | None = None
     blocked: Iterable[str] = ()
     sizes: Mapping[str, int] | None = None
     local: Rewrite | None = None
@@ -124,11 +127,16 @@ class BoundRule:
     local: Rewrite | None
     padding: Mapping[str, tuple[Fill, ...]] = field(default_factory=dict)
     carries: tuple[Carry, ...] = ()
+    exchanged: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def splittable(self) -> tuple[str, ...]:
         """The factors that an axis may split, in order of appearance."""
         return tuple(factor for factor in self.sizes if factor not in self.blocked)
+
+    def may_communicate(self, factor: str) -> bool:
+        """Whether ranks that split `factor` may communicate within the call's rewrite."""
+        return factor in self.whole or factor in self.exchanged
 
     def is_reduced(self, factor: str, output: int) -> bool:
         """Whether splitting `factor` leaves result `output` partial."""
@@ -164,6 +172,7 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
         blocked=frozenset(rule.blocked) | anonymous,
         local=rule.local,
         carries=tuple(rule.carries),
+        exchanged={factor: least for factor, least in (rule.exchanged or {}).items() if factor in live},
     )
     _check_reductions(rule, bound)
     return bound
