@@ -6,12 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.compute import matmul_time, memory_time, operator_time, work_time
+from cost_models.compute import (
+    attention_time,
+    issued_time,
+    matmul_time,
+    memory_time,
+    operator_time,
+    unfused_attention_time,
+    work_time,
+)
 from cost_models.errors import CostArgumentError, UnknownHardwareError
 from cost_models.hardware import device
-from cost_models.work import Kind, MatmulShape, Work
+from cost_models.work import AttentionShape, Kind, MatmulShape, Work, fuse
+from tests.benchmarks.compute_accuracy import attention_errors, matmul_errors, mean_error, median_error
 
-DEVICES = st.sampled_from(["a100_sxm_80gb", "h100_sxm", "h200", "cpu_laptop"]).map(device)
+DEVICES = st.sampled_from(["a100_sxm_80gb", "h100_sxm", "b200", "mi300x", "l4", "cpu_laptop"]).map(device)
 DIMS = st.integers(1, 8192)
 H100 = device("h100_sxm")
 
@@ -97,3 +106,103 @@ def test_work_with_products_equals_matmul_time():
     shape = MatmulShape(m, n, k)
     work = Work(shape.flops, 2 * (m * k + k * n), 2 * m * n, Kind.MATMUL, "bf16", (shape,))
     assert work_time(work, H100) == pytest.approx(matmul_time(m, n, k, 1, "bf16", H100))
+
+
+@pytest.mark.parametrize(
+    ("group", "mean"),
+    [
+        (("a100_sxm_80gb", "f16"), 0.08),
+        (("h100_sxm", "bf16"), 0.09),
+        (("h100_sxm", "tf32"), 0.30),
+        (("h100_sxm", "f8"), 0.09),
+        (("h200", "f8"), 0.08),
+        (("mi300x", "bf16"), 0.10),
+    ],
+)
+def test_published_products_are_met(group, mean):
+    """All sizes from 256 to 32768, launch and quantisation included: tests/data/matmuls.jsonl."""
+    assert mean_error(matmul_errors()[group]) < mean
+
+
+@pytest.mark.parametrize("kernel", ["flash2", "flash3", "cudnn"])
+def test_published_attention_is_met(kernel):
+    """Head dims of 64 and 128, 512 to 16384 tokens, causal and not, forward and backward, on an H100."""
+    found = attention_errors()[kernel]
+    assert len(found) >= 36
+    assert median_error(found) < 0.08
+
+
+def test_attention_through_memory_is_met_where_memory_decides():
+    """Long sequences, not causal: within 15 % of "standard attention"."""
+    assert median_error(attention_errors()["unfused"]) < 0.15
+
+
+ATTENTION = st.builds(
+    AttentionShape,
+    heads=st.integers(1, 512),
+    queries=st.integers(1, 16384),
+    keys=st.integers(1, 16384),
+    depth=st.sampled_from([64, 128]),
+    value_depth=st.sampled_from([64, 128]),
+    causal=st.booleans(),
+    backward=st.booleans(),
+)
+
+
+@given(ATTENTION, DEVICES, st.sampled_from(["heads", "queries", "keys", "depth"]), st.integers(0, 4096))
+def test_more_attention_never_takes_less_time(shape, unit, field, more):
+    """Monotone in heads, queries, keys and depth."""
+    larger = shape._replace(**{field: getattr(shape, field) + more})
+    dtype = "f32" if unit.name == "cpu_laptop" else "bf16"
+    assert attention_time(shape, dtype, unit) <= attention_time(larger, dtype, unit) * (1 + 1e-9)
+
+
+@given(ATTENTION)
+def test_a_causal_mask_never_takes_more_time(shape):
+    """Half the products of a fused kernel, from 1024 keys on; backward takes more than forward."""
+    full, half = shape._replace(causal=False), shape._replace(causal=True)
+    assert half.flops == full.flops / 2
+    if shape.keys >= 1024:
+        assert attention_time(half, "bf16", H100) <= attention_time(full, "bf16", H100)
+    forward, backward = (attention_time(shape._replace(backward=each), "bf16", H100) for each in (False, True))
+    assert forward <= backward
+
+
+def test_long_causal_attention_takes_half():
+    """Within 5 % at 64k keys."""
+    full = AttentionShape(16, 65536, 65536, 128, 128)
+    ratio = attention_time(full._replace(causal=True), "bf16", H100) / attention_time(full, "bf16", H100)
+    assert ratio == pytest.approx(0.5, rel=0.05)
+
+
+@given(ATTENTION)
+def test_fused_attention_is_never_slower_than_through_memory(shape):
+    """On a device with a fused kernel, for sequences that fill it."""
+    filled = shape._replace(heads=max(64, shape.heads), queries=4096, keys=4096, depth=128, value_depth=128)
+    assert attention_time(filled, "bf16", H100) <= unfused_attention_time(filled, "bf16", H100)
+
+
+def test_a_fused_chain_moves_its_ends_only():
+    """Three operators on 1 GB: 2 GB instead of 6, and one launch."""
+    step = Work(1e9, 1e9, 1e9, Kind.POINTWISE, "bf16")
+    chain = fuse([step] * 3, bytes_read=1e9, bytes_written=1e9)
+    assert chain.flops == 3e9
+    apart, together = 3 * work_time(step, H100), work_time(chain, H100)
+    assert together == pytest.approx(apart / 3)
+    with pytest.raises(CostArgumentError, match="memory-bound"):
+        fuse([Work(1, 1, 1, Kind.MATMUL, "bf16")], 1, 1)
+
+
+@given(st.lists(st.floats(0, 1e-3), min_size=1, max_size=50), st.floats(0, 1e-4), st.floats(0, 1e-4))
+def test_issue_hides_behind_long_kernels(kernels, dispatch, more):
+    """Never under the kernels' sum nor the host's, never over both together, monotone in the host's time."""
+    time = issued_time(kernels, dispatch)
+    assert max(sum(kernels), len(kernels) * dispatch) * (1 - 1e-12) <= time
+    assert time <= (sum(kernels) + len(kernels) * dispatch) * (1 + 1e-12)
+    assert time <= issued_time(kernels, dispatch + more) * (1 + 1e-12)
+
+
+def test_steps_that_wait_launch_each():
+    """A work of ten steps takes nine launches more."""
+    work = Work(0, 1e6, 1e6, Kind.REDUCTION, "f32")
+    assert work_time(work._replace(steps=10), H100) == pytest.approx(work_time(work, H100) + 9 * H100.launch_latency_s)

@@ -1,0 +1,73 @@
+"""tests cost_models/device.py."""
+
+import pytest
+
+from cost_models import constants
+from cost_models.compute import attention_time
+from cost_models.device import device
+from cost_models.errors import HardwareFileError, UnknownHardwareError
+from cost_models.work import AttentionShape
+
+DEVICES = constants.names("devices")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_is_complete(name):
+    """An efficiency for each peak, fractions below one, and a fused attention on every accelerator."""
+    unit = device(name)
+    assert set(unit.matmul.efficiency) == set(unit.peak_flops)
+    assert all(0 < share <= 1 for share in (*unit.matmul.efficiency.values(), unit.memory_efficiency))
+    for kernel in unit.attention.values():
+        assert 0 < kernel.backward.efficiency <= kernel.forward.efficiency <= 1
+    assert unit.attention or name.startswith("cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if not name.startswith("cpu")])
+def test_peaks_follow_the_precision(name):
+    """Fewer bits are never slower, and 16 bit formats are alike where the device has both."""
+    peaks = device(name).peak_flops
+    ladder = [peaks[dtype] for dtype in ("f64", "f32", "tf32", "f16", "f8") if dtype in peaks]
+    assert ladder == sorted(ladder)
+    assert peaks.get("bf16", peaks["f16"]) == peaks["f16"]
+
+
+def test_what_is_not_confirmed_carries_an_interval():
+    """Its value lies within; what says that it was not measured always has one."""
+    for folder in ("devices", "nodes", "architectures", "fabrics", "networks", "software"):
+        for name in constants.names(folder):
+            for path, constant in constants.load(folder, name).constants.items():
+                unsure = "not measured" in constant.source or "no measurement" in constant.source
+                if constant.interval is not None:
+                    assert constant.interval[0] <= constant.value <= constant.interval[1], (name, path)
+                else:
+                    assert not unsure, (name, path)
+
+
+def test_an_interval_around_another_value_is_refused():
+    """The message shows both."""
+    table = {"value": 1.0, "unit": "B", "source": "a source", "date": "2026-01-01", "interval": [2, 3]}
+    with pytest.raises(HardwareFileError, match=r"interval=\[2, 3\].*value=1\.0"):
+        constants.parse({"memory_bytes": table}, "mine.toml")
+
+
+def test_uncertain_constants_are_listed():
+    """The L4's sustained rate is not measured in our sources."""
+    assert "matmul.efficiency.bf16" in constants.load("devices", "l4").uncertain()
+
+
+def test_another_attention_kernel_can_be_used():
+    """FlashAttention-3 is faster than 2 on an H100; an A100 has only the latter."""
+    shape = AttentionShape(16, 8192, 8192, 128, 128, causal=True)
+    h100 = device("h100_sxm")
+    assert attention_time(shape, "bf16", h100.with_attention("flash3")) < attention_time(shape, "bf16", h100)
+    with pytest.raises(UnknownHardwareError, match=r"'flash3'.*flash2.*attention\.flash3"):
+        device("a100_sxm_80gb").with_attention("flash3")
+
+
+def test_dispatch_is_named():
+    """Eager, compiled, graph; a CPU is its own host."""
+    h100 = device("h100_sxm")
+    assert h100.dispatch("eager") > h100.dispatch("compiled") > h100.dispatch("graph") > 0
+    assert device("cpu_laptop").dispatch("eager") == 0
+    with pytest.raises(UnknownHardwareError, match=r"dispatch\.lazy"):
+        h100.dispatch("lazy")
