@@ -8,7 +8,7 @@ from torch import nn
 
 import autoshard
 import passes.pipeline
-from autoshard.cluster import candidate_meshes
+from autoshard.cluster import candidate_meshes, local_cluster
 
 
 def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +28,51 @@ def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharded.plan in planned
     torch.testing.assert_close(sharded(x), nn.functional.linear(x, model.weight, model.bias))
     assert len(planned) == len(candidate_meshes(cluster))
+
+
+def test_a_cluster_is_put_together_from_parts() -> None:
+    """Hardware without a name of its own: 64 A100 40GB on RoCE with 200 Gbit/s each."""
+    cluster = autoshard.Cluster.of(
+        "a100_sxm_40gb", 64, devices_per_node=8, network="roce_v2", network_bytes_per_s_per_device=25e9
+    )
+    assert isinstance(cluster, autoshard.Cluster)
+    assert (cluster.size, cluster.nodes, cluster.device.name) == (64, 8, "a100_sxm_40gb")
+    assert cluster.node.inter is not None
+    assert cluster.node.inter.bandwidth_bytes_per_s == 25e9
+    assert autoshard.Cluster.of("l4", 2, devices_per_node=8).devices_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("h900", 8), "h900"),
+        (("a100_sxm_40gb", 12), "12 devices"),
+        (("a100_sxm_40gb", 16), "no network"),
+    ],
+)
+def test_parts_that_do_not_exist_are_named(arguments: tuple[str, int], message: str) -> None:
+    """As one error of ours, whatever the part."""
+    with pytest.raises(autoshard.UnknownHardwareError, match=message):
+        autoshard.Cluster.of(*arguments, devices_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("driver", "node"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100_sxm_40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100_sxm_80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100_pcie_80gb"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100_sxm"),
+        ("NVIDIA GB200", "gb200_nvl72"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_this_machine_is_known_by_its_driver(monkeypatch: pytest.MonkeyPatch, driver: str, node: str) -> None:
+    """The more specific name wins: an L40S is no L4."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: driver)
+    monkeypatch.setattr("autoshard.cluster.world_size", lambda: 4)
+    assert local_cluster(autoshard.Mesh({"data": 4})).node.name == node
