@@ -13,7 +13,9 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    best under all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997),
    come next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, after `max_rounds`, or
-   when the time is up; then improve the choice one variable at a time.
+   when most of the time is up.
+4. Where memory binds: take the choices of least Lagrangian that do not fit, and change in each the variable that costs
+   least per byte that it saves at the peak, until it fits. Last, improve the best choice one variable at a time.
 """
 
 from __future__ import annotations
@@ -60,14 +62,23 @@ class DualSearch:
         state = _State(problem, usage, row_at)
         for choice in start:
             state.offer(choice)
-        deadline = time.monotonic() + self.time_limit_s
+        start_s = time.monotonic()
+        ends = [start_s + share * self.time_limit_s for share in _SHARES]
         for _ in range(self.max_rounds):
             state.round()
-            if state.gap() <= self.tolerance or state.has_stalled() or time.monotonic() > deadline:
+            if state.gap() <= self.tolerance or state.has_stalled() or time.monotonic() > ends[0]:
                 break
-        state.polish(deadline)
+        if state.gap() > self.tolerance:
+            state.repair(ends[1])
+        state.polish(ends[2])
         return state.solution()
 
+
+_SHARES = (0.75, 0.9, 1.0)
+"""Until when rounds, repairs and single changes go on, as parts of the time."""
+
+_REPAIRS = 3
+"""Choices that are repaired."""
 
 _PASSES = 4
 """Message passes between two moves of the multipliers."""
@@ -84,7 +95,7 @@ class _State:
     rows: dict[int, MemoryRow] = field(default_factory=dict)
     multipliers: dict[int, float] = field(default_factory=dict)
     best_multipliers: dict[int, float] = field(default_factory=dict)
-    cuts: list[tuple[float, np.ndarray]] = field(default_factory=list)
+    cuts: list[tuple[float, np.ndarray, tuple[int, ...]]] = field(default_factory=list)
     best: tuple[int, ...] | None = None
     best_cost: float = np.inf
     bound: float = -np.inf
@@ -122,7 +133,7 @@ class _State:
         used, cost = self.usage(choice), self.problem.cost_of(choice)
         if not np.isfinite(cost):
             return
-        self.cuts.append((cost, used))
+        self.cuts.append((cost, used, tuple(choice)))
         peak = int(np.argmax(used))
         if used[peak] > self.problem.limit:
             if peak not in self.rows and len(self.rows) < _MOST_ROWS:
@@ -134,11 +145,53 @@ class _State:
         if not self.rows or not self.cuts:
             return
         points = sorted(self.rows)
-        slack = np.array([used[points] - self.problem.limit for _, used in self.cuts])
-        ideal = _best_multipliers(np.array([cost for cost, _ in self.cuts]), slack)
+        slack = np.array([used[points] - self.problem.limit for _, used, _ in self.cuts])
+        ideal = _best_multipliers(np.array([cost for cost, _, _ in self.cuts]), slack)
         previous = np.array([self.best_multipliers.get(point, 0.0) for point in points])
         self.multipliers = dict(zip(points, (0.5 * (previous + ideal)).tolist(), strict=True))
         self.messages.weigh({point: (self.rows[point], self.multipliers[point]) for point in points})
+
+    def repair(self, deadline: float) -> None:
+        """Make some choices fit that nearly do."""
+        over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit]
+        for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
+            fitting = self._fitting(choice, deadline)
+            if fitting is not None:
+                self.offer(fitting)
+
+    def _lagrangian(self, cost: float, used: np.ndarray) -> float:
+        return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
+
+    def _fitting(self, choice: tuple[int, ...], deadline: float) -> tuple[int, ...] | None:
+        """The choice after the cheapest changes that make it fit; None if none do, or not in time."""
+        used = self.usage(choice)
+        while used.max() > self.problem.limit:
+            peak = int(np.argmax(used))
+            row = self.rows[peak] if peak in self.rows else self.row_at(peak)
+            for variable, option in self._savings(row, choice, float(used[peak] - self.problem.limit)):
+                changed = (*choice[:variable], option, *choice[variable + 1 :])
+                after = self.usage(changed)
+                if after[peak] < used[peak] and after.max() <= used.max():
+                    choice, used = changed, after
+                    break
+            else:
+                return None
+            if time.monotonic() > deadline:
+                return None
+        return choice
+
+    def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
+        """Changes of one variable that save memory in a row, the cheapest by the byte first."""
+        found: list[tuple[float, int, int]] = []
+        for variable, sizes in row.variables.items():
+            saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
+            if saved.max() > 0:
+                costs = self.messages.costs_given_neighbours(variable, choice)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    price = np.where(saved > 0, (costs - costs[choice[variable]]) / saved, np.inf)
+                option = int(price.argmin())
+                found.append((float(price[option]), variable, option))
+        return [(variable, option) for _, variable, option in sorted(found)]
 
     def polish(self, deadline: float) -> None:
         """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
@@ -155,9 +208,9 @@ class _State:
             if costs[option] >= costs[self.best[variable]] * (1 - 1e-12):
                 return False
             tried = (*self.best[:variable], int(option), *self.best[variable + 1 :])
-            over = any(row.bytes_of(tried, self.problem.edges) > self.problem.limit for row in self.rows.values())
-            if not over and self.usage(tried).max() <= self.problem.limit:
-                self.best, self.best_cost = tried, self.problem.cost_of(tried)
+            if self.usage(tried).max() <= self.problem.limit:
+                self.best_cost += float(costs[option] - costs[self.best[variable]])
+                self.best = tried
                 return True
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 
-from passes.assignment import Assignment
+from passes.assignment import Assignment, Edge, MemoryRow
 from passes.dual_search import DualSearch
 from passes.messages import Messages
 from passes.smallest_peak import choice_of_smallest_peak
@@ -52,6 +52,14 @@ def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assig
 
 
 def _row(problem: Assignment, point: int):
-    from passes.assignment import MemoryRow
-
     return problem.rows[point] if problem.rows else MemoryRow(0.0, {}, {})
+
+
+def test_a_choice_that_nearly_fits_is_repaired() -> None:
+    """After a single round nothing fits yet; the cheapest changes per byte make it fit."""
+    costs = tuple(np.array([0.0, price]) for price in (1.0, 2.0, 5.0))
+    row = MemoryRow(0.0, {variable: np.array([10.0, 1.0]) for variable in range(3)}, {})
+    problem = Assignment(costs, (Edge(0, 1, np.zeros((2, 2))),), (row,), limit=15.0)
+    found = DualSearch(max_rounds=1)(problem, usage_of(problem), lambda point: row)
+    assert found is not None
+    assert (found.choice, found.cost) == ((1, 1, 0), 3.0)

@@ -1,9 +1,10 @@
 """Run one architecture on a simulated mesh, under a memory limit that forces parameters to be split.
 
 In order: (1) trace; (2) find the smallest peak memory that the planner knows a plan for, and that of a plan without
-splits, and set the limit between them, near the smallest; (3) plan under it; (4) lower, and prove the lowered program
-equal to the traced one; (5) run forward and backward on the simulator through `ShardedModule`, as a user would;
-(6) compare the loss and every gradient with one device.
+splits, and set the limit between them, near the smallest; (3) search for the fastest plan under it; (4) lower, and
+prove preparation, lowered program and phases equal to what was traced, as `autoshard.compile` does; (5) run forward and
+backward on the simulator through `ShardedModule`, as a user would; (6) compare the loss and every gradient with one
+device.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from autoshard.runtime.engine import Engine, SimulatorEngine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.tracing import check_guards, trace
+from passes.assignment import Solution
 from passes.build_assignment import PlanningProblem
-from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem, prepare
+from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
 from passes.search import Search
 from passes.smallest_peak import choice_of_smallest_peak
 from passes.verify_phases import verify_phases
+from passes.verify_preparation import verify_preparation
 from passes.verify_program import verify_program
 from tests.zoo.architecture import Architecture
 
 MESH = Mesh({"data": 2, "model": 2})
 
-SLACK = 0.15
-"""How far the memory limit is from the smallest peak towards that of an unsplit plan."""
+SLACKS = (0.15, 0.05, 0.0)
+"""How far the memory limit is from the smallest peak towards that of an unsplit plan: the first that forces a split."""
 
 TOLERANCE, ROUNDING, LOOSEST = 1e-5, 4.0, 1e-4
 """A relative error is at most 1e-5; where one device's own rounding (float32 against float64) is more than a quarter of
@@ -60,6 +63,9 @@ class Result:
         parameters, split: tensors of the model, and how many of them the plan splits.
         error: largest relative error of the loss and gradients, and `worst`, the tensor that has it.
         rounding: the same of one device in float32 against float64.
+        memory: the limit under which it was planned, as a share of the peak of a plan without splits.
+        gap: how far the plan's predicted time is from the proven bound, as a share of it; 0 if no search was made.
+        date: when it was run.
         reason: why it did not pass; empty if it did. `traceback`: of the exception that ended it.
     """
 
@@ -74,6 +80,9 @@ class Result:
     error: float = 0.0
     rounding: float = 0.0
     worst: str = ""
+    memory: float = 0.0
+    gap: float = 0.0
+    date: str = ""
     reason: str = ""
     traceback: str = ""
 
@@ -97,7 +106,7 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
     Raises:
         Exception: whatever a stage raises; the last result that was reported says which one.
     """
-    result = Result(architecture.name, str(architecture.family))
+    result = Result(architecture.name, str(architecture.family), date=time.strftime("%Y-%m-%d"))
     compiler = TightCompiler(time_budget_s, result, report)
     compiler.enter("build")
     model, inputs = architecture.build()
@@ -189,12 +198,13 @@ class TightCompiler:
         program = trace(request.model, request.args, dict(request.kwargs), all_tangents=request.all_tangents)
         self.result.nodes = len(program.graph.nodes)
         self.enter("plan")
-        chosen = plan_tightly(program, self.time_budget_s)
+        chosen = plan_tightly(program, self.time_budget_s, self.result)
         self._note(program, chosen)
         self.enter("lower")
         phased = lower_program(program, chosen, local_cluster(MESH))
         self.enter("verify")
-        verify_program(prepare(program), phased.lowered)
+        verify_preparation(program, phased.lowered.traced)
+        verify_program(phased.lowered.traced, phased.lowered)
         verify_phases(phased)
         self.enter("run")
         return CompiledProgram(phased, chosen)
@@ -205,29 +215,39 @@ class TightCompiler:
 
     def _note(self, program: Program, chosen: Plan) -> None:
         self.result.parameters = len(chosen.parameters)
-        self.result.split = sum(not item.spec.is_fully_replicated for item in chosen.parameters.values())
+        self.result.split = _count_split(chosen)
         names = {name for name, _ in chosen.replicated_operators}
         calls = [str(node.target) for node in program.graph.nodes if str(node.target) in names]
         self.result.replicated = {name: calls.count(name) for name in sorted(names)}
 
 
-def plan_tightly(program: Program, time_budget_s: float) -> Plan:
-    """A plan under a memory limit that is near the smallest there is a plan for."""
+def plan_tightly(program: Program, time_budget_s: float, result: Result) -> Plan:
+    """A plan under a memory limit that is near the smallest there is a plan for; notes in `result` what it found."""
     cluster = local_cluster(MESH)
     options = PlanOptions(time_budget_s=time_budget_s, with_baselines=False)
     planning = planning_problem(program, MESH, cluster, options)
-    smallest = choice_of_smallest_peak(planning.assignment, planning.usage, planning.memory_row)
-    options = replace(options, memory_budget=_tight_limit(planning, smallest))
-    if time_budget_s <= 0:
-        return plan_of_choice(planning, smallest, planning.assignment.cost_of(smallest), None, cluster, options)
-    solution = Search(options.memory_budget, time_budget_s)(planning)
-    return plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    choice = choice_of_smallest_peak(planning.assignment, planning.usage, planning.memory_row)
+    smallest, unsplit = (float(planning.usage(found).max()) for found in (choice, _unsplit(planning)))
+    frugal = Solution(choice, planning.assignment.cost_of(choice), 0.0)
+    chosen = _plan_of(planning, frugal, options)
+    for slack in SLACKS if time_budget_s > 0 else ():
+        limit = smallest + slack * max(0.0, unsplit - smallest)
+        solution = Search(limit, time_budget_s)(planning, start=[frugal])
+        chosen = _plan_of(planning, solution, replace(options, memory_budget=limit))
+        result.gap = 1.0 - solution.lower_bound / solution.cost if solution.cost else 0.0
+        result.memory = limit / unsplit if unsplit else 0.0
+        if _count_split(chosen):
+            break
+    return chosen
 
 
-def _tight_limit(planning: PlanningProblem, smallest: Sequence[int]) -> float:
-    """Bytes per device: a bit over the smallest peak that is found, well below that of a plan without splits."""
-    low, high = (float(planning.usage(choice).max()) for choice in (smallest, _unsplit(planning)))
-    return low + SLACK * max(0.0, high - low)
+def _plan_of(planning: PlanningProblem, solution: Solution, options: PlanOptions) -> Plan:
+    return plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, local_cluster(MESH), options)
+
+
+def _count_split(plan: Plan) -> int:
+    """How many parameters a plan splits."""
+    return sum(not item.spec.is_fully_replicated for item in plan.parameters.values())
 
 
 def _unsplit(planning: PlanningProblem) -> tuple[int, ...]:

@@ -18,12 +18,19 @@ COLUMNS = (
     "trace s",
     "plan s",
     "lower s",
+    "verify s",
+    "run s",
+    "memory",
+    "gap",
     "split",
     "error",
     "rounding",
     "runs whole",
     "result",
 )
+
+
+_STAGES = ("trace", "plan", "lower", "verify", "run")
 
 
 def row(result: Result) -> tuple[str, ...]:
@@ -34,7 +41,9 @@ def row(result: Result) -> tuple[str, ...]:
         result.name,
         result.family,
         str(result.nodes or ""),
-        *(f"{result.seconds[stage]:.1f}" if stage in result.seconds else "" for stage in ("trace", "plan", "lower")),
+        *(f"{result.seconds[stage]:.1f}" if stage in result.seconds else "" for stage in _STAGES),
+        f"{result.memory:.0%}" if result.memory else "",
+        f"{result.gap:.0%}" if result.gap else "",
         f"{result.split}/{result.parameters}" if result.parameters else "",
         f"{result.error:.1e}" if compared else "",
         f"{result.rounding:.1e}" if compared and result.rounding else "",
@@ -63,12 +72,12 @@ def markdown(results: Sequence[Result], known: int) -> str:
         "and all gradients; the error is relative to the largest element of each tensor). Rounding is the same error",
         "of one device in float32 against float64: where it is large, the model is ill-conditioned, and the limit of",
         "the error, 1e-5, becomes four times the rounding, at most 1e-4.",
-        "With `--search-seconds 0` the plan is the one of the smallest peak that is found, without a search for the",
-        "fastest within the limit; the kept results were made so. Where the columns lower s and",
-        "rounding are empty, the lowered program was run but not yet proven.",
+        "Memory is the limit per device, as a share of the peak of a plan without splits; gap, how far the predicted",
+        "time of the plan that was found is from the proven bound, as a share of it. Each lowered program was proven",
+        "equal to the traced one before it ran.",
         "",
         f"{summary(results)}; the table has {known}.",
-        f"{MESH}, torch {torch.__version__}, transformers {transformers.__version__}.",
+        f"{_dates(results)}; {MESH}, torch {torch.__version__}, transformers {transformers.__version__}.",
         "",
         "## What does not pass",
         "",
@@ -94,6 +103,11 @@ def summary(results: Sequence[Result]) -> str:
     families = Counter(result.family for result in results if result.passed)
     parts = ", ".join(f"{count} {family}" for family, count in families.items())
     return f"{sum(result.passed for result in results)} of {len(results)} architectures pass ({parts})"
+
+
+def _dates(results: Sequence[Result]) -> str:
+    dates = Counter(result.date or "an earlier day" for result in results)
+    return "Run on " + ", ".join(f"{date} ({count})" for date, count in sorted(dates.items()))
 
 
 def _ranking(results: Sequence[Result]) -> list[str]:
