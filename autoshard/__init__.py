@@ -25,6 +25,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P, PartitionSpec
+from autoshard.pricing import price
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
@@ -55,6 +56,7 @@ __all__ = [
     "compile",
     "infer_rule",
     "plan",
+    "price",
     "sharding_rule",
     "verify",
 ]

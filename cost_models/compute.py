@@ -164,7 +164,7 @@ def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
     """The fastest tile's time: waves of tiles at the device's rate, without launch and memory."""
     m, n, k, batch = shape
     curve = device.matmul
-    rate = device.matmul_rate(dtype)
+    rate = device.matmul_rate(dtype) / _misaligned_slowdown(n, k, dtype)
     if curve.units == 1 and curve.tile_m == curve.tile_n == 1:
         return 2 * batch * m * n * k / rate
     depth = k + curve.tile_overhead_bytes / ITEMSIZE[dtype]
@@ -173,6 +173,21 @@ def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
         waves = ceil_div(batch * ceil_div(m, tile_m) * ceil_div(n, tile_n), curve.units)
         best = min(best, waves * cost)
     return best * curve.units * depth / rate
+
+
+ALIGNED_BYTES = 16
+MISALIGNED_SLOWDOWN = 6.0
+"""Rows of operands that do not start at multiples of 16 bytes are loaded element by element, and tensor cores wait, or
+are not used (NVIDIA, Matrix Multiplication Background User's Guide, section 3). The slowdown is that of BigScience's
+heads of 108, 150 and 450 beside those of 144 and 216 (train/tr11-176B-ml/chronicles-prequel.md: 118 s with heads of
+144, 157 s with heads of 108, all else equal)."""
+
+
+def _misaligned_slowdown(n: int, k: int, dtype: str) -> float:
+    """How much slower a product on tensor cores is whose rows, of n or k elements, are not aligned; single ones are."""
+    if dtype not in ("bf16", "f16", "f8") or 1 in (n, k):
+        return 1.0
+    return 1.0 if n * ITEMSIZE[dtype] % ALIGNED_BYTES == k * ITEMSIZE[dtype] % ALIGNED_BYTES == 0 else MISALIGNED_SLOWDOWN
 
 
 @lru_cache(maxsize=256)

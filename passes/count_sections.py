@@ -390,7 +390,7 @@ _ALONE = frozenset({
     aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
     aten._fused_rms_norm_backward.default, aten.embedding.default, aten.embedding_dense_backward.default,
     aten.index_select.default, aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
-    aten.sum.dim_IntList,
+    aten.sum.dim_IntList, torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
 })  # fmt: skip
 """Those of them that stand alone."""
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind, Program
-from autoshard.tracing.shorten import BlockList
+from autoshard.tracing import BlockList
 from passes.canonicalize import Canonicalize, is_view
 
 BEFORE, AFTER = "before", "after"
@@ -33,6 +33,7 @@ class FoldedProgram:
         section_of: node name to section: "before", "after", "list:kind", or "" for blocks that others stand for.
         blocks: the section of every block of the whole model, in order.
         parameters: section to names of the parameters' placeholders that belong to it.
+        lists: the lists of blocks.
     """
 
     single: Program
@@ -40,6 +41,23 @@ class FoldedProgram:
     section_of: Mapping[str, str]
     blocks: tuple[str, ...]
     parameters: Mapping[str, tuple[str, ...]]
+    lists: tuple[BlockList, ...] = ()
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """The qualified names, in the whole model, of the parameters that a parameter of the short one stands for.
+
+        None for a parameter of a block that another block stands for.
+        """
+        for item in self.lists:
+            prefix, _, rest = name.removeprefix(f"{item.path}.").partition(".")
+            if name.startswith(f"{item.path}.") and prefix.isdigit():
+                kind = item.kinds[item.kept[int(prefix)]]
+                last = max(index for index, position in enumerate(item.kept) if item.kinds[position] == kind)
+                if int(prefix) != last:
+                    return ()
+                alike = (position for position, other in enumerate(item.kinds) if other == kind)
+                return tuple(f"{item.path}.{position}.{rest}" for position in alike)
+        return (name,)
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -58,7 +76,7 @@ def fold_program(single: Program, double: Program, lists: Sequence[BlockList]) -
     places = _places(lists)
     section_of = _sections(single, places)
     parameters = _parameters(single, places, section_of)
-    return FoldedProgram(single, twin, section_of, _all_blocks(lists), parameters)
+    return FoldedProgram(single, twin, section_of, _all_blocks(lists), parameters, tuple(lists))
 
 
 def is_layout(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -64,6 +65,18 @@ class PricedModel:
         if self._space is None:
             self._space = axis_space(self.folded.single)
         return self._space
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of the folded program."""
+        return self.folded.single.digest()
+
+    @cached_property
+    def tokens(self) -> int:
+        """Elements of the first integer input of one sequence; 0 without such an input."""
+        program = self.folded.single
+        values = (program.nodes[slot.node].meta["val"] for slot in program.inputs_of(InputKind.INPUT))
+        return next((value.numel() for value in values if not value.dtype.is_floating_point), 0)
 
     def sections(self, kind: RecipeKind) -> Mapping[str, Section]:
         """The sections under the layouts of a kind of recipe."""

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -177,11 +177,13 @@ def section_time(
     totals = {}
     for name, (times, gather_s) in parts.items():
         alone = sum(times.values())
-        together = model.beside(alone, gather_s)
+        together = model.beside(alone, gather_s) if recipe.overlap_parameters else alone + gather_s
         totals[name] = together
         shown = _sum(shown, {axis: value for axis, value in times.items() if axis != "compute"})
         shown = _sum(shown, {"data": together - alone})
-    late = price.backward.busy.weight_gradient_s * model.matmul_slowdown
+    summing = memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
+    totals["backward"] += summing
+    late = price.backward.busy.weight_gradient_s * model.matmul_slowdown + summing
     late = min(late, totals["backward"] - recompute)
     return SectionTime(totals["forward"], totals["backward"] - recompute, recompute, late, shown)
 
@@ -241,15 +243,31 @@ def slowdown(group: GroupLinks, model: StepModel) -> float:
     return model.network_slowdown if group.inter is not None else model.fabric_slowdown
 
 
+def pieces(total_bytes: float, recipe: Recipe) -> int:
+    """In how many collectives so many bytes are exchanged."""
+    return max(1, round(total_bytes / recipe.bucket_bytes))
+
+
+def _in_pieces(
+    exchange: Callable[[float, GroupLinks], float],
+    total_bytes: float,
+    group: GroupLinks,
+    recipe: Recipe,
+    model: StepModel,
+) -> float:
+    """Seconds of exchanging bytes in pieces of the recipe's size."""
+    count = pieces(total_bytes, recipe)
+    return count * exchange(total_bytes / count, group) * slowdown(group, model)
+
+
 def sharded_time(price: SectionPrice, recipe: Recipe, groups: Groups, model: StepModel) -> tuple[float, float]:
     """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after."""
     if recipe.zero < 3:
         return 0.0, 0.0
     weights, gradients = price.parameters * 2, price.parameters * GRADIENT_BYTES[recipe.gradient_dtype]
-    factor = slowdown(groups.zero, model)
-    gather = all_gather_time(weights, groups.zero) * factor
-    scatter = reduce_scatter_time(gradients, groups.zero) * factor
-    outer = all_reduce_time(gradients / groups.zero.size, groups.outer) * slowdown(groups.outer, model)
+    gather = _in_pieces(all_gather_time, weights, groups.zero, recipe, model)
+    scatter = _in_pieces(reduce_scatter_time, gradients, groups.zero, recipe, model)
+    outer = _in_pieces(all_reduce_time, gradients / groups.zero.size, groups.outer, recipe, model)
     return gather, gather + scatter + outer
 
 
@@ -335,7 +353,7 @@ def _send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Gro
     return sent
 
 
-_EXACT_ROUNDS = 3
+_EXACT_ROUNDS = 2
 """Micro-batches per pipeline rank up to which a step is simulated whole."""
 
 
@@ -400,19 +418,28 @@ def exchange_times(
     """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements."""
     gradient = GRADIENT_BYTES[recipe.gradient_dtype]
     reduce_s = gather_s = 0.0
-    if recipe.zero < 3:
-        if recipe.zero == 0:
-            reduce_s = all_reduce_time(dense * gradient, groups.replicas) * slowdown(groups.replicas, model)
-        elif groups.zero.size == groups.replicas.size:
-            reduce_s = reduce_scatter_time(dense * gradient, groups.zero) * slowdown(groups.zero, model)
-        else:
-            reduce_s = all_reduce_time(dense * gradient, groups.replicas) * slowdown(groups.replicas, model)
-        if recipe.zero:
-            gather_s = all_gather_time(dense * 2, groups.zero) * slowdown(groups.zero, model)
-    if expert and groups.expert_replicas.size > 1:
-        factor = slowdown(groups.expert_replicas, model)
-        reduce_s += all_reduce_time(expert * gradient, groups.expert_replicas) * factor
+    if recipe.zero in (1, 2) and groups.zero.size == groups.replicas.size:
+        reduce_s = _in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, model)
+    elif recipe.zero < 3:
+        reduce_s = _in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, model)
+    if recipe.zero in (1, 2):
+        gather_s = _in_pieces(all_gather_time, dense * 2, groups.zero, recipe, model)
+    if expert:
+        reduce_s += _in_pieces(all_reduce_time, expert * gradient, groups.expert_replicas, recipe, model)
     return reduce_s, gather_s
+
+
+def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:
+    """Bytes moved to add a micro-batch's gradients to those before it, or, under ZeRO-3, to lay them out for reduction.
+
+    Gradients come in two bytes an element and are added to a sum that is read and written. FSDP copies them into its
+    flat buffer, and casts that to the dtype in which it reduces.
+    """
+    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
+    elements = price.parameters + price.expert_parameters
+    if recipe.zero == 3:
+        return elements * (4 + (2 + gradient if gradient > 2 else 0))
+    return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0
 
 
 _STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
@@ -423,7 +450,14 @@ def update_bytes(recipe: Recipe) -> float:
     parameter written."""
     state = 8 * _STATE_PASSES[recipe.optimizer]
     master = 8 if recipe.master_weights else 2
-    return state + master + GRADIENT_BYTES[recipe.gradient_dtype] + 2
+    clipping = GRADIENT_BYTES[recipe.gradient_dtype]
+    once = state + master + GRADIENT_BYTES[recipe.gradient_dtype] + 2
+    return (once if recipe.fused else UNFUSED_UPDATE * once) + clipping
+
+
+UNFUSED_UPDATE = 3
+"""How often an optimizer that runs operator by operator moves what a fused one moves once: AdamW's decay, two moments,
+denominator and update are about 90 bytes an element in place of 30 (torch.optim, for-each implementation)."""
 
 
 def model_flops(sections: Mapping[str, SectionPrice], blocks: Sequence[str], recipe: Recipe) -> float:

@@ -7,7 +7,7 @@ admit, in program order:
 1. Inputs are as the axis asks (split along the sequence, or whole). Parameters are free until their first reader.
 2. A call takes the strategy that moves the fewest bytes, given how its operands lie. Parameters do not move. What a
    policy forbids costs infinitely much; among equals the strategy that splits more wins.
-3. A partial value is reduced where it is first needed whole or split, and stays so. A gathered one is not kept.
+3. A partial value is reduced at its first use but by views and sums, and stays so. A gathered one is not kept.
 4. If an activation that is split because of a parameter must be gathered again in the forward, splitting that parameter
    was a mistake (a norm, or a router's softmax, needs all of it): that parameter stays whole, and 1 starts again.
 
@@ -154,7 +154,8 @@ class _Propagation:
                 continue
             read = [(link.tail, link.result) for link in links.get(name, [])]
             for index in range(len(site.results)):
-                self.base[name, index] = self.base[read[0]] if site.is_alias and read else (name, index)
+                is_same = site.is_alias and read and self._size((name, index)) == self._size(read[0])
+                self.base[name, index] = self.base[read[0]] if is_same else (name, index)
             blamed = self._call(site, read)
             if blamed:
                 return blamed
@@ -249,11 +250,29 @@ class _Propagation:
             cuts += have != need and cost == 0
         if math.isinf(moved):
             return (math.inf,)
+        if self.policy.exchanges:
+            return self._exchange_cost(strategy, read, moved)
         if not free and all(self._have(key) in (None, WHOLE) for key in read):
             cuts += any(spec.axes for spec in strategy.outputs)
         is_split = sum(bool(spec.dims) for spec in strategy.outputs)
         is_astray = any(self._is_astray((site.name, index), spec) for index, spec in enumerate(strategy.outputs))
-        return (-free, is_astray, moved, cuts, is_split if _is_lookup(site) else -is_split)
+        is_late = self._carries_on(site, strategy)
+        return (-free, is_astray, is_late, moved, cuts, is_split if _is_lookup(site) else -is_split)
+
+    def _exchange_cost(self, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
+        """Only what reads something split is split, and nothing is partial: experts keep to themselves."""
+        specs = (*strategy.inputs, *strategy.outputs)
+        is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
+        if any(spec.is_partial for spec in specs) or (not is_inside and any(spec.dims for spec in specs)):
+            return (math.inf,)
+        return (moved, sum(bool(spec.dims) for spec in specs))
+
+    def _carries_on(self, site: Site, strategy: Strategy) -> bool:
+        """Whether activations stay partial through more than views and sums: they are reduced where they are made."""
+        if site.is_alias or (site.name, 0) in self.gradients:
+            return False
+        partial = [need.is_partial for need in strategy.inputs]
+        return any(partial) and not (all(partial) and len(partial) > 1)
 
     def _is_astray(self, key: _Key, spec: PartitionSpec) -> bool:
         """Whether a parameter's gradient would not lie as the parameter does (but for a reduction)."""
@@ -265,7 +284,7 @@ class _Propagation:
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
     def _move_cost(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> float:
-        if have == need or self._is_gathered(key, need, site):
+        if have == need or self._is_gathered(key, need, site) or _reads_shape_only(site):
             return 0.0
         size = self._size(key)
         if need.is_partial or (key[0] in self.parameters and not need.is_fully_replicated):
@@ -305,18 +324,23 @@ class _Propagation:
         if have is None:
             self._settle(key, need)
             return frozenset()
-        if have == need or self._is_gathered(key, need, site):
+        if have == need or self._is_gathered(key, need, site) or _reads_shape_only(site):
             return frozenset()
         if have.dims and not self._is_sequence(key, have) and site.phase == "forward" and self.policy.splits_parameters:
             return frozenset(name for name in self.origins[key] if self.policy.parameters.get(name) is None)
         self._record(key, site.name, have, need)
         if have.is_partial:
             self.reduced[self.base[key]] = need
+        elif self.policy.exchanges:
+            self.gathered.add((self.base[key], ""))
         elif need == WHOLE:
             self.gathered.add((self.base[key], site.phase))
         return frozenset()
 
     def _is_gathered(self, key: _Key, need: PartitionSpec, site: Site) -> bool:
+        """Whether a copy is there already: gathered in this phase, or exchanged at any time before."""
+        if self.policy.exchanges:
+            return (self.base[key], "") in self.gathered
         return need == WHOLE and (self.base[key], site.phase) in self.gathered
 
     def _record(self, key: _Key, reader: str, have: PartitionSpec, need: PartitionSpec) -> None:
@@ -367,6 +391,16 @@ def _kind(have: PartitionSpec, need: PartitionSpec) -> MoveKind | None:
     if have.dims:
         return MoveKind.EXCHANGE if need.dims else MoveKind.GATHER
     return None
+
+
+def _reads_shape_only(site: Site) -> bool:
+    return site.node is not None and site.node.target in _FACTORIES
+
+
+_FACTORIES = frozenset({
+    torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default, torch.ops.aten.new_full.default,
+    torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default, torch.ops.aten.empty_like.default,
+})  # fmt: skip
 
 
 def _is_lookup(site: Site) -> bool:

@@ -36,9 +36,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "passes": _LEAVES,
     "autoshard.cluster": _LEAVES,
     "autoshard.api": (*_LEAVES, "passes", "autoshard.cluster"),
+    "autoshard.pricing": (*_LEAVES, "passes"),
     "autoshard.cli": (*_LEAVES, "passes", "autoshard.api", "autoshard"),
     "autoshard.testing": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster"),
-    "autoshard": (*_LEAVES, "autoshard.api", "autoshard.cluster"),
+    "autoshard": (*_LEAVES, "autoshard.api", "autoshard.cluster", "autoshard.pricing"),
 }
 
 # Private torch modules without a public twin that hold still across releases: the type of an operator, trees.

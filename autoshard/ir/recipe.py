@@ -48,11 +48,14 @@ class Recipe:
         master_weights: the optimizer keeps parameters in float32.
         offload: what lies in the host's memory: "none", "optimizer" (its state), "parameters" (with it).
         overlap_gradients: gradients are reduced while the backward of the last micro-batch runs.
-        overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs.
+        overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs, ZeRO-3 gathers each block's
+            while the block before it runs.
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
         overlap_pipeline: activations are sent between stages while others are computed.
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
-        fused: chains of memory-bound operators run as one kernel each.
+        bucket_bytes: gradients and parameters are exchanged in pieces of about this size, at least one for each block
+            under ZeRO-3.
+        fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
         cuda_graph: kernels are launched from a captured graph.
 
     Raises:
@@ -89,6 +92,7 @@ class Recipe:
     overlap_tensor: bool = True
     overlap_pipeline: bool = False
     overlap_expert: bool = False
+    bucket_bytes: int = 200_000_000
     fused: bool = True
     cuda_graph: bool = False
 
@@ -175,7 +179,7 @@ class Recipe:
 
 _COUNTS = (
     *("data", "tensor", "context", "expert", "expert_tensor", "pipeline", "virtual_stages", "micro_batch"),
-    *("zero_group", "global_batch"),
+    *("zero_group", "global_batch", "bucket_bytes"),
 )
 _CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),

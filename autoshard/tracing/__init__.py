@@ -4,6 +4,7 @@ The one folder that uses private interfaces of torch.
 """
 
 from autoshard.tracing.guards import check_guards
+from autoshard.tracing.shorten import BlockList, ShortModel, shorten
 from autoshard.tracing.trace import trace
 
-__all__ = ["check_guards", "trace"]
+__all__ = ["BlockList", "ShortModel", "check_guards", "shorten", "trace"]

@@ -84,7 +84,7 @@ class Decoder(nn.Module):
             x = F.dropout(x, self.shape.dropout, self.training)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
+        logits = self.head(self.norm(x)).float()  # as every framework does: the loss is computed in float32
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 

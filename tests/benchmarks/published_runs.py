@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Framework:
         bias: of linear layers in models with learned positions or LayerNorm.
         overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Recipe`.
         gradient_dtype: None: that of the model.
+        bucket_bytes: see `Recipe`. InternEvo broadcasts each tensor by itself, FSDP gathers a block at a time.
     """
 
     dropout: float = 0.0
@@ -39,6 +40,7 @@ class Framework:
     overlap_tensor: bool = True
     overlap_pipeline: bool = False
     gradient_dtype: str | None = "f32"
+    bucket_bytes: int = 200_000_000
 
 
 _MEGATRON_2020 = Framework(
@@ -47,13 +49,13 @@ _MEGATRON_2020 = Framework(
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
 _MEGATRON_CORE = Framework(overlap_pipeline=True)
 FRAMEWORKS: Mapping[str, Framework] = {
-    "mosaicml": Framework(fused=False, bias=False),
+    "mosaicml": Framework(fused=False, bias=False, bucket_bytes=10**12),
     "bigscience": _MEGATRON_2020,
     "megatron-2020": _MEGATRON_2020,
     "sc21-table1": _MEGATRON_2020,
-    "sc21-table2": _MEGATRON_2020,
+    "sc21-table2": replace(_MEGATRON_2020, bucket_bytes=900_000_000),
     "korthikanti": _MEGATRON_2022,
-    "internevo": Framework(gradient_dtype="bf16"),
+    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=45_000_000),
     "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
@@ -104,7 +106,7 @@ def model_shape(row: Row) -> DecoderShape:
         norm_bias=model["arch"] == "gpt",
         bias=framework.bias and model["arch"] == "gpt",
         dropout=framework.dropout if row["task"] == "pretrain" else 0.0,
-        fused_attention=(row["attention"] or "flash").startswith("flash"),
+        fused_attention=(row["attention"] or "").startswith("flash"),
         window=model["sliding_window"]["window"] if model.get("sliding_window") else None,
         experts=None if moe is None else Experts(
             moe["n_experts"], moe["topk"], moe["moe_ffn"], moe["shared_ffn"], moe["dense_layers"]
@@ -143,6 +145,7 @@ def recipe_of(row: Row) -> Recipe:
         overlap_parameters=framework.overlap_parameters,
         overlap_tensor=framework.overlap_tensor,
         overlap_pipeline=framework.overlap_pipeline,
+        bucket_bytes=framework.bucket_bytes,
         overlap_expert=bool(plan.get("moe_a2a_overlap")),
         fused=framework.fused,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",

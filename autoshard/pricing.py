@@ -1,0 +1,112 @@
+"""`price`: what an expert's recipe would cost, by the same rules, propagation and cost models as our own plans."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard import tracing
+from autoshard.errors import RecipeError, TraceError
+from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.step import StepModel
+
+if TYPE_CHECKING:
+    from passes.price_model import PricedModel
+
+ExampleInputs = Sequence[Any] | Mapping[str, Any]
+
+_TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
+"""Models that were priced before, by model, shapes of inputs and loss."""
+
+
+def price(
+    model: nn.Module,
+    cluster: Cluster,
+    recipe: Recipe,
+    *,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    step_model: StepModel | None = None,
+) -> Plan:
+    """What a training step takes under a recipe, and where everything lies; nothing is run.
+
+    The model is traced once for given shapes, blocks that are alike once; further recipes are arithmetic.
+    The recipe fixes specs of parameters, inputs and what passes between blocks; all others follow by propagation.
+
+    Args:
+        model: any module; it may be on meta. Its blocks are the entries of its module lists.
+        cluster: as many devices as the recipe needs.
+        recipe: the expert's plan.
+        example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
+            how large it is does not matter, the recipe says how many sequences are run.
+        loss_fn: for a model that returns no loss, see `compile`.
+        step_model: how kernels and collectives do in a step, beside how they do alone; default: as in published runs.
+
+    Returns:
+        A plan on the recipe's mesh, with `predicted` filled in. It says where the program's values lie, for one block
+        of each kind; it is for reading and comparing, not for `compile`.
+
+    Raises:
+        RecipeError: the recipe does not fit the model or the cluster.
+        TraceError: the model cannot be traced, or does other things for two sequences than for one.
+
+    Example:
+        >>> from autoshard import Cluster
+        >>> block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> batch = (torch.zeros(1, 64),)
+        >>> plan = price(block, Cluster("h100_sxm", 1, 2), Recipe(tensor=2), example_inputs=batch, loss_fn=torch.sum)
+        >>> plan.parameters["0.weight"].spec
+        P('tensor')
+    """
+    from passes.recipe_plan import recipe_plan
+
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+    return recipe_plan(_priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
+
+
+def _priced_model(
+    model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None
+) -> PricedModel:
+    """The folded form of a model, from before if it was priced with such inputs already."""
+    key = (_describe(example_inputs), loss_fn, model.training)
+    known = _TRACED.setdefault(model, {})
+    if key not in known:
+        known[key] = _fold(model, example_inputs, loss_fn)
+    return known[key]
+
+
+def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
+    from passes.fold_program import fold_program
+    from passes.price_model import PricedModel
+
+    short = tracing.shorten(model)
+    programs = []
+    for batch in (1, 2):
+        resized = pytree.tree_map(lambda leaf, batch=batch: _resized(leaf, batch), example_inputs)
+        args, kwargs = ((), dict(resized)) if isinstance(resized, Mapping) else (tuple(resized), {})
+        with torch.enable_grad():
+            programs.append(tracing.trace(short.model, args, kwargs, loss_fn=loss_fn))
+    return PricedModel(fold_program(*programs, short.lists))
+
+
+def _resized(leaf: Any, batch: int) -> Any:
+    """An input with another number of sequences; nothing but its shape and dtype count."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.ndim == 0:
+        raise TraceError("price(...): an input has no dims; the first dim of every input must be the batch.")
+    return torch.zeros((batch, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+
+def _describe(example_inputs: ExampleInputs) -> object:
+    leaves, tree = pytree.tree_flatten(example_inputs)
+    shapes = tuple((tuple(x.shape[1:]), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+    return shapes, str(tree)

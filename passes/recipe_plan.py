@@ -1,0 +1,148 @@
+"""The plan of a recipe: specs of the program's values on the recipe's mesh, and what the cost models say of the step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import NodePlan, ParameterPlan, Plan, Prediction
+from autoshard.ir.program import InputKind, OutputKind, describe
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster
+from cost_models.intervals import step_time_uncertainty
+from cost_models.step import StepModel, fitted
+from passes.price_memory import WEIGHT_BYTES, memory_price
+from passes.price_model import PricedModel, RecipeKind
+from passes.price_recipe import model_flops, recipe_groups, share_out, step_price
+from passes.propagate_axis import AXIS, AxisLayout
+
+
+def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None) -> Plan:
+    """The plan of a recipe.
+
+    Args:
+        priced: the traced model.
+        recipe: the recipe.
+        cluster: as large as the recipe needs.
+        model: of the step; default: the fitted one.
+
+    Raises:
+        RecipeError: see `autoshard.price`.
+    """
+    start = time.monotonic()
+    prediction = predict_recipe(priced, recipe, cluster, model)
+    kind = RecipeKind.of(recipe)
+    mesh = recipe_mesh(recipe)
+    layouts = priced.layouts(kind)
+    program = priced.folded.single
+    return Plan(
+        mesh=mesh,
+        program_digest=priced.digest,
+        inputs={
+            slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)
+        },
+        nodes=_node_plans(priced, layouts),
+        outputs={f"output {slot.name}": PartitionSpec() for slot in program.outputs_of(OutputKind.OUTPUT)},
+        parameters=_parameter_plans(priced, layouts, recipe, mesh),
+        predicted=prediction,
+        objective=prediction.step_time_s,
+        lower_bound=None,
+        search_time_s=time.monotonic() - start,
+        hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
+    )
+
+
+def predict_recipe(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None) -> Prediction:
+    """What a step takes under a recipe. See `recipe_plan`."""
+    model = fitted() if model is None else model
+    groups = recipe_groups(recipe, cluster)
+    stages = share_out(priced.folded.blocks, recipe)
+    sections = priced.section_prices(recipe, cluster)
+    step = step_price(sections, stages, recipe, groups, cluster, model)
+    memory = memory_price(sections, stages, recipe, groups, step.in_flight)
+    flops = model_flops(sections, priced.folded.blocks, recipe)
+    peak = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
+    uncertainty = step_time_uncertainty("gpu")
+    return Prediction(
+        step_time_s=step.time_s,
+        peak_memory_bytes=memory.total,
+        breakdown=step.breakdown,
+        memory_breakdown=memory.parts,
+        tokens_per_s=priced.tokens * recipe.batch / step.time_s if priced.tokens else None,
+        mfu=flops / step.time_s / peak,
+        overlaps=True,
+        step_time_interval_s=None if uncertainty is None else uncertainty.interval(step.time_s),
+        interval_coverage=None if uncertainty is None else uncertainty.coverage,
+    )
+
+
+def recipe_mesh(recipe: Recipe) -> Mesh:
+    """The mesh of a recipe, slowest axis first, as Megatron-LM orders ranks; axes of one are left out.
+
+    The expert axis is the fastest part of data x context, which is then called "data".
+    """
+    axes = {"pipeline": recipe.pipeline, "data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
+    if recipe.expert > 1:
+        outer = recipe.replicas // recipe.expert
+        axes = {"pipeline": recipe.pipeline, "data": outer, "expert": recipe.expert, "tensor": recipe.tensor}
+    return Mesh({axis: size for axis, size in axes.items() if size > 1} or {"data": 1})
+
+
+def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
+    """Specs of the calls of one block of each kind, and of the ends; batches are split over replicas beforehand."""
+    nodes = {}
+    for name, section in priced.folded.section_of.items():
+        known = {axis: layout for axis, layout in layouts.items() if name in layout.results}
+        if section and known:
+            inputs = tuple(zip(*(layout.operands.get(name, ()) for layout in known.values()), strict=True))
+            outputs = tuple(zip(*(layout.results[name] for layout in known.values()), strict=True))
+            axes = tuple(known)
+            nodes[name] = NodePlan(
+                tuple(combined(axes, specs) for specs in inputs), tuple(combined(axes, specs) for specs in outputs)
+            )
+    return nodes
+
+
+def combined(axes: tuple[str, ...], specs: tuple[PartitionSpec, ...]) -> PartitionSpec:
+    """One spec from those of single axes.
+
+    Example:
+        >>> combined(("context", "tensor"), (PartitionSpec(None, AXIS), PartitionSpec(None, AXIS)))
+        P(None, ('context', 'tensor'))
+    """
+    ndim = max((len(spec.dims) for spec in specs), default=0)
+    dims = [
+        tuple(axis for axis, spec in zip(axes, specs, strict=True) if AXIS in spec.axes_of(dim)) for dim in range(ndim)
+    ]
+    partial = {
+        axis: reduction.value
+        for axis, spec in zip(axes, specs, strict=True)
+        if (reduction := spec.reduction_over(AXIS)) is not None
+    }
+    return PartitionSpec(*dims, partial=partial)
+
+
+def _parameter_plans(
+    priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Recipe, mesh: Mesh
+) -> dict[str, ParameterPlan]:
+    """Every parameter of the whole model; ZeRO-3 splits the first dim over replicas too."""
+    nodes = priced.folded.single.nodes
+    plans: dict[str, ParameterPlan] = {}
+    shards = tuple(axis for axis in ("data", "expert", "context") if axis in mesh.axis_names)
+    for slot in priced.folded.single.inputs_of(InputKind.PARAMETER):
+        names = priced.folded.names_of(slot.name)
+        if not names:
+            continue
+        specs = tuple(layout.results[slot.node][0] for layout in layouts.values())
+        spec = combined(tuple(layouts), specs)
+        value = nodes[slot.node].meta["val"]
+        if recipe.zero == 3:
+            free = tuple(axis for axis in shards if axis not in spec.axes)
+            spec = PartitionSpec((*free, *spec.axes_of(0)), *spec.dims[1:])
+        shape = tuple(value.shape)
+        size = math.prod(spec.local_shape(shape, mesh)) * WEIGHT_BYTES[recipe.precision]
+        plans.update(dict.fromkeys(names, ParameterPlan(spec, shape, size)))
+    return plans

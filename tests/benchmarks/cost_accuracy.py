@@ -1,0 +1,267 @@
+"""How far predicted training steps are from published ones.
+
+Run: python -m tests.benchmarks.cost_accuracy [--write] [--quick]
+
+Every usable row of tests/data/published_runs.jsonl (copied from the project's shared data, each row with its source) is
+built as a model on meta and priced with `autoshard.price`. The numbers of `cost_models.step` are fitted to all sources
+but one, and the errors are those on the source that was left out; `--quick` uses the numbers in the data file instead.
+`--write` fits to all sources and writes the data files. Rows in 16 and in 8 bits are kept apart: the fit sees the former
+only. Sources are weighed equally. Peak memory is compared after an offset for each way of measuring it (what the driver,
+the libraries and the allocator hold besides tensors), fitted as the median of the rows of other plans.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+import autoshard
+from cost_models import constants
+from cost_models.constants import Constant
+from cost_models.intervals import Uncertainty, conformal
+from cost_models.step import StepModel, fitted
+from tests.benchmarks.accuracy_metrics import bias, mape, regret, spearman
+from tests.benchmarks.decoder import Decoder, DecoderShape
+from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
+from tests.benchmarks.step_fit import FITTED, Runs, fit_all, leave_one_out
+
+RUNTIME = Path(constants.__file__).parent / "data" / "runtime"
+GIB = 2**30
+LEAST_GROUP = 5
+
+
+@dataclass
+class Pricer:
+    """Prices rows with `autoshard.price`; models are built once."""
+
+    models: dict[DecoderShape, Decoder]
+
+    def plan(self, row: Row, step: StepModel | None) -> autoshard.Plan:
+        """The plan of a row's recipe."""
+        shape = model_shape(row)
+        if shape not in self.models:
+            with torch.device("meta"):
+                self.models[shape] = Decoder(shape).bfloat16()
+        tokens = torch.zeros(1, shape.sequence, dtype=torch.int64, device="meta")
+        return autoshard.price(
+            self.models[shape], cluster_of(row), recipe_of(row), example_inputs=(tokens, tokens), step_model=step
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A row with what was predicted for it, by a model that did not see its source, and the errors of other sources."""
+
+    row: Row
+    predicted_s: float
+    uncertainty: Uncertainty
+
+    @property
+    def source(self) -> str:
+        """The key of the row's source."""
+        return self.row["source"]["key"]
+
+    @property
+    def log_error(self) -> float:
+        """log(predicted / measured)."""
+        return math.log(self.predicted_s / measured_s(self.row))
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the measurement lies in the interval."""
+        low, high = self.uncertainty.interval(self.predicted_s)
+        return low <= measured_s(self.row) <= high
+
+
+def measured_s(row: Row) -> float:
+    """Seconds of the row's step, or of its layer's forward and backward."""
+    if row["kind"] == "layer":
+        return (row["measured"]["layer_fwd_ms"] + row["measured"]["layer_bwd_ms"]) / 1000
+    return row["derived"]["step_time_s"]
+
+
+def timed_rows(rows: Sequence[Row]) -> list[Row]:
+    """Rows of whole steps of pretraining that were timed."""
+    return [row for row in rows if row["kind"] == "train_step" and row["task"] == "pretrain"
+            and row["derived"]["step_time_s"] is not None]  # fmt: skip
+
+
+def left_out_results(
+    pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]
+) -> tuple[list[Result], list[Result], StepModel]:
+    """Results of `rows`, each source by a fit to the others; of `extra`, by the fit to all; and that fit."""
+    sources = [row["source"]["key"] for row in rows]
+    start = StepModel()
+    runs = Runs(sources, [measured_s(row) for row in rows], lambda index, model: _time(pricer, rows[index], model))
+    whole = fit_all(runs, start)
+    fits = leave_one_out(runs, start, whole)
+    times = [_time(pricer, row, fits[source]) for row, source in zip(rows, sources, strict=True)]
+    results = _with_uncertainty(rows, times)
+    everything = conformal_by_source(results, leaving_out=None)
+    more = [Result(row, _time(pricer, row, whole[0]), everything) for row in extra]
+    return results, more, whole[0]
+
+
+def quick_results(
+    pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]
+) -> tuple[list[Result], list[Result], StepModel]:
+    """Results of the numbers in the data file, which were fitted to these rows."""
+    results = _with_uncertainty(rows, [_time(pricer, row, fitted()) for row in rows])
+    everything = conformal_by_source(results, leaving_out=None)
+    return results, [Result(row, _time(pricer, row, fitted()), everything) for row in extra], fitted()
+
+
+def _time(pricer: Pricer, row: Row, model: StepModel) -> float:
+    return pricer.plan(row, model).predicted.step_time_s
+
+
+def _with_uncertainty(rows: Sequence[Row], times: Sequence[float]) -> list[Result]:
+    blank = Uncertainty(0.0, 0.9)
+    first = [Result(row, seconds, blank) for row, seconds in zip(rows, times, strict=True)]
+    by_source = {item.source: conformal_by_source(first, leaving_out=item.source) for item in first}
+    return [Result(item.row, item.predicted_s, by_source[item.source]) for item in first]
+
+
+def conformal_by_source(results: Sequence[Result], *, leaving_out: str | None) -> Uncertainty:
+    """The 90 % interval that the errors of the other sources bear out, each source with the same weight."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for item in results:
+        if item.source != leaving_out:
+            errors[item.source].append(abs(item.log_error))
+    return conformal([_quantile(sorted(values), place / 40) for values in errors.values() for place in range(1, 40)])
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def group_of(row: Row) -> tuple[object, ...]:
+    """Rows of one group share model, sequence length and cluster, and differ in plan."""
+    hardware = row["hardware"]
+    return row["source"]["key"], row["model"]["name"], row["model"]["seq_len"], hardware["gpu"], hardware["n_gpus"]
+
+
+def per_token(item: Result) -> tuple[float, float]:
+    """Predicted and measured seconds per sequence: what ranks plans with different batches."""
+    return item.predicted_s / item.row["global_batch"], measured_s(item.row) / item.row["global_batch"]
+
+
+def report(title: str, results: Sequence[Result]) -> list[str]:
+    """A table of errors by source."""
+    lines = [f"## {title}", "", "| source | rows | MAPE | bias | 90 % interval covers |", "|---|---|---|---|---|"]
+    by_source: dict[str, list[Result]] = defaultdict(list)
+    for item in results:
+        by_source[item.source].append(item)
+    table = {}
+    for source, items in by_source.items():
+        errors = [item.log_error for item in items]
+        covered = statistics.fmean(item.is_covered for item in items)
+        table[source] = (mape(errors), bias(errors), covered)
+        lines.append(f"| {source} | {len(items)} | {mape(errors):.1%} | {bias(errors):+.1%} | {covered:.0%} |")
+    means = [statistics.fmean(column) for column in zip(*table.values(), strict=True)]
+    lines.append(f"| **sources equally** | {len(results)} | {means[0]:.1%} | {means[1]:+.1%} | {means[2]:.0%} |")
+    return [*lines, ""]
+
+
+def rank_report(results: Sequence[Result]) -> list[str]:
+    """Rank correlation and regret in every group of enough rows."""
+    groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
+    for item in results:
+        groups[group_of(item.row)].append(item)
+    lines = ["| group | rows | Spearman | regret |", "|---|---|---|---|"]
+    found = []
+    for group, items in groups.items():
+        if len(items) >= LEAST_GROUP:
+            predicted, measured = zip(*map(per_token, items), strict=True)
+            found.append((spearman(predicted, measured), regret(predicted, measured)))
+            label = " ".join(map(str, group))
+            lines.append(f"| {label} | {len(items)} | {found[-1][0]:.2f} | {found[-1][1]:.1%} |")
+    if found:
+        good = sum(rho >= 0.9 for rho, _ in found)
+        lines.append(f"| **{good} of {len(found)} groups at 0.9** | | {statistics.fmean(r for r, _ in found):.2f} | "
+                     f"{statistics.fmean(r for _, r in found):.1%} |")  # fmt: skip
+    return [*lines, ""]
+
+
+def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
+    """Error of peak memory, by source and definition, after an offset for each definition."""
+    by_definition: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        measured = row["measured"].get("peak_mem_gib")
+        if measured is not None and is_16_bit(row):
+            predicted = pricer.plan(row, None).predicted.peak_memory_bytes / GIB
+            by_definition[row["source"]["key"], row["measured"]["mem_definition"]].append((predicted, measured))
+    lines = [
+        "| source | definition | rows | offset, GiB | mean error | mean error without offset |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (source, definition), pairs in by_definition.items():
+        errors = []
+        for place, (predicted, measured) in enumerate(pairs):
+            others = [b - a for index, (a, b) in enumerate(pairs) if index != place]
+            errors.append(abs((predicted + statistics.median(others or [0.0])) / measured - 1))
+        offset = statistics.median(b - a for a, b in pairs)
+        plain = statistics.fmean(abs(a / b - 1) for a, b in pairs)
+        lines.append(
+            f"| {source} | {definition} | {len(pairs)} | {offset:+.1f} | {statistics.fmean(errors):.1%} | {plain:.1%} |"
+        )
+    return [*lines, ""]
+
+
+def write_fit(model: StepModel, uncertainty: Uncertainty, sources: Sequence[str]) -> None:
+    """Write the data files of the step model and its interval."""
+    source = f"fit to 16-bit rows of tests/data/published_runs.jsonl: {', '.join(dict.fromkeys(sources))}"
+    date = time.strftime("%Y-%m-%d")
+    items = {}
+    for item in fields(StepModel):
+        key, unit = (item.name.removesuffix("_s"), "s") if item.name.endswith("_s") else (item.name, "1")
+        note = source if item.name in FITTED else "not fitted"
+        items[key] = Constant(round(getattr(model, item.name), 4), unit, note, date)
+    (RUNTIME / "step.toml").write_text(constants.dump({"name": "step"}, items), encoding="utf-8")
+    source = (
+        f"errors on sources left out of the fit, tests/benchmarks/cost_accuracy.py: {', '.join(dict.fromkeys(sources))}"
+    )
+    pair = {
+        "gpu.log_half_width": Constant(round(uncertainty.log_half_width, 4), "1", source, date),
+        "gpu.coverage": Constant(uncertainty.coverage, "1", source, date),
+    }
+    (RUNTIME / "step_time.toml").write_text(constants.dump({"name": "step_time"}, pair), encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> str:
+    """The report; see the module's docstring."""
+    rows = sorted(timed_rows(read_rows()), key=lambda row: str(model_shape(row)))
+    narrow = [row for row in rows if not is_16_bit(row)]
+    wide = [row for row in rows if is_16_bit(row)]
+    pricer = Pricer({})
+    evaluate = quick_results if "--quick" in arguments else left_out_results
+    results, eight, model = evaluate(pricer, wide, narrow)
+    if "--write" in arguments:
+        write_fit(model, conformal_by_source(results, leaving_out=None), [item.source for item in results])
+    how = "numbers of the data file" if "--quick" in arguments else "each source by a fit to the others"
+    numbers: Mapping[str, float] = {name: round(getattr(model, name), 3) for name in FITTED}
+    lines = [
+        f"# Accuracy of predicted steps ({time.strftime('%Y-%m-%d')}, torch {torch.__version__})",
+        "",
+        f"Fit to all sources: {numbers}",
+        "",
+        *report(f"16 bits, {how}", results),
+        *rank_report(results),
+        *report("8 bits, fit to all 16-bit sources", eight),
+        "## Peak memory",
+        "",
+        *memory_report(pricer, read_rows()),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(main(sys.argv[1:]) + "\n")

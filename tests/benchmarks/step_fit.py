@@ -1,0 +1,102 @@
+"""Fit the few numbers of `cost_models.step.StepModel` to published runs, and report on runs that took no part.
+
+Robust least squares in logarithms: every source has the same weight, errors beyond `_HUBER` count linearly, and each
+number is held to its prior (1 for factors) as strongly as `_PRIOR` says. One linearisation at the optimum for all
+sources serves the fits that leave one out: they differ little, and the predictions that are reported are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.step import StepModel
+
+Floats = NDArray[np.float64]
+FITTED = (
+    "matmul_slowdown", "attention_slowdown", "memory_slowdown", "fabric_slowdown", "network_slowdown", "interference",
+)  # fmt: skip
+_HUBER = 0.08
+_PRIOR = 0.004
+_STEP = 0.05
+_LARGEST_MOVE = 0.4
+
+Predict = Callable[[int, StepModel], float]
+"""Seconds of run `index` under a step model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Measured runs: their sources, times, and how to predict them."""
+
+    sources: Sequence[str]
+    measured_s: Sequence[float]
+    predict: Predict
+
+    def log_errors(self, model: StepModel) -> Floats:
+        """log(predicted / measured) of every run."""
+        times = enumerate(self.measured_s)
+        return np.array([math.log(self.predict(index, model) / measured) for index, measured in times])
+
+
+def fit_all(runs: Runs, start: StepModel, rounds: int = 3) -> tuple[StepModel, Floats, Floats]:
+    """The model fitted to all runs, with the errors and their derivatives in the logarithms of the numbers there."""
+    x = _logarithms(start)
+    for _ in range(rounds):
+        errors, slopes = _linearise(runs, _model(start, x))
+        x = x + _move(errors, slopes, _weights(runs.sources), x, _logarithms(start))
+    model = _model(start, x)
+    errors, slopes = _linearise(runs, model)
+    return model, errors, slopes
+
+
+def leave_one_out(runs: Runs, start: StepModel, whole: tuple[StepModel, Floats, Floats]) -> dict[str, StepModel]:
+    """For each source the model fitted to all others."""
+    model, errors, slopes = whole
+    at, prior = _logarithms(model), _logarithms(start)
+    result = {}
+    for source in dict.fromkeys(runs.sources):
+        others = np.array([name != source for name in runs.sources])
+        weights = _weights([name for name in runs.sources if name != source])
+        x = at.copy()
+        for _ in range(5):
+            predicted = errors[others] + slopes[others] @ (x - at)
+            x = x + _move(predicted, slopes[others], weights, x, prior)
+        result[source] = _model(start, x)
+    return result
+
+
+def _linearise(runs: Runs, model: StepModel) -> tuple[Floats, Floats]:
+    errors = runs.log_errors(model)
+    slopes = np.zeros((len(errors), len(FITTED)))
+    for column, name in enumerate(FITTED):
+        moved = replace(model, **{name: getattr(model, name) * math.exp(_STEP)})
+        slopes[:, column] = (runs.log_errors(moved) - errors) / _STEP
+    return errors, slopes
+
+
+def _move(errors: Floats, slopes: Floats, weights: Floats, x: Floats, prior: Floats) -> Floats:
+    """One step of Gauss and Newton on the reweighted squares."""
+    robust = weights * np.minimum(1.0, _HUBER / np.maximum(np.abs(errors), 1e-9))
+    pull = _PRIOR * robust.sum()
+    matrix = slopes.T @ (robust[:, None] * slopes) + pull * np.eye(len(x))
+    step = np.linalg.solve(matrix, -slopes.T @ (robust * errors) - pull * (x - prior))
+    return np.clip(step, -_LARGEST_MOVE, _LARGEST_MOVE)
+
+
+def _weights(sources: Sequence[str]) -> Floats:
+    counts: Mapping[str, int] = Counter(sources)
+    return np.array([1 / counts[source] for source in sources])
+
+
+def _logarithms(model: StepModel) -> Floats:
+    return np.array([math.log(getattr(model, name)) for name in FITTED])
+
+
+def _model(start: StepModel, x: Floats) -> StepModel:
+    return replace(start, **{name: math.exp(value) for name, value in zip(FITTED, x, strict=True)})

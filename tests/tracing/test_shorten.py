@@ -1,0 +1,74 @@
+"""Deep models are cut short where blocks are alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autoshard.tracing import shorten
+
+
+class Block(nn.Module):
+    """A residual layer that knows its own number."""
+
+    def __init__(self, size: int, index: int, window: int = 0) -> None:
+        super().__init__()
+        self.layer_index, self.window = index, window
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+class Deep(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.body.layers:  # type: ignore[union-attr]
+            x = layer(x)
+        return x
+
+
+def test_two_of_each_kind_stay() -> None:
+    """Blocks are alike but for their number; the model itself is left as it was."""
+    model = Deep([Block(4, index) for index in range(9)])
+    short = shorten(model)
+    (found,) = short.lists
+    assert (found.path, found.kinds, found.kept) == ("body.layers", (0,) * 9, (0, 1))
+    assert len(list(short.model.parameters())) == 4
+    assert len(list(model.parameters())) == 18
+
+
+def test_kinds_differ_by_attributes_and_shapes() -> None:
+    """Alternating windows are two kinds, and their order is kept."""
+    model = Deep([Block(4, index, window=7 * (index % 2)) for index in range(6)])
+    (found,) = shorten(model).lists
+    assert (found.kinds, found.kept) == ((0, 1, 0, 1, 0, 1), (0, 1, 2, 3))
+
+
+def test_an_attribute_that_happens_to_equal_the_position_of_one_block_still_counts() -> None:
+    """Only what numbers all blocks is ignored."""
+    model = Deep([Block(4, index, window=2) for index in range(5)])
+    assert shorten(model).lists[0].kinds == (0,) * 5
+
+
+def test_the_short_model_shares_parameters_and_computes() -> None:
+    """What is left are the very same blocks."""
+    model = Deep([Block(4, index) for index in range(5)])
+    x = torch.randn(2, 4)
+    layers = model.body.layers
+    assert isinstance(layers, nn.ModuleList)
+    assert torch.equal(shorten(model).model(x), layers[1](layers[0](x)))
+
+
+def test_none_keeps_everything() -> None:
+    """`kept=None` only describes the blocks."""
+    model = Deep([Block(4, index) for index in range(5)])
+    short = shorten(model, kept=None)
+    assert short.model is model
+    assert short.lists[0].kept == tuple(range(5))
