@@ -1,0 +1,328 @@
+"""Rules of pooling: batch and channels are parallel; spatial dims are split with halos (see `autoshard.rules.halo`).
+
+Adaptive pooling is split where its windows are all alike. All backwards are linear in the gradient, averages in the
+operand too. Indices of maxima count elements of the whole plane, without padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from autoshard.ir.reduction import identity_of
+from autoshard.ir.spec import Reduction
+from autoshard.rules.dims import named
+from autoshard.rules.halo import (
+    Halo,
+    Window,
+    counted,
+    each,
+    exchanged,
+    extend_all,
+    fold_all,
+    inner_padding,
+    sliding,
+    split_halos,
+    within,
+)
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Dims, Rule
+from autoshard.rules.registry import sharding_rule
+
+aten = torch.ops.aten
+
+_LINEAR = ((0,),)
+
+Ints = int | Sequence[int]
+
+
+def _rule(x: torch.Tensor, windows: Sequence[Window], operands: str, results: str, **options: Any) -> Rule:
+    """A rule whose tensors are planes of elements ("x") or of windows ("y")."""
+    batch = named(x.dim() - len(windows))
+    dims: dict[str, Dims] = {
+        "x": (*batch, *(window.elements for window in windows)),
+        "y": (*batch, *(window.windows for window in windows)),
+    }
+    return Rule(
+        (tuple(dims[name] for name in operands), tuple(dims[name] for name in results)),
+        sizes=within(windows),
+        blocked=tuple(within(windows)),
+        exchanged=exchanged(_halos(windows)),
+        padding={},
+        even=counted(windows),
+        **options,
+    )
+
+
+def _halos(windows: Iterable[Window]) -> list[Halo]:
+    return [window.halo for window in windows if window.fits]
+
+
+def _windows(
+    x: torch.Tensor, space: int, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
+) -> tuple[Window, ...]:
+    """The windows of each spatial dim. With `ceil_mode` the last may end anywhere, if it starts before the padding."""
+    first = x.dim() - space
+    options = [each(option, space) for option in (kernel, stride or kernel, padding, dilation)]
+    counts = [_count(*row, ceil_mode=ceil_mode) for row in zip(x.shape[first:], *options, strict=True)]
+    return sliding(x.shape[first:], counts, *options)
+
+
+def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, ceil_mode: bool) -> int:
+    free = size + 2 * padding - dilation * (kernel - 1) - 1
+    if not ceil_mode:
+        return free // stride + 1
+    count = -(-free // stride) + 1
+    return count - 1 if (count - 1) * stride >= size + padding else count
+
+
+def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[Window, ...]:
+    """Windows side by side where they divide the plane."""
+    pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
+    return tuple(
+        Window(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
+        for dim, (size, count) in enumerate(pairs)
+    )
+
+
+# Indices into planes.
+
+
+def _to_whole(context: LocalContext, indices: Any, windows: Sequence[Window], split: Sequence[Halo]) -> Any:
+    """Indices into the whole plane from those into the rank's piece with halos.
+
+    Where all of a window is the least number there is, the index is that of its first element, which in the rank's
+    piece may be padding; in the whole plane it is the first beyond the padding.
+    """
+    call, starts = context.call, {halo.dim: halo.start(context) for halo in split}
+    places = _places(context, indices, _extended_sizes(context, windows, split))
+    found = []
+    for window, place in zip(windows, places, strict=True):
+        if window.dim in starts:
+            place = call(aten.add.Scalar, place, starts[window.dim])
+            beyond = call(aten.remainder.Scalar, place, window.dilation)
+            place = call(aten.where.self, call(aten.lt.Scalar, place, 0), beyond, place)
+        found.append(place)
+    return _flat(context, found, [window.size for window in windows])
+
+
+def _to_piece(context: LocalContext, indices: Any, windows: Sequence[Window], split: Sequence[Halo]) -> Any:
+    """The inverse of `_to_whole`; what is not in the piece (0 in padding of the batch) becomes some index in it."""
+    starts = {halo.dim: halo.start(context) for halo in split}
+    places = _places(context, indices, [window.size for window in windows])
+    found = [
+        context.call(aten.sub.Scalar, place, starts[window.dim]) if window.dim in starts else place
+        for window, place in zip(windows, places, strict=True)
+    ]
+    sizes = _extended_sizes(context, windows, split)
+    return context.call(aten.clamp.default, _flat(context, found, sizes), 0, math.prod(sizes) - 1)
+
+
+def _extended_sizes(context: LocalContext, windows: Sequence[Window], split: Sequence[Halo]) -> list[int]:
+    """The sizes of the plane of which the rank's piece with halos consists."""
+    extended = {halo.dim: halo.extended_size(context) for halo in split}
+    return [extended.get(window.dim, window.size) for window in windows]
+
+
+def _places(context: LocalContext, indices: Any, sizes: Sequence[int]) -> list[Any]:
+    """The index along each dim of a plane from the flat index."""
+    places = []
+    for size in reversed(sizes[1:]):
+        places.append(context.call(aten.remainder.Scalar, indices, size))
+        indices = context.call(aten.div.Scalar_mode, indices, size, rounding_mode="floor")
+    return [indices, *reversed(places)]
+
+
+def _flat(context: LocalContext, places: Sequence[Any], sizes: Sequence[int]) -> Any:
+    flat = places[0]
+    for place, size in zip(places[1:], sizes[1:], strict=True):
+        flat = context.call(aten.add.Tensor, context.call(aten.mul.Scalar, flat, size), place)
+    return flat
+
+
+def _without_values(context: LocalContext, x: Any, operand: int, split: Sequence[Halo]) -> Any:
+    """A tensor like `x` with halos, for operators that only read its shape."""
+    if not split:
+        return x
+    shape = context.input_shape(operand)
+    for halo in split:
+        shape[halo.dim] = halo.extended_size(context)
+    return context.call(aten.new_empty.default, x, shape)
+
+
+# Maxima.
+
+
+def _max_pool(space: int) -> Callable[..., Rule]:
+    def rule(
+        x: torch.Tensor, kernel: Ints, stride: Ints = (), padding: Ints = 0, dilation: Ints = 1, ceil_mode: bool = False
+    ) -> Rule:
+        windows = _windows(x, space, kernel, stride, padding, dilation, ceil_mode)
+        fill = identity_of(Reduction.MAX, x.dtype)
+        return _rule(x, windows, "x", "yy", local=partial(_local_max_pool, windows=windows, fill=fill))
+
+    return rule
+
+
+def _local_max_pool(
+    context: LocalContext, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False, *, windows: Sequence[Window], fill: float,
+) -> Any:  # fmt: skip
+    if not (split := split_halos(context, _halos(windows))):
+        return context.default(x, kernel, stride, padding, dilation, ceil_mode)
+    padding = inner_padding(padding, len(windows), split)
+    x = extend_all(context, x, split, fill)
+    found = context.default(x, kernel, stride, padding, dilation, ceil_mode)
+    return found[0], _to_whole(context, found[1], windows, split)
+
+
+def _max_pool_backward(space: int) -> Callable[..., Rule]:
+    def rule(
+        grad: torch.Tensor, x: torch.Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool,
+        indices: torch.Tensor,
+    ) -> Rule:  # fmt: skip
+        windows = _windows(x, space, kernel, stride, padding, dilation, ceil_mode)
+        return _rule(x, windows, "yxy", "x", linear=_LINEAR, local=partial(_local_max_pool_backward, windows=windows))
+
+    return rule
+
+
+def _local_max_pool_backward(
+    context: LocalContext, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
+    indices: Any, *, windows: Sequence[Window],
+) -> Any:  # fmt: skip
+    if not (split := split_halos(context, _halos(windows))):
+        return context.default(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)
+    padding = inner_padding(padding, len(windows), split)
+    indices = _to_piece(context, indices, windows, split)
+    x = _without_values(context, x, 1, split)
+    gradient = context.default(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)
+    return fold_all(context, gradient, split)
+
+
+def _adaptive_max_pool(x: torch.Tensor, sizes: Sequence[int]) -> Rule:
+    windows = _adaptive_windows(x, sizes)
+
+    def local(context: LocalContext, x: Any, sizes: Any) -> Any:
+        found = context.default(x, _local_sizes(context, windows, sizes))
+        split = split_halos(context, _halos(windows))
+        return (found[0], _to_whole(context, found[1], windows, split)) if split else found
+
+    return _rule(x, windows, "x", "yy", local=local)
+
+
+def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
+    def rule(grad: torch.Tensor, x: torch.Tensor, indices: torch.Tensor) -> Rule:
+        windows = _adaptive_windows(x, grad.shape[-space:])
+
+        def local(context: LocalContext, grad: Any, x: Any, indices: Any) -> Any:
+            split = split_halos(context, _halos(windows))
+            return context.default(grad, x, _to_piece(context, indices, windows, split) if split else indices)
+
+        return _rule(x, windows, "yxy", "x", linear=_LINEAR, local=local)
+
+    return rule
+
+
+def _local_sizes(context: LocalContext, windows: Sequence[Window], sizes: Sequence[int]) -> list[int]:
+    """The number of windows that each rank has along each dim."""
+    pairs = zip(windows, sizes, strict=True)
+    return [context.local_size(window.factor) if window.fits else size for window, size in pairs]
+
+
+# Averages.
+
+
+def _average_windows(
+    x: torch.Tensor, space: int, kernel: Ints, stride: Ints, padding: Ints, ceil_mode: bool, counts_padding: bool,
+    divisor: int | None,
+) -> tuple[Window, ...]:  # fmt: skip
+    """Where windows divide by how many elements they have, those that reach into padding are not like the others."""
+    windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)
+    return tuple(
+        Window(
+            w.dim, w.size, w.count, w.kernel, w.stride, w.padding,
+            is_plain=divisor is not None or ((counts_padding or not w.padding) and w.halo.right <= w.padding),
+        )
+        for w in windows
+    )  # fmt: skip
+
+
+def _average_pool(space: int) -> Callable[..., Rule]:
+    def rule(
+        x: torch.Tensor, kernel: Ints, stride: Ints = (), padding: Ints = 0, ceil_mode: bool = False,
+        counts_padding: bool = True, divisor: int | None = None,
+    ) -> Rule:  # fmt: skip
+        windows = _average_windows(x, space, kernel, stride, padding, ceil_mode, counts_padding, divisor)
+        return _rule(x, windows, "x", "y", linear=_LINEAR, local=partial(_local_average_pool, windows=windows))
+
+    return rule
+
+
+def _local_average_pool(
+    context: LocalContext, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, *rest: Any,
+    windows: Sequence[Window],
+) -> Any:  # fmt: skip
+    if not (split := split_halos(context, _halos(windows))):
+        return context.default(x, kernel, stride, padding, *rest)
+    padding = inner_padding(padding, len(windows), split)
+    return context.default(extend_all(context, x, split, 0), kernel, stride, padding, *rest)
+
+
+def _average_pool_backward(space: int) -> Callable[..., Rule]:
+    def rule(
+        grad: torch.Tensor, x: torch.Tensor, kernel: Ints, stride: Ints, padding: Ints, ceil_mode: bool,
+        counts_padding: bool, divisor: int | None,
+    ) -> Rule:  # fmt: skip
+        windows = _average_windows(x, space, kernel, stride, padding, ceil_mode, counts_padding, divisor)
+        local = partial(_local_average_pool_backward, windows=windows)
+        return _rule(x, windows, "yx", "x", linear=_LINEAR, local=local)
+
+    return rule
+
+
+def _local_average_pool_backward(
+    context: LocalContext, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, *rest: Any,
+    windows: Sequence[Window],
+) -> Any:  # fmt: skip
+    split = split_halos(context, _halos(windows))
+    padding = inner_padding(padding, len(windows), split)
+    x = _without_values(context, x, 1, split)
+    return fold_all(context, context.default(grad, x, kernel, stride, padding, *rest), split)
+
+
+def _adaptive_average_pool(x: torch.Tensor, sizes: Sequence[int]) -> Rule:
+    windows = _adaptive_windows(x, sizes)
+
+    def local(context: LocalContext, x: Any, sizes: Any) -> Any:
+        return context.default(x, _local_sizes(context, windows, sizes))
+
+    return _rule(x, windows, "x", "y", linear=_LINEAR, local=local)
+
+
+def _adaptive_average_pool_backward(space: int) -> Callable[..., Rule]:
+    def rule(grad: torch.Tensor, x: torch.Tensor) -> Rule:
+        return _rule(x, _adaptive_windows(x, grad.shape[-space:]), "yx", "x", linear=_LINEAR)
+
+    return rule
+
+
+sharding_rule(aten.max_pool2d_with_indices.default)(_max_pool(2))
+sharding_rule(aten.max_pool3d_with_indices.default)(_max_pool(3))
+sharding_rule(aten.max_pool2d_with_indices_backward.default)(_max_pool_backward(2))
+sharding_rule(aten.max_pool3d_with_indices_backward.default)(_max_pool_backward(3))
+sharding_rule(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)(_adaptive_max_pool)
+sharding_rule(aten.adaptive_max_pool2d_backward.default)(_adaptive_max_pool_backward(2))
+sharding_rule(aten.adaptive_max_pool3d_backward.default)(_adaptive_max_pool_backward(3))
+sharding_rule(aten.avg_pool1d.default)(_average_pool(1))
+sharding_rule(aten.avg_pool2d.default)(_average_pool(2))
+sharding_rule(aten.avg_pool3d.default)(_average_pool(3))
+sharding_rule(aten.avg_pool2d_backward.default)(_average_pool_backward(2))
+sharding_rule(aten.avg_pool3d_backward.default)(_average_pool_backward(3))
+sharding_rule(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)(_adaptive_average_pool)
+sharding_rule(aten._adaptive_avg_pool2d_backward.default)(_adaptive_average_pool_backward(2))
+sharding_rule(aten._adaptive_avg_pool3d_backward.default)(_adaptive_average_pool_backward(3))

@@ -1,0 +1,118 @@
+"""Halo exchange: pieces with what neighbours send are pieces of the padded whole, and gradients find their way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import P
+from autoshard.rules.emit_local import FxLocalContext
+from autoshard.rules.halo import Window, exchanged, extend_all, fold_all, inner_padding, sliding, within
+from autoshard.rules.notation import Rule, bind
+from autoshard.runtime.boundary import shard
+from autoshard.runtime.simulator import simulate
+
+MESH = Mesh({"a": 2, "b": 3})
+OVER_ALL = ({"o1": ("a", "b")}, {"o2": ("b",), "o1": ("a",)}, {"o2": ("a", "b")})
+"""Splits that leave no two ranks with the same piece."""
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[Window, ...]:
+    """Windows along two dims, of sizes that pieces fit."""
+    found = []
+    for dim in (-2, -1):
+        stride, kernel, padding, dilation = (draw(st.integers(low, 3)) for low in (1, 1, 0, 1))
+        count = 6 * draw(st.integers(1, 2))
+        window = Window(dim, count * stride, count, kernel, stride, padding, dilation)
+        assume(window.halo.right > -stride and window.halo.least <= count // 6)
+        found.append(window)
+    return tuple(found)
+
+
+def _run(windows: tuple[Window, ...], splits: Any, value: Tensor, *, back: bool = False) -> list[Tensor]:
+    """Each rank's piece of `value`, extended by numbers -1; or each rank's gradient, folded."""
+    sides = ((tuple(w.elements for w in windows),), (tuple(w.windows for w in windows),))
+    rule = Rule(sides, sizes=within(windows), blocked=tuple(within(windows)))
+    shape = tuple(window.size for window in windows)
+    bound = bind(rule, [shape], [tuple(window.count for window in windows)])
+    graph = fx.Graph()
+    tracer = GraphAppendingTracer(graph)
+    context = FxLocalContext(None, bound, splits, MESH, tracer)
+    halos = [window.halo for window in windows if window.factor in splits]
+    operand = fx.Proxy(graph.placeholder("operand"), tracer)
+    result = fold_all(context, operand, halos) if back else extend_all(context, operand, halos, -1)
+    graph.output((result.node,))
+    spec, ranks = P(*(splits.get(window.factor) for window in windows)), range(MESH.size)
+    pieces = [_weights(windows, splits, rank) if back else shard(value, spec, MESH, rank) for rank in ranks]
+    return simulate(fx.GraphModule(torch.nn.Module(), graph), MESH, [pieces])[0]
+
+
+def _weights(windows: tuple[Window, ...], splits: Any, rank: int) -> Tensor:
+    """The gradient that a rank finds: numbers of its own."""
+    shape = [stop - start for start, stop in _ranges(windows, splits, rank)]
+    return torch.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape) * (rank + 1)
+
+
+def _ranges(windows: tuple[Window, ...], splits: Any, rank: int) -> list[tuple[int, int]]:
+    """What a rank needs along each dim, as indices into the whole."""
+    place, found = MESH.coordinates(rank), []
+    for window in windows:
+        axes = splits.get(window.factor, ())
+        if not axes:
+            found.append((0, window.size))
+            continue
+        index = 0
+        for axis in axes:
+            index = index * MESH.axis_size(axis) + place[axis]
+        count = window.count // MESH.shards(axes)
+        first, last = index * count, (index + 1) * count - 1
+        start = first * window.stride - window.padding
+        found.append((start, last * window.stride - window.padding + window.extent))
+    return found
+
+
+def _padded(value: Tensor) -> Tensor:
+    return torch.nn.functional.pad(value, (20, 20, 20, 20), value=-1)
+
+
+@given(windows=windows(), splits=st.sampled_from([*OVER_ALL, {"o1": ("a",)}, {"o2": ("b",)}]))
+def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[Window, ...], splits: Any) -> None:
+    """In one dim or two, over one axis or two; corners too."""
+    value = torch.arange(float(windows[0].size * windows[1].size)).reshape(windows[0].size, windows[1].size)
+    for rank, piece in enumerate(_run(windows, splits, value)):
+        (top, bottom), (left, right) = _ranges(windows, splits, rank)
+        assert torch.equal(piece, _padded(value)[top + 20 : bottom + 20, left + 20 : right + 20])
+
+
+@given(windows=windows(), splits=st.sampled_from(OVER_ALL))
+def test_gradients_are_added_where_elements_came_from(windows: tuple[Window, ...], splits: Any) -> None:
+    """Folding is the transpose of extending: each element gets what all ranks that read it found."""
+    whole = _padded(torch.zeros(windows[0].size, windows[1].size)) * 0
+    for rank in range(MESH.size):
+        (top, bottom), (left, right) = _ranges(windows, splits, rank)
+        whole[top + 20 : bottom + 20, left + 20 : right + 20] += _weights(windows, splits, rank)
+    spec = P(*(splits.get(window.factor) for window in windows))
+    for rank, piece in enumerate(_run(windows, splits, whole, back=True)):
+        assert torch.equal(piece, shard(whole[20:-20, 20:-20], spec, MESH, rank))
+
+
+def test_what_a_rule_says_of_windows() -> None:
+    """Three wide windows need a neighbour's element on either side; two wide ones side by side need none."""
+    (wide,) = sliding((8,), (8,), (3,), (1,), (1,))
+    assert (wide.halo.left, wide.halo.right) == (1, 1)
+    assert exchanged([wide.halo]) == {"o1": 1}
+    (side_by_side,) = sliding((8,), (4,), (2,), (2,), (0,))
+    assert exchanged([side_by_side.halo]) == {}
+    assert within([side_by_side]) == {"s1": 2}
+    (far,) = sliding((32,), (16,), (9,), (2,), (4,))
+    assert far.halo.least == 2
+    (narrower,) = sliding((8,), (6,), (3,), (1,), (0,))
+    assert not narrower.fits
+    assert inner_padding((2, 1), 2, [wide.halo]) == [2, 0]
