@@ -22,6 +22,8 @@ from cost_models.units import ceil_div
 from cost_models.work import AttentionShape, Kind, MatmulShape, Work
 
 _MEMORY_BOUND = frozenset({Kind.POINTWISE, Kind.REDUCTION, Kind.GATHER})
+_TENSOR_CORE_DTYPES = frozenset({"bf16", "f16", "f8"})
+ALIGNED_BYTES = 16  # that rows of operands start at for tensor cores: NVIDIA, Matrix Multiplication Guide, section 3
 ITEMSIZE = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
 
@@ -164,7 +166,9 @@ def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
     """The fastest tile's time: waves of tiles at the device's rate, without launch and memory."""
     m, n, k, batch = shape
     curve = device.matmul
-    rate = device.matmul_rate(dtype) / _misaligned_slowdown(n, k, dtype)
+    rate = device.matmul_rate(dtype)
+    if _is_misaligned(n, k, dtype):
+        rate /= curve.misaligned_slowdown
     if curve.units == 1 and curve.tile_m == curve.tile_n == 1:
         return 2 * batch * m * n * k / rate
     depth = k + curve.tile_overhead_bytes / ITEMSIZE[dtype]
@@ -175,19 +179,11 @@ def _product_time(shape: MatmulShape, dtype: str, device: Device) -> float:
     return best * curve.units * depth / rate
 
 
-ALIGNED_BYTES = 16
-MISALIGNED_SLOWDOWN = 6.0
-"""Rows of operands that do not start at multiples of 16 bytes are loaded element by element, and tensor cores wait, or
-are not used (NVIDIA, Matrix Multiplication Background User's Guide, section 3). The slowdown is that of BigScience's
-heads of 108, 150 and 450 beside those of 144 and 216 (train/tr11-176B-ml/chronicles-prequel.md: 118 s with heads of
-144, 157 s with heads of 108, all else equal)."""
-
-
-def _misaligned_slowdown(n: int, k: int, dtype: str) -> float:
-    """How much slower a product on tensor cores is whose rows, of n or k elements, are not aligned; single ones are."""
-    if dtype not in ("bf16", "f16", "f8") or 1 in (n, k):
-        return 1.0
-    return 1.0 if n * ITEMSIZE[dtype] % ALIGNED_BYTES == k * ITEMSIZE[dtype] % ALIGNED_BYTES == 0 else MISALIGNED_SLOWDOWN
+def _is_misaligned(n: int, k: int, dtype: str) -> bool:
+    """Whether rows of n or k elements, in a dtype of the tensor cores, start off `ALIGNED_BYTES`; single ones never."""
+    if dtype not in _TENSOR_CORE_DTYPES or 1 in (n, k):
+        return False
+    return any(extent * ITEMSIZE[dtype] % ALIGNED_BYTES for extent in (n, k))
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ class MatmulCurve:
     A tile's fill and drain cost as much as `tile_overhead_bytes` more of each row of its operands (k * itemsize).
     Smaller tiles load more per FLOP; `tile_load_share` of that excess is not hidden.
     `efficiency`: by dtype name, the fraction of peak reached in the limit of large sizes (power and issue limits).
+    `misaligned_slowdown`: how much longer a 16 or 8 bit product takes whose rows do not start at multiples of 16 bytes.
     """
 
     units: int
@@ -24,6 +25,7 @@ class MatmulCurve:
     tile_overhead_bytes: float
     tile_load_share: float
     efficiency: Mapping[str, float] = field(hash=False)
+    misaligned_slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ def read_device(file: HardwareFile, name: str) -> Device:
             tile_overhead_bytes=file.number("matmul.tile_overhead", "B"),
             tile_load_share=file.number("matmul.tile_load_share", "1"),
             efficiency=file.family("matmul.efficiency", "1"),
+            misaligned_slowdown=file.number("matmul.misaligned_slowdown", "1"),
         ),
         attention_efficiency=_plain_attention_efficiency(file),
         attention={name: _kernel(file, name) for name in _kernel_names(file)},
@@ -199,6 +202,7 @@ def device_numbers(unit: Device) -> dict[str, tuple[float, str]]:
         "matmul.tile_n": (unit.matmul.tile_n, "1"),
         "matmul.tile_overhead": (unit.matmul.tile_overhead_bytes, "B"),
         "matmul.tile_load_share": (unit.matmul.tile_load_share, "1"),
+        "matmul.misaligned_slowdown": (unit.matmul.misaligned_slowdown, "1"),
         **{f"matmul.efficiency.{dtype}": (value, "1") for dtype, value in unit.matmul.efficiency.items()},
         "attention_efficiency": (unit.attention_efficiency, "1"),
         **curves,

@@ -64,6 +64,7 @@ def _register(flops: Callable[[int, int], float], *names: str) -> None:
 
 
 _register(lambda n, _: n**3 / 3, "aten.cholesky.default", "aten.linalg_cholesky_ex.default")
+_register(lambda n, _: n**3 / 3, "aten.linalg_ldl_factor_ex.default", "aten.linalg_ldl_factor.default")
 _register(lambda n, _: 2 * n**3 / 3, "aten.cholesky_inverse.default")
 _register(lu_flops, "aten.linalg_lu_factor_ex.default", "aten.linalg_lu.default", "aten._linalg_det.default")
 _register(lu_flops, "aten._linalg_slogdet.default")
@@ -104,7 +105,7 @@ def _register_triangular(matrix: int, right: int, factor: float, *names: str) ->
 _register_triangular(0, 1, 1.0, "aten.linalg_solve_triangular.default")
 _register_triangular(1, 0, 1.0, "aten.triangular_solve.default")
 _register_triangular(1, 0, 2.0, "aten.cholesky_solve.default")
-_register_triangular(0, 2, 2.0, "aten.linalg_lu_solve.default")
+_register_triangular(0, 2, 2.0, "aten.linalg_lu_solve.default", "aten.linalg_ldl_solve.default")
 
 
 def _right_hand_sides(tensor: TensorInfo, rows: int) -> int:

@@ -21,6 +21,7 @@ def matrix(*shape: int, dtype: str = "f32") -> TensorInfo:
     ("name", "arguments", "factor"),
     [
         ("aten.linalg_cholesky_ex.default", (), 1 / 3),
+        ("aten.linalg_ldl_factor_ex.default", (), 1 / 3),
         ("aten.linalg_lu_factor_ex.default", (), 2 / 3),
         ("aten._linalg_det.default", (), 2 / 3),
         ("aten.linalg_inv_ex.default", (), 2),
