@@ -170,8 +170,8 @@ def _chain(message_bytes: float, group: GroupLinks) -> float:
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Bytes that leave a node once for all its members, and a pod once for all of its."""
-    network = _transfer(carried_bytes / group.per_node, group.inter)
+    """Bytes that leave a node once for all its members, over the cards in use, and a pod once for all of its."""
+    network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
 

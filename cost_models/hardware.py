@@ -351,8 +351,12 @@ def _wiring(file: HardwareFile, prefix: str = "") -> Wiring:
         raise HardwareFileError(
             f"{file.origin}: layout={text!r}; known: {', '.join(layout.value for layout in Layout)}."
         )
-    host = f"{prefix}host."
-    return Wiring(Layout(text), _link(file, host) if f"{host}bandwidth" in file.constants else None)
+    host, cards = f"{prefix}host.", f"{prefix}cards_per_collective"
+    return Wiring(
+        Layout(text),
+        _link(file, host) if f"{host}bandwidth" in file.constants else None,
+        cards_per_collective=int(file.number(cards, "devices")) if cards in file.constants else 0,
+    )
 
 
 def _network_wiring(file: HardwareFile, wiring: Wiring, prefix: str = "") -> Wiring:
@@ -383,6 +387,7 @@ def _cluster_numbers(cluster: Cluster) -> dict[str, tuple[float, str]]:
         "used_devices_per_node": (cluster.devices_per_node, "devices"),
         **device_numbers(cluster.device),
         **_link_numbers("intra.", node.intra),
+        "intra.cards_per_collective": (wiring.cards_per_collective, "devices"),
         "inter.devices_per_nic": (wiring.devices_per_nic, "devices"),
         "inter.nodes_per_pod": (wiring.nodes_per_pod, "nodes"),
         "inter.oversubscription": (wiring.oversubscription, "1"),

@@ -92,6 +92,7 @@ class Wiring:
         devices_per_nic: devices that share one network card; alone on a node, a device has the whole card.
         nodes_per_pod: nodes below one leaf of the network, with full bandwidth among them; 0 = all of them.
         oversubscription: bandwidth of a pod's cards over that of its way to the spine.
+        cards_per_collective: of a large node's devices, those whose cards one ring or tree uses at once; 0 = all.
     """
 
     layout: Layout = Layout.SWITCH
@@ -99,6 +100,7 @@ class Wiring:
     devices_per_nic: int = 1
     nodes_per_pod: int = 0
     oversubscription: float = 1.0
+    cards_per_collective: int = 0
 
 
 SWITCHED = Wiring()
@@ -150,6 +152,7 @@ class GroupLinks:
     `intra` is None unless per_node > 1, `inter` unless nodes > 1, `spine` (the share of a device when all traffic
     leaves the pod) unless the group spans pods whose way to the spine is oversubscribed. A group with an uneven share
     of ranks per node counts as one member per node: a flat ring over the network, the slower of the two readings.
+    `cards` of a node's members have a network card that a ring or tree uses; 0 stands for all of them.
     """
 
     size: int
@@ -159,6 +162,12 @@ class GroupLinks:
     inter: Link | None
     pods: int = 1
     spine: Link | None = None
+    cards: int = 0
+
+    @property
+    def used_cards(self) -> int:
+        """Members of each node whose network cards a ring or tree uses."""
+        return min(self.per_node, self.cards) if self.cards else self.per_node
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -226,7 +235,7 @@ def group_links(
     used = min(devices_per_node, math.prod(extent for _, extent in shape))
     card = inter.scaled(wiring.devices_per_nic / min(used, wiring.devices_per_nic))
     pods, spine = _spine(groups, devices_per_node, touched, card, wiring)
-    return GroupLinks(size, per_node, touched, inside, card, pods, spine)
+    return GroupLinks(size, per_node, touched, inside, card, pods, spine, wiring.cards_per_collective)
 
 
 def _check_mesh(shape: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices: int) -> None:

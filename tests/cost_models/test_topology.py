@@ -202,3 +202,14 @@ def test_networks_are_checked():
         kind.with_network(oversubscription=0.5)
     with pytest.raises(TopologyError, match="bytes_per_s_per_device=0"):
         kind.with_network(bytes_per_s_per_device=0)
+
+
+def test_a_ring_between_racks_uses_eight_cards():
+    """Two NVL72 racks: of 72 cards, a ring's bytes cross eight; an all-to-all uses all of them."""
+    rack = Cluster("gb200_nvl72", nodes=2)
+    links = rack.group_links({"a": 144}, ("a",))
+    assert (links.per_node, links.used_cards) == (72, 8)
+    wide = dataclasses.replace(links, cards=0)
+    assert all_gather_time(1e10, links) > 2 * all_gather_time(1e10, wide)
+    assert all_to_all_time(1e10, links) == all_to_all_time(1e10, wide)
+    assert Cluster("h100_sxm", nodes=2).group_links({"a": 16}, ("a",)).used_cards == 8
