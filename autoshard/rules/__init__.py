@@ -12,6 +12,7 @@ from torch.distributed.tensor import Placement
 
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import (  # noqa: F401  (each registers its rules)
+    arrangements,
     attention,
     batch_norm,
     convolution,

@@ -7,9 +7,11 @@ A rule for tensors of any rank cannot be one fixed string. It names the dims of 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import combinations
 
 import torch
 
+from autoshard.rules.carries import increasing, meaningful, moving
 from autoshard.rules.notation import Dims, Rule
 
 ONE: tuple[str, ...] = ()
@@ -98,3 +100,15 @@ def tensors(*values: object) -> list[torch.Tensor]:
 def moves(source: Dims, result: Dims, **options: object) -> Rule:
     """The rule of an operator that moves elements of one operand."""
     return Rule(((source,), (result,)), transparent=True, **options)  # type: ignore[arg-type]
+
+
+def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
+    """The rule of an operator whose every element is one of some operand, or zero.
+
+    Maxima and minima pass through any of the operands; of more than five, through one or through all.
+    """
+    together = tuple(range(len(xs)))
+    largest = len(xs) - 1 if len(xs) <= 5 else 1
+    some = [group for count in range(1, largest + 1) for group in combinations(together, count)]
+    carries = meaningful(xs, [*moving(together), *increasing(*some)])
+    return Rule((tuple(operands), (result,)), linear=[together] if is_additive(*xs) else (), carries=carries)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoshard.rules.carries import increasing, maxima, meaningful, minima, moving, products
 from autoshard.rules.dims import (
     BLOCKED,
     all_blocked,
@@ -20,10 +21,11 @@ from autoshard.rules.dims import (
     named,
     names,
     normal_dim,
+    tensors,
     with_blocked,
 )
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Dims, Rule
+from autoshard.rules.notation import Carry, Dims, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -45,7 +47,8 @@ def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any
 def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Rule:
     rows = named(indices.dim(), "i")
     sides = (((("v",), ("d",)), rows), ((*rows, ("d",)),))
-    return Rule(sides, reduce={"v": "sum"}, linear=[(0,)], local=_local_embedding, padding={"v": None})
+    carries = moving((0,))
+    return Rule(sides, reduce={"v": "sum"}, linear=[(0,)], carries=carries, local=_local_embedding, padding={"v": None})
 
 
 def _local_embedding(context: LocalContext, weight: Any, indices: Any, *rest: Any) -> Any:
@@ -92,7 +95,7 @@ def _local_embedding_backward(
 @sharding_rule(aten.index_select.default)
 def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
     if x.dim() == 0:
-        return None
+        return Rule((((), all_blocked(index.dim())), ((),)), transparent=True)
     dims, position = named(x.dim()), normal_dim(dim, x.dim())
     result = (*dims[:position], ("i",), *dims[position + 1 :])
 
@@ -110,7 +113,8 @@ def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
     return Rule(
         ((dims, index_dims), (result,)),
         reduce=reduce,
-        linear=[(0,)],
+        linear=[(0,)] if is_additive(x) else (),
+        carries=meaningful([x], moving((0,))),
         blocked=_unless_additive(x, factor),
         local=local,
         padding={factor: None},
@@ -120,28 +124,34 @@ def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
 @sharding_rule(aten.index_add.default)
 def index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Rule | None:
     if x.dim() == 0 or source.dim() == 0:
-        return None
+        sides = _whole([x, index, source])
+        return Rule(sides, linear=[(0, 2)], carries=meaningful([x], increasing((0,))))
     dims, position = named(x.dim()), normal_dim(dim, x.dim())
     target = with_blocked(dims, [position])
     source_dims = (*dims[:position], ("i",), *dims[position + 1 :])
     index_dims = (("i",),) if index.dim() else ()
-    return Rule(((target, index_dims, source_dims), (target,)), reduce={"i": "sum"}, added=(0,), linear=[(0, 2)])
+    carries = meaningful([x], increasing((0,)))
+    sides = ((target, index_dims, source_dims), (target,))
+    return Rule(sides, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)], carries=carries)
 
 
 @sharding_rule(aten.index_copy.default)
 def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Rule | None:
     if x.dim() == 0:
-        return None
+        return _written(x, index, source)
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    return Rule(((dims, all_blocked(index.dim()), dims), (dims,)), linear=[(0, 2)] if is_additive(x) else ())
+    linear = [(0, 2)] if is_additive(x) else ()
+    sides = ((dims, all_blocked(index.dim()), dims), (dims,))
+    return Rule(sides, linear=linear, carries=_beside(x, source, 2))
 
 
 @sharding_rule(aten.index_fill.int_Tensor)
 def index_fill_tensor(x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor) -> Rule | None:
     if x.dim() == 0:
-        return None
+        return _written(x, index, value)
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    return Rule(((dims, all_blocked(index.dim()), ()), (dims,)), linear=[(0, 2)] if is_additive(x) else ())
+    linear = [(0, 2)] if is_additive(x) else ()
+    return Rule(((dims, all_blocked(index.dim()), ()), (dims,)), linear=linear, carries=_beside(x, value, 2))
 
 
 @sharding_rule(aten.index_fill.int_Scalar)
@@ -149,7 +159,19 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
     if x.dim() == 0:
         return None
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    return Rule(((dims, all_blocked(index.dim())), (dims,)), linear=[(0,)] if value == 0 and is_additive(x) else ())
+    linear = [(0,)] if value == 0 and is_additive(x) else ()
+    return Rule(((dims, all_blocked(index.dim())), (dims,)), linear=linear, carries=_beside_number(x, value))
+
+
+def _whole(operands: Sequence[torch.Tensor]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+    """The notation of a call of which no dim may be split, with a result like the first operand."""
+    dims = tuple(all_blocked(operand.dim()) for operand in operands)
+    return dims, dims[:1]
+
+
+def _written(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> Rule:
+    """Some elements are replaced by those of the source, and no dim may be split."""
+    return Rule(_whole([x, index, source]), linear=[(0, 2)] if is_additive(x) else (), carries=_beside(x, source, 2))
 
 
 # An index of the result's shape along one dim.
@@ -158,7 +180,7 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> 
 @sharding_rule(aten.gather.default)
 def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Rule | None:
     if x.dim() == 0 or index.dim() != x.dim():
-        return None
+        return Rule(((all_blocked(x.dim()), all_blocked(index.dim())), (all_blocked(index.dim()),)), transparent=True)
     position = normal_dim(dim, x.dim())
     source, index_dims = _aligned(x.shape, index.shape, position)
 
@@ -173,6 +195,7 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool 
         sides,
         reduce={"v": "sum"},
         linear=[(0,)] if is_additive(x) else (),
+        carries=meaningful([x], moving((0,))),
         blocked=_unless_additive(x, "v"),
         local=local,
         padding={"v": None},
@@ -195,13 +218,15 @@ def _unless_additive(x: torch.Tensor, *factors: str) -> tuple[str, ...]:
 @sharding_rule(aten.scatter.src)
 def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Rule | None:
     rule_dims = _scattered(x, dim, index, src)
-    return rule_dims and Rule(rule_dims, linear=[(0, 2)] if is_additive(x) else (), blocked=("i",))
+    linear = [(0, 2)] if is_additive(x) else ()
+    return rule_dims and Rule(rule_dims, linear=linear, blocked=("i",), carries=_beside(x, src, 2))
 
 
 @sharding_rule(aten.scatter.value)
 def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Rule | None:
     rule_dims = _scattered(x, dim, index)
-    return rule_dims and Rule(rule_dims, linear=[(0,)] if value == 0 and is_additive(x) else (), blocked=("i",))
+    linear = [(0,)] if value == 0 and is_additive(x) else ()
+    return rule_dims and Rule(rule_dims, linear=linear, blocked=("i",), carries=_beside_number(x, value))
 
 
 @sharding_rule(aten.scatter_add.default)
@@ -209,7 +234,8 @@ def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tenso
     rule_dims = _scattered(x, dim, index, src)
     if rule_dims is None or not is_additive(x):
         return None
-    return Rule(rule_dims, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)])
+    carries = meaningful([x], increasing((0,)))
+    return Rule(rule_dims, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)], carries=carries)
 
 
 @sharding_rule(aten.scatter_reduce.two)
@@ -223,7 +249,54 @@ def scatter_reduce(
     include_self: bool = True,
 ) -> Rule | None:
     rule_dims = _scattered(x, dim, index, src)
-    return rule_dims and Rule(rule_dims, blocked=("i",))
+    if rule_dims is None or not is_additive(x):
+        return None
+    return _reducing(rule_dims, x, reduce, include_self)
+
+
+def _reducing(
+    sides: tuple[tuple[Dims, ...], tuple[Dims, ...]], x: torch.Tensor, reduce: str, include_self: bool
+) -> Rule:
+    """Operand 2 is reduced into operand 0 at the places of an index `i`; a mean only of all there is."""
+    linear, carries = _REDUCED[reduce]
+    if reduce == "mean" and not x.is_floating_point():
+        linear = []
+    reduction = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}.get(reduce)
+    if reduction is None or not include_self:
+        return Rule(sides, blocked=("i",), linear=linear, carries=carries)
+    return Rule(sides, reduce={"i": reduction}, added=(0,), linear=linear, carries=carries)
+
+
+_REDUCED: dict[str, tuple[list[tuple[int, ...]], list[Carry]]] = {
+    "sum": ([(0, 2)], increasing((0,))),
+    "mean": ([(0, 2)], increasing((0,))),
+    "prod": ([], products((0, 2))),
+    "amax": ([], [*increasing((0,), (2,)), *maxima((0, 2))]),
+    "amin": ([], [*increasing((0,), (2,)), *minima((0, 2))]),
+}
+"""What passes through a tensor and what is reduced into it, for each way to reduce."""
+
+
+@sharding_rule(aten.index_reduce.default)
+def index_reduce(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> Rule | None:
+    if x.dim() == 0 or source.dim() == 0:
+        return _reducing(_whole([x, index, source]), x, reduce, include_self)
+    dims, position = named(x.dim()), normal_dim(dim, x.dim())
+    target, moved = with_blocked(dims, [position]), (*dims[:position], ("i",), *dims[position + 1 :])
+    sides = ((target, (("i",),) if index.dim() else (), moved), (target,))
+    return _reducing(sides, x, reduce, include_self)
+
+
+def _beside_number(x: torch.Tensor, value: float) -> list[Carry]:
+    """What passes through a tensor of which some elements are replaced by a number."""
+    return meaningful([x], [*increasing((0,)), *(products((0,)) if value in (0, 1) else [])])
+
+
+def _beside(x: torch.Tensor, other: torch.Tensor, index: int) -> list[Carry]:
+    """What passes through a tensor of which some elements are replaced by those of operand `index`."""
+    return meaningful({0: x, index: other}, [*increasing((0,), (index,)), *moving((0, index))])
 
 
 def _scattered(
@@ -231,7 +304,7 @@ def _scattered(
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
     """The notation: the dim written to is blocked, `i` is the index along it."""
     if x.dim() == 0 or any(t is not None and t.dim() != x.dim() for t in (index, src)):
-        return None
+        return _whole(tensors(x, index, src))
     position = normal_dim(dim, x.dim())
     shapes = [index.shape] if src is None else [index.shape, src.shape]
     shared = [all(shape[d] == x.shape[d] for shape in shapes) for d in range(x.dim())]
@@ -264,9 +337,11 @@ def index_put(
     sides = ((target, *index_dims, broadcast_dims(values.shape, selected)), (target,))
     linear = [(0, len(index_dims) + 1)] if is_additive(x, values) else ()
     of_index = {factor for operand in index_dims for factor in names(operand)}
+    last = len(index_dims) + 1
     if not accumulate or not linear:
-        return Rule(sides, linear=linear, blocked=of_index)
-    return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,))
+        return Rule(sides, linear=linear, blocked=of_index, carries=_beside(x, values, last))
+    carries = meaningful([x], increasing((0,)))
+    return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,), carries=carries)
 
 
 def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Dims, tuple[Dims, ...], Dims] | None:

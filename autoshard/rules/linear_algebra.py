@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoshard.rules.dims import BLOCKED, all_blocked, broadcast_dims, broadcast_shape, named, normal_dim, with_blocked
+from autoshard.rules.carries import only_in, sums
+from autoshard.rules.dims import (
+    BLOCKED,
+    all_blocked,
+    broadcast_dims,
+    broadcast_shape,
+    named,
+    normal_dim,
+    with_blocked,
+    without,
+)
 from autoshard.rules.notation import Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
@@ -41,11 +52,12 @@ for _operands, _results, _linear, _operators in (
     ((2,), (2, 2, 2), (), [aten.linalg_lu.default]),
     ((2,), (1, 2), (), [aten._linalg_eigh.default, aten.linalg_eig.default]),
     ((2,), (2, 2), (), [aten.linalg_qr.default]),
+    ((2,), (2, 1), (), [aten.geqrf.default]),
+    ((2,), (2, 1, 0), (), [aten.linalg_ldl_factor_ex.default]),
+    ((2, 1, 2), (2,), ((2,),), [aten.linalg_ldl_solve.default, aten.ormqr.default]),
     ((2,), (2, 1, 2), (), [aten._linalg_svd.default]),
     ((2, 1), (2,), (), [aten.linalg_householder_product.default]),
     ((2, 2), (2,), ((0,),), [aten.cholesky_solve.default]),
-    ((2, 1, 2), (2,), ((2,),), [aten.linalg_lu_solve.default]),
-    ((2, 2), (2, 2), (), [aten.triangular_solve.default]),
 ):
     sharding_rule(*_operators)(_batched(_operands, _results, _linear))
 
@@ -65,7 +77,40 @@ def solve(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule | None:
     """Results: solution, factors, pivots, info."""
     if b.dim() != a.dim() or b.shape[:-2] != a.shape[:-2]:
         return None
-    return _batched((2, 2), (2, 2, 1, 0))(a, b)
+    return replace(_batched((2, 2), (2, 2, 1, 0))(a, b), carries=only_in(0, 4, sums((1,))))
+
+
+@sharding_rule(aten.triangular_solve.default)
+def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Rule:
+    """Results: solution, and a copy of the coefficients."""
+    return replace(_batched((2, 2), (2, 2))(b, a), carries=only_in(0, 2, sums((0,))))
+
+
+@sharding_rule(aten.linalg_lu_solve.default)
+def lu_solve(
+    lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False
+) -> Rule:
+    """Right-hand sides are independent: columns of `b`, or its rows for `left=False`."""
+    batch = named(max(lu.dim(), b.dim()) - 2)
+    result = (*batch, BLOCKED, ("r",)) if left else (*batch, ("r",), BLOCKED)
+    of_lu, of_pivots = broadcast_dims(lu.shape[:-2], batch), broadcast_dims(pivots.shape[:-1], batch)
+    operands = ((*of_lu, BLOCKED, BLOCKED), (*of_pivots, BLOCKED), broadcast_dims(b.shape, result))
+    return Rule((operands, (result,)), linear=[(2,)])
+
+
+@sharding_rule(aten._trilinear.default)
+def trilinear(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int],
+    expand3: Sequence[int], sumdim: Sequence[int], unroll_dim: int = 1,
+) -> Rule:  # fmt: skip
+    """The product of three tensors, each with new dims of size one where its `expand` says, summed over `sumdim`."""
+    dims = named(a.dim() + len(expand1))
+    operands = [
+        broadcast_dims(x.shape, without(dims, expand))
+        for x, expand in zip((a, b, c), (expand1, expand2, expand3), strict=True)
+    ]
+    reduce = {factor: "sum" for dim in sumdim for factor in dims[dim]}
+    return Rule((operands, (without(dims, sumdim),)), reduce=reduce, linear=[(0,), (1,), (2,)])
 
 
 @sharding_rule(aten._cdist_forward.default)

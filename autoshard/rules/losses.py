@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import autoshard.kernels  # noqa: F401  (defines the operators)
 from autoshard.ir.spec import Reduction
+from autoshard.rules.carries import linear_result, sums_by_result
 from autoshard.rules.dims import elementwise, named, names, tensors
 from autoshard.rules.indexing import local_indices
 from autoshard.rules.local import LocalContext, whole_to_piece
-from autoshard.rules.notation import Rule
+from autoshard.rules.notation import Carry, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -130,13 +132,21 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     rows = named(ndim - 1, "r")
     x = (rows[0], ("c",), *rows[1:])
     operands = (x, rows, *(((("c",),),) if is_weighted else ()))
+    carries = _nll_carries(is_weighted, reduction)
     if reduction == _NONE:
         whole, padding = dict.fromkeys(names(rows), (1,)), dict.fromkeys(names(rows))
-        return Rule((operands, (rows, ())), blocked=("c",), whole=whole, padding=padding)
+        return Rule((operands, (rows, ())), blocked=("c",), whole=whole, padding=padding, carries=carries)
     if reduction == _SUM:
-        return Rule((operands, ((), ())), blocked=("c",), reduce=dict.fromkeys(names(rows), "sum"))
+        return Rule((operands, ((), ())), blocked=("c",), reduce=dict.fromkeys(names(rows), "sum"), carries=carries)
     whole = dict.fromkeys(names(rows), (0, 1))
-    return Rule((operands, ((), ())), blocked=("c",), whole=whole, local=_local_nll_mean)
+    return Rule((operands, ((), ())), blocked=("c",), whole=whole, local=_local_nll_mean, carries=carries)
+
+
+def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
+    """The loss is linear in its operand, and in the weights unless it is divided by their total, the other result."""
+    of_weight = [(2,)] if is_weighted and reduction != _MEAN else []
+    total = linear_result((), ()) if reduction == _NONE else linear_result((2,), (2,))
+    return sums_by_result([linear_result((0, 2), (0,), *of_weight), total])
 
 
 def _local_nll_mean(
@@ -182,7 +192,7 @@ def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     x = (rows[0], ("c",), *rows[1:])
     grad = rows if reduction == _NONE else ()
     operands = (grad, x, rows, *(((("c",),),) if is_weighted else ()), ())
-    return Rule((operands, (x,)), blocked=("c",), linear=[(0,)])
+    return Rule((operands, (x,)), blocked=("c",), linear=[(0,), *([(3,)] if is_weighted else [])])
 
 
 @sharding_rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
@@ -225,13 +235,19 @@ def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int, *, of_zero
 
 
 @sharding_rule(
-    aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
     aten.soft_margin_loss_backward.default,
 )
 def pointwise_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, *_: Any) -> Rule:
     return _pointwise_loss_backward([grad, x, target], reduction)
+
+
+@sharding_rule(aten.mse_loss_backward.default)
+def mse_loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int) -> Rule:
+    """2 grad (x - target)."""
+    rule = _pointwise_loss_backward([grad, x, target], reduction)
+    return replace(rule, linear=[(0,), (1, 2)])
 
 
 @sharding_rule(aten.binary_cross_entropy_backward.default)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from autoshard.rules.carries import increasing, meaningful, products, scaled
 from autoshard.rules.dims import broadcast_dims, named
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Dims, Rule, parse
+from autoshard.rules.notation import Carry, Dims, Rule, parse
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -23,12 +24,17 @@ _PRODUCT_WITH_ADDEND = ((0, 1), (0, 2))
 
 @sharding_rule(aten.mm.default)
 def mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
-    return Rule("m k, k n -> m n", reduce={"k": "sum"}, linear=_PRODUCT)
+    return Rule("m k, k n -> m n", reduce={"k": "sum"}, linear=_PRODUCT, carries=_of_one(a, b))
+
+
+def _of_one(a: torch.Tensor, b: torch.Tensor) -> list[Carry]:
+    """Products pass where each element of the result is one product: where a single one is summed."""
+    return meaningful([a, b], products((0, 1))) if a.shape[-1] == 1 else []
 
 
 @sharding_rule(aten.bmm.default)
 def bmm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
-    return Rule("b m k, b k n -> b m n", reduce={"k": "sum"}, linear=_PRODUCT)
+    return Rule("b m k, b k n -> b m n", reduce={"k": "sum"}, linear=_PRODUCT, carries=_of_one(a, b))
 
 
 @sharding_rule(aten.mv.default)
@@ -43,40 +49,42 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.outer.default, aten.ger.default)
 def outer(a: torch.Tensor, b: torch.Tensor) -> Rule:
-    return Rule("m, n -> m n", linear=_PRODUCT)
+    return Rule("m, n -> m n", linear=_PRODUCT, carries=meaningful([a, b], products((0, 1))))
 
 
 @sharding_rule(aten.addmm.default)
 def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "m k, k n -> m n")
+    return _with_addend(bias, "m k, k n -> m n", **kwargs)
 
 
 @sharding_rule(aten.baddbmm.default)
 def baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "b m k, b k n -> b m n")
+    return _with_addend(bias, "b m k, b k n -> b m n", **kwargs)
 
 
 @sharding_rule(aten.addmv.default)
 def addmv(bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "m k, k -> m")
+    return _with_addend(bias, "m k, k -> m", **kwargs)
 
 
 @sharding_rule(aten.addr.default)
 def addr(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
-    return _with_addend(bias, "m, n -> m n")
+    return _with_addend(bias, "m, n -> m n", **kwargs)
 
 
 @sharding_rule(aten.addbmm.default)
 def addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
     operands, (result,) = parse("b m k, b k n -> m n")
     sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
-    return Rule(sides, reduce={"b": "sum", "k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND)
+    carries = meaningful([bias], scaled(kwargs.get("beta", 1), 0))
+    return Rule(sides, reduce={"b": "sum", "k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND, carries=carries)
 
 
-def _with_addend(bias: torch.Tensor, notation: str) -> Rule:
+def _with_addend(bias: torch.Tensor, notation: str, *, beta: Any = 1, alpha: Any = 1) -> Rule:
     operands, (result,) = parse(notation)
     sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
-    return Rule(sides, reduce={"k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND)
+    carries = meaningful([bias], scaled(beta, 0))
+    return Rule(sides, reduce={"k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND, carries=carries)
 
 
 @sharding_rule(aten.linear.default)
@@ -88,7 +96,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if bias is None:
         return Rule((operands, (result,)), reduce={"k": "sum"}, linear=_PRODUCT)
     sides = ((*operands, broadcast_dims(bias.shape, result)), (result,))
-    return Rule(sides, reduce={"k": "sum"}, added=(2,), linear=((0, 2), (1, 2)))
+    carries = meaningful([x, weight, bias], increasing((2,)))
+    return Rule(sides, reduce={"k": "sum"}, added=(2,), linear=((0, 2), (1, 2)), carries=carries)
 
 
 @sharding_rule(aten.matmul.default)

@@ -1,6 +1,7 @@
 """Rules of operators that act on each element by itself, after broadcasting.
 
-Any dim may be split. What differs is linearity: in which operands a partial sum passes through.
+Any dim may be split. What differs is in which operands a partial value passes through: a sum where the operator is
+linear, a maximum where it keeps the order of numbers, a product where it is a product or a power.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.dims import all_blocked, elementwise, is_additive
-from autoshard.rules.notation import Rule
+from autoshard.ir.spec import Reduction
+from autoshard.rules.carries import decreasing, increasing, maxima, meaningful, minima, moving, products, scaled
+from autoshard.rules.dims import all_blocked, elementwise, is_additive, tensors
+from autoshard.rules.notation import Carry, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -20,39 +23,44 @@ Linear = Sequence[Sequence[int]]
 
 # Overloads are named once; a packet stands for all its functional overloads.
 _NONLINEAR = """
-    __lshift__ __rshift__ __xor__ __and__ __or__ abs acos acosh angle asin asinh atan atan2 atanh bitwise_and
-    bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max
-    clamp_min clip copysign cos cosh digamma elu eq erf erfc erfinv exp exp2 expm1 float_power floor
-    floor_divide fmax fmin fmod frac gcd ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot
-    i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm le leaky_relu lgamma log log10 log1p log2
-    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt max.other maximum min.other
-    minimum mish nan_to_num ne nextafter polygamma pow reciprocal relu relu6 remainder round rsqrt selu sgn
-    sigmoid sign signbit silu sin sinc sinh softplus softshrink special_airy_ai special_bessel_j0
-    special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
-    special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr
-    special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1
-    special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr
-    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
-    special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
-    special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
-    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
-    special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta sqrt square tan tanh
-    threshold trunc add.Scalar sub.Scalar rsub.Scalar div.Tensor_mode div.Scalar_mode _prelu_kernel
-    xlogy.Scalar_Self special_xlog1py.self_scalar
+    __lshift__ __rshift__ __xor__ __and__ __or__ acos asin atan2 atanh bitwise_and.Scalar
+    bitwise_and.Scalar_Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor
+    bitwise_left_shift bitwise_right_shift bitwise_xor copysign cos cosh
+    digamma eq erfinv float_power floor_divide fmod frac gcd gelu hardswish heaviside hypot i0 igamma igammac isfinite
+    isinf isnan isneginf isposinf lcm lgamma mvlgamma logical_xor logit mish ne nextafter polygamma
+    pow.Tensor_Tensor pow.Scalar remainder silu sin sinc special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_hermite_polynomial_h
+    special_hermite_polynomial_he special_i0e special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+    special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0
+    special_zeta tan div.Tensor_mode xlogy.Scalar_Self special_xlog1py.self_scalar
 """
 
 # In the first operand, with the others fixed: scalings, and backwards, which are linear in the gradient.
 _LINEAR_IN_FIRST = """
-    neg mul.Scalar div.Tensor div.Scalar true_divide.Tensor deg2rad rad2deg ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other
-    special_xlog1py.default special_xlog1py.other_scalar
-    real imag conj_physical _conj_physical _conj _neg_view resolve_conj resolve_neg polar
-    sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward elu_backward hardswish_backward
-    hardsigmoid_backward hardtanh_backward leaky_relu_backward softplus_backward softshrink_backward hardshrink_backward
-    mish_backward logit_backward native_dropout_backward
+    true_divide.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py.default
+    special_xlog1py.other_scalar real imag _neg_view polar
+    sigmoid_backward tanh_backward gelu_backward silu_backward hardswish_backward mish_backward logit_backward
+    rrelu_with_noise_backward
 """
 
-_IN_EITHER = "mul.Tensor"
-_JOINTLY = "add.Tensor sub.Tensor rsub.Tensor complex.default lerp.Scalar"
+# Never decreasing in the first operand, anywhere on the real line; and never increasing.
+_INCREASING = """
+    asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh softplus
+    softshrink special_log_ndtr special_i1 tanh trunc ge.Scalar gt.Scalar
+    clamp.default clip.default clamp_min.default clamp_max.default celu selu
+"""
+_DECREASING = "angle erfc signbit special_erfcx le.Scalar lt.Scalar bitwise_not"
+
+# The gradient where the operand is in some range, zero elsewhere.
+_MASKING_BACKWARDS = "threshold_backward hardtanh_backward softshrink_backward hardshrink_backward"
+
+# Never decreasing, but only defined from some number on: minima stay above it.
+_INCREASING_ABOVE = "acosh log log10 log1p log2 sqrt"
+
 _COPIES = "clone contiguous alias alias_copy detach detach_copy positive lift_fresh_copy lift_fresh"
 
 
@@ -73,15 +81,18 @@ def _is_functional(operator: Any) -> bool:
     return takes_tensor and not schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
 
 
-def _pointwise(names: str, linear: Callable[[Sequence[torch.Tensor]], Linear]) -> None:
+def _pointwise(names: str, linear: Callable[[Sequence[torch.Tensor]], Linear], carries: Sequence[Carry] = ()) -> None:
     """Register the pointwise rule for `names`, with linearity as a function of the tensor operands."""
 
     @sharding_rule(*_overloads(names))
     def rule(*args: Any, **kwargs: Any) -> Rule | None:
         operands = tensor_operands(args, kwargs)
-        if not operands:
-            return None
-        return Rule(elementwise([operand.shape for operand in operands]), linear=linear(operands))
+        return _rule(operands, linear(operands), carries) if operands else None
+
+
+def _rule(operands: Sequence[torch.Tensor], linear: Linear = (), carries: Sequence[Carry] = ()) -> Rule:
+    sides = elementwise([operand.shape for operand in operands])
+    return Rule(sides, linear=linear, carries=meaningful(operands, carries))
 
 
 def _never(operands: Sequence[torch.Tensor]) -> Linear:
@@ -96,15 +107,188 @@ def _in_either(operands: Sequence[torch.Tensor]) -> Linear:
     return [(index,) for index, operand in enumerate(operands) if is_additive(operand)]
 
 
-def _jointly(operands: Sequence[torch.Tensor]) -> Linear:
-    """Only if both operands are tensors: a number would be added once per rank."""
-    return [(0, 1)] if len(operands) == 2 and is_additive(*operands) else ()
+def _in_both(operands: Sequence[torch.Tensor]) -> Linear:
+    return [(0, 1)]
 
 
 _pointwise(_NONLINEAR, _never)
 _pointwise(_LINEAR_IN_FIRST, _in_first)
-_pointwise(_IN_EITHER, _in_either)
-_pointwise(_JOINTLY, _jointly)
+_pointwise(_INCREASING, _never, increasing((0,)))
+_pointwise(_DECREASING, _never, decreasing((0,)))
+_pointwise(_MASKING_BACKWARDS, _in_first, moving((0,)))
+_pointwise(_INCREASING_ABOVE, _never, minima((0,)))
+_pointwise("rsqrt", _never, [carry for carry in decreasing((0,)) if carry.reduction is Reduction.MIN])
+_pointwise("complex.default", _in_both)
+_pointwise("abs reciprocal sgn sign square", _never, products((0,)))
+_pointwise("ge.Tensor gt.Tensor", _never, [*increasing((0,)), *decreasing((1,))])
+_pointwise("le.Tensor lt.Tensor", _never, [*decreasing((0,)), *increasing((1,))])
+_pointwise("max.other maximum fmax clamp_min.Tensor", _never, [*increasing((0,), (1,)), *maxima((0, 1))])
+_pointwise("min.other minimum fmin clamp_max.Tensor", _never, [*increasing((0,), (1,)), *minima((0, 1))])
+_pointwise("logaddexp logaddexp2", _never, increasing((0,), (1,)))
+_pointwise("_prelu_kernel", _never, decreasing((1,)))
+_pointwise("conj_physical _conj_physical _conj resolve_conj resolve_neg", _in_first, moving((0,)))
+_pointwise("deg2rad rad2deg hardsigmoid_backward softplus_backward", _in_first, increasing((0,)))
+
+
+# Where numbers or types among the arguments decide.
+
+
+def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
+    return carries if condition else []
+
+
+@sharding_rule(aten.neg.default)
+def neg(x: torch.Tensor) -> Rule:
+    """An unsigned integer wraps round."""
+    return _rule([x], _in_first([x]), _if(x.dtype.is_signed, decreasing((0,))))
+
+
+@sharding_rule(aten.mul.Scalar, aten.div.Scalar)
+def scale(x: torch.Tensor, other: Any) -> Rule:
+    return _rule([x], _in_first([x]), [*scaled(other, 0), *_if(other == 1, products((0,)))])
+
+
+@sharding_rule(aten.mul.Tensor)
+def mul(x: torch.Tensor, other: Any) -> Rule:
+    if not isinstance(other, torch.Tensor):
+        return scale(x, other)
+    masked = [index for index, mask in enumerate((other, x)) if mask.dtype == torch.bool]
+    return _rule([x, other], _in_either([x, other]), [*products((0, 1)), *moving(*([index] for index in masked))])
+
+
+@sharding_rule(aten.div.Tensor)
+def div(x: torch.Tensor, other: Any) -> Rule:
+    if not isinstance(other, torch.Tensor):
+        return scale(x, other)
+    return _rule([x, other], _in_first([x]), products((0, 1)))
+
+
+@sharding_rule(aten.div.Scalar_mode)
+def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Rule:
+    return _rule([x], (), scaled(other, 0))
+
+
+@sharding_rule(aten.add.Scalar, aten.sub.Scalar)
+def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
+    """No sums: the number would be added once per rank."""
+    return _rule([x], (), increasing((0,)))
+
+
+@sharding_rule(aten.rsub.Scalar)
+def shift_negated(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
+    return _rule([x], (), _if(x.dtype.is_signed, scaled(-alpha, 0)))
+
+
+@sharding_rule(aten.add.Tensor)
+def add(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
+    return _sum(x, other, 1, alpha)
+
+
+@sharding_rule(aten.sub.Tensor)
+def sub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
+    return _sum(x, other, 1, -alpha)
+
+
+@sharding_rule(aten.rsub.Tensor)
+def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
+    return _sum(x, other, -alpha, 1)
+
+
+def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
+    """The weighted sum of two tensors, or of a tensor and a number."""
+    operands = tensors(x, other)
+    linear = [(0, 1)] if len(operands) == 2 and is_additive(*operands) else ()
+    return _rule(operands, linear, [*scaled(scale, 0), *scaled(other_scale, 1)])
+
+
+@sharding_rule(aten.lerp.Scalar)
+def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
+    is_between = not isinstance(weight, complex) and 0 <= weight <= 1
+    return _rule([start, end], [(0, 1)], _if(is_between, increasing((0,), (1,))))
+
+
+@sharding_rule(aten.pow.Tensor_Scalar)
+def power(x: torch.Tensor, exponent: Any) -> Rule:
+    """An integer power of a product is the product of the powers; odd ones keep the order."""
+    number = 0.0 if isinstance(exponent, complex) else float(exponent)
+    is_whole = number.is_integer() and number != 0
+    is_odd = is_whole and number > 0 and number % 2 == 1
+    return _rule([x], (), [*_if(is_whole, products((0,))), *_if(is_odd, increasing((0,)))])
+
+
+@sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)
+def clamp(x: torch.Tensor, min: torch.Tensor | None = None, max: torch.Tensor | None = None) -> Rule:
+    """min(max(x, low), high): a lattice polynomial."""
+    low = () if min is None else (1,)
+    high = () if max is None else (1 + len(low),)
+    alone = increasing(*(group for group in ((0,), low, high) if group))
+    together = [
+        *_if(bool(low), maxima((0, *low))),
+        *_if(bool(high), minima((0, *high))),
+        *_if(bool(low and high), minima((*low, *high))),
+    ]
+    return _rule(tensors(x, min, max), (), [*alone, *together])
+
+
+@sharding_rule(aten.elu.default)
+def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Rule:
+    return _rule([x], (), _if(alpha >= 0 and scale > 0 and input_scale > 0, increasing((0,))))
+
+
+@sharding_rule(aten.elu_backward.default)
+def elu_backward(
+    grad: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: torch.Tensor
+) -> Rule:
+    """The slope is positive for any operand, but not for what claims to be a result."""
+    is_positive = not is_result and alpha >= 0 and scale > 0 and input_scale > 0
+    return _rule([grad, x], [(0,)], _if(is_positive, increasing((0,))))
+
+
+@sharding_rule(aten.leaky_relu.default)
+def leaky_relu(x: torch.Tensor, negative_slope: float = 0.01) -> Rule:
+    return _rule([x], (), _if(negative_slope >= 0, increasing((0,))))
+
+
+@sharding_rule(aten.leaky_relu_backward.default)
+def leaky_relu_backward(grad: torch.Tensor, x: torch.Tensor, negative_slope: float, is_result: bool) -> Rule:
+    return _rule([grad, x], [(0,)], _if(negative_slope >= 0, increasing((0,))))
+
+
+@sharding_rule(aten.native_dropout_backward.default)
+def native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Rule:
+    return _rule([grad, mask], [(0,)], scaled(scale, 0))
+
+
+@sharding_rule(aten.threshold.default)
+def threshold(x: torch.Tensor, threshold: Any, value: Any) -> Rule:
+    return _rule([x], (), _if(value <= threshold, increasing((0,))))
+
+
+@sharding_rule(aten.nan_to_num.default)
+def nan_to_num(x: torch.Tensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Rule:
+    return _rule([x], (), _if(posinf is None and neginf is None, increasing((0,))))
+
+
+@sharding_rule(aten.logical_not.default)
+def logical_not(x: torch.Tensor) -> Rule:
+    return _rule([x], (), _if(x.dtype == torch.bool, decreasing((0,))))
+
+
+@sharding_rule(aten.logical_and.default, aten.bitwise_and.Tensor)
+def conjunction(a: torch.Tensor, b: torch.Tensor) -> Rule:
+    return _rule([a, b], (), _if(_are_booleans(a, b), [*increasing((0,), (1,)), *minima((0, 1))]))
+
+
+@sharding_rule(aten.logical_or.default, aten.bitwise_or.Tensor)
+def disjunction(a: torch.Tensor, b: torch.Tensor) -> Rule:
+    return _rule([a, b], (), _if(_are_booleans(a, b), [*increasing((0,), (1,)), *maxima((0, 1))]))
+
+
+def _are_booleans(*operands: torch.Tensor) -> bool:
+    return all(operand.dtype == torch.bool for operand in operands)
+
+
+# Copies and choices.
 
 
 @sharding_rule(*_overloads(_COPIES))
@@ -114,70 +298,89 @@ def copy(x: torch.Tensor, **kwargs: Any) -> Rule:
 
 @sharding_rule(aten.copy.default)
 def copy_onto(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Rule:
-    return Rule(elementwise([x.shape, source.shape]), linear=[(1,)] if _keeps_sums(source.dtype, x.dtype) else ())
+    linear = [(1,)] if _keeps_sums(source.dtype, x.dtype) else ()
+    return _rule([x, source], linear, _converted(source.dtype, x.dtype, 1))
 
 
 @sharding_rule(aten._to_copy.default)
 def to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
     target = dtype or x.dtype
-    keeps_sums = _keeps_sums(x.dtype, target)
-    linear = [(0,)] if keeps_sums and target.is_complex else ()
-    return Rule(elementwise([x.shape]), transparent=keeps_sums and not target.is_complex, linear=linear)
+    if _keeps_sums(x.dtype, target) and not target.is_complex:
+        return Rule(elementwise([x.shape]), transparent=True)
+    return _rule([x], [(0,)] if _keeps_sums(x.dtype, target) else (), _converted(x.dtype, target, 0))
 
 
 def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converting addends converts their reduction: not where it rounds to integers or to booleans."""
+    """Whether converting addends converts their sum: not where it rounds to integers or to booleans."""
     if source == target:
         return True
     return source != torch.bool and (target.is_floating_point or target.is_complex)
 
 
+def _converted(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
+    """Converting keeps the order, but not as booleans (zero or not) or as integers that wrap."""
+    keeps_order = source == target or not (target == torch.bool or target.is_complex or _wraps(source, target))
+    carries = [*_if(keeps_order, increasing((operand,))), *_if(_keeps_sums(source, target), products((operand,)))]
+    return [carry for carry in carries if not (source.is_complex and carry.reduction is not Reduction.PRODUCT)]
+
+
+def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether numbers may lie outside the range of an integer type, and what they become does not keep the order."""
+    if target.is_floating_point or source in (torch.bool, target):
+        return False
+    return not target.is_signed or (not source.is_floating_point and source.itemsize >= target.itemsize)
+
+
 @sharding_rule(aten.where.self)
 def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Rule:
-    shapes = [condition.shape, a.shape, b.shape]
-    return Rule(elementwise(shapes), linear=[(1, 2)] if is_additive(a, b) else ())
+    carries = [*increasing((1,), (2,)), *moving((1, 2))]
+    return _rule([condition, a, b], [(1, 2)] if is_additive(a, b) else (), carries)
 
 
 @sharding_rule(aten.where.ScalarOther)
 def where_other(condition: torch.Tensor, a: torch.Tensor, b: float) -> Rule:
-    return Rule(elementwise([condition.shape, a.shape]), linear=[(1,)] if b == 0 and is_additive(a) else ())
+    return _rule([condition, a], [(1,)] if b == 0 and is_additive(a) else (), _beside(b, 1))
 
 
 @sharding_rule(aten.where.ScalarSelf)
 def where_self(condition: torch.Tensor, a: float, b: torch.Tensor) -> Rule:
-    return Rule(elementwise([condition.shape, b.shape]), linear=[(1,)] if a == 0 and is_additive(b) else ())
+    return _rule([condition, b], [(1,)] if a == 0 and is_additive(b) else (), _beside(a, 1))
+
+
+def _beside(number: Any, operand: int) -> list[Carry]:
+    """What passes through an operand of which some elements are replaced by a number."""
+    return [*increasing((operand,)), *_if(number in (0, 1), products((operand,)))]
 
 
 @sharding_rule(aten.where.Scalar)
 def where_scalars(condition: torch.Tensor, a: float, b: float) -> Rule:
-    return Rule(elementwise([condition.shape]))
+    return _rule([condition], (), increasing((0,)) if a >= b else decreasing((0,)))
 
 
 @sharding_rule(aten.masked_fill.Scalar)
 def masked_fill(x: torch.Tensor, mask: torch.Tensor, value: float) -> Rule:
-    return Rule(elementwise([x.shape, mask.shape]), linear=[(0,)] if value == 0 and is_additive(x) else ())
+    return _rule([x, mask], [(0,)] if value == 0 and is_additive(x) else (), _beside(value, 0))
 
 
 @sharding_rule(aten.masked_fill.Tensor)
 def masked_fill_tensor(x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Rule:
-    shapes = [x.shape, mask.shape, value.shape]
-    return Rule(elementwise(shapes), linear=[(0, 2)] if is_additive(x, value) else ())
+    carries = [*increasing((0,), (2,)), *moving((0, 2))]
+    return _rule([x, mask, value], [(0, 2)] if is_additive(x, value) else (), carries)
 
 
 @sharding_rule(aten.lerp.Tensor)
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> Rule:
-    return Rule(elementwise([start.shape, end.shape, weight.shape]), linear=[(0, 1)])
+    return _rule([start, end, weight], [(0, 1)])
 
 
 @sharding_rule(aten.addcmul.default)
 def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float = 1) -> Rule:
-    linear = [(0, 1), (0, 2)] if is_additive(x, a, b) else ()
-    return Rule(elementwise([x.shape, a.shape, b.shape]), linear=linear)
+    return _rule([x, a, b], [(0, 1), (0, 2)] if is_additive(x, a, b) else (), increasing((0,)))
 
 
 @sharding_rule(aten.addcdiv.default)
 def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float = 1) -> Rule:
-    return Rule(elementwise([x.shape, a.shape, b.shape]), linear=[(0, 1)] if is_additive(x, a) else ())
+    return _rule([x, a, b], [(0, 1)] if is_additive(x, a) else (), increasing((0,)))
 
 
 @sharding_rule(aten._prelu_kernel_backward.default)
@@ -208,13 +411,14 @@ def log_sigmoid_forward(x: torch.Tensor) -> Rule | None:
 @sharding_rule(aten.bucketize.Tensor)
 def bucketize(x: torch.Tensor, boundaries: torch.Tensor, **kwargs: Any) -> Rule:
     (dims,), results = elementwise([x.shape])
-    return Rule(((dims, (("_",),)), results))
+    return Rule(((dims, (("_",),)), results), carries=increasing((0,)))
 
 
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
     """The values of `x` do not matter, only its shape."""
-    return Rule(elementwise([x.shape, value.shape]), linear=[(1,)] if _keeps_sums(value.dtype, x.dtype) else ())
+    linear = [(1,)] if _keeps_sums(value.dtype, x.dtype) else ()
+    return _rule([x, value], linear, _converted(value.dtype, x.dtype, 1))
 
 
 @sharding_rule(aten.fill.Scalar)

@@ -17,7 +17,8 @@ from torch.library import CustomOpDef
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import InvalidSpecError
-from autoshard.rules.notation import BoundRule, Rule, bind
+from autoshard.ir.spec import Reduction
+from autoshard.rules.notation import BoundRule, Carry, Rule, bind
 from autoshard.rules.padding import padding_of
 
 RuleFunction = Callable[..., Rule | str | None]
@@ -104,15 +105,16 @@ def bound_rule(
         rule = Rule(rule)
     operands = tensor_operands(args, kwargs)
     if rule.transparent and any(operand.is_complex() for operand in operands):
-        rule = _with_sums_only(rule)
+        rule = _without_order(rule)
     shapes = [tuple(operand.shape) for operand in operands]
     bound = bind(rule, shapes, [tuple(output.shape) for output in outputs if output is not None])
     return replace(bound, padding=padding_of(operator, rule, bound, [operand.dtype for operand in operands]))
 
 
-def _with_sums_only(rule: Rule) -> Rule:
-    """Complex numbers have no order, so that no maximum of them can be pending."""
-    return replace(rule, transparent=False, linear=[*rule.linear, (0,)])
+def _without_order(rule: Rule) -> Rule:
+    """Complex numbers have no order, so that no maximum of them can be pending; sums and products can."""
+    carries = [*rule.carries, Carry(frozenset({0}), Reduction.PRODUCT)]
+    return replace(rule, transparent=False, linear=[*rule.linear, (0,)], carries=carries)
 
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """Rules of operators that move elements: views, copies, joins and cuts.
 
-They compute nothing, so partial values of any reduction pass through a single operand (`transparent`), and
-sums through several jointly. Dims that are cut, shifted or joined are blocked.
+They compute nothing, so partial values of any reduction pass through a single operand (`transparent`; zeros beside
+its elements do not matter, as they reduce to zero), and through several jointly. Dims that are cut, shifted or joined
+are blocked.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 
+from autoshard.rules.carries import increasing, moving
 from autoshard.rules.dims import (
     BLOCKED,
     ONE,
     all_blocked,
-    is_additive,
+    joins,
     moves,
     named,
     normal_dim,
@@ -279,13 +281,13 @@ def slice_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, start: in
     position = normal_dim(dim, grad.dim())
     cut = () if _is_whole(sizes[position], start, end, step) else (position,)
     dims = with_blocked(named(grad.dim()), cut)
-    return Rule(((dims,), (dims,)), linear=[(0,)], local=_local_backward, padding={})
+    return moves(dims, dims, local=_local_backward, padding={})
 
 
 @sharding_rule(aten.slice_scatter.default)
 def slice_scatter(x: torch.Tensor, source: torch.Tensor, dim: int = 0, *_: Any) -> Rule:
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
-    return Rule(((dims, dims), (dims,)), linear=[(0, 1)])
+    return joins([dims, dims], dims, [x, source])
 
 
 def _is_whole(size: int, start: int | None, end: int | None, step: int) -> bool:
@@ -301,13 +303,13 @@ def select(x: torch.Tensor, dim: int, index: int) -> Rule:
 @sharding_rule(aten.select_backward.default)
 def select_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, index: int) -> Rule:
     dims = with_blocked(named(len(sizes)), [position := normal_dim(dim, len(sizes))])
-    return Rule(((without(dims, [position]),), (dims,)), linear=[(0,)], local=_local_backward, padding={})
+    return moves(without(dims, [position]), dims, local=_local_backward, padding={})
 
 
 @sharding_rule(aten.select_scatter.default)
 def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> Rule:
     dims = with_blocked(named(x.dim()), [position := normal_dim(dim, x.dim())])
-    return Rule(((dims, without(dims, [position])), (dims,)), linear=[(0, 1)])
+    return joins([dims, without(dims, [position])], dims, [x, source])
 
 
 def _local_backward(context: LocalContext, grad: Any, sizes: Sequence[int], *rest: Any) -> Any:
@@ -350,7 +352,7 @@ def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> 
 @sharding_rule(aten.diagonal_scatter.default)
 def diagonal_scatter(x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
     dims = with_blocked(named(x.dim()), pair := normal_dims([dim1, dim2], x.dim()))
-    return Rule(((dims, (*without(dims, pair), BLOCKED)), (dims,)), linear=[(0, 1)])
+    return joins([dims, (*without(dims, pair), BLOCKED)], dims, [x, source])
 
 
 @sharding_rule(aten.diag_embed.default)
@@ -359,13 +361,13 @@ def diag_embed(x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1)
     result = list(dims)
     result.insert(first, BLOCKED)
     result.insert(second, BLOCKED)
-    return Rule((((*dims, BLOCKED),), (tuple(result),)), linear=[(0,)])
+    return moves((*dims, BLOCKED), tuple(result))
 
 
 @sharding_rule(aten.diagonal_backward.default)
 def diagonal_backward(grad: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Rule:
     dims = with_blocked(named(len(sizes)), pair := normal_dims([dim1, dim2], len(sizes)))
-    return Rule((((*without(dims, pair), BLOCKED),), (dims,)), linear=[(0,)], local=_local_backward, padding={})
+    return moves((*without(dims, pair), BLOCKED), dims, local=_local_backward, padding={})
 
 
 @sharding_rule(aten.unfold.default, aten.unfold_copy.default)
@@ -389,18 +391,14 @@ def cat(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
     ndim = max(x.dim() for x in xs)
     dims = with_blocked(named(ndim), [normal_dim(dim, ndim)])
     operands = tuple(dims if x.dim() == ndim else all_blocked(x.dim()) for x in xs)
-    return Rule((operands, (dims,)), linear=_jointly(xs))
+    return joins(operands, dims, xs)
 
 
 @sharding_rule(aten.stack.default)
 def stack(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
     dims = named(xs[0].dim())
     position = normal_dim(dim, len(dims) + 1)
-    return Rule(((dims,) * len(xs), ((*dims[:position], BLOCKED, *dims[position:]),)), linear=_jointly(xs))
-
-
-def _jointly(xs: Sequence[torch.Tensor]) -> Sequence[Sequence[int]]:
-    return [tuple(range(len(xs)))] if is_additive(*xs) else ()
+    return joins([dims] * len(xs), (*dims[:position], BLOCKED, *dims[position:]), xs)
 
 
 # Rearrangements within a dim.
@@ -409,7 +407,9 @@ def _jointly(xs: Sequence[torch.Tensor]) -> Sequence[Sequence[int]]:
 @sharding_rule(aten.constant_pad_nd.default)
 def constant_pad_nd(x: torch.Tensor, pad: Sequence[int], value: float = 0) -> Rule:
     dims = _padded(x, pad)
-    return Rule(((dims,), (dims,)), linear=[(0,)] if value == 0 and is_additive(x) else ())
+    if value == 0:
+        return moves(dims, dims)
+    return Rule(((dims,), (dims,)), carries=moving((0,)) if value == 1 else increasing((0,)))
 
 
 def _padded(x: torch.Tensor, pad: Sequence[int]) -> Dims:
@@ -471,7 +471,7 @@ def view_as_complex(x: torch.Tensor) -> Rule:
 @sharding_rule(aten.tril.default, aten.triu.default)
 def triangle(x: torch.Tensor, diagonal: int = 0) -> Rule:
     dims = named(x.dim())
-    return Rule(((dims,), (dims,)), linear=[(0,)] if is_additive(x) else (), local=_local_triangle, padding={})
+    return moves(dims, dims, local=_local_triangle, padding={})
 
 
 def _local_triangle(context: LocalContext, x: Any, diagonal: int = 0) -> Any:

@@ -166,15 +166,15 @@ def _summands(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _below(x: Tensor, count: int) -> list[Tensor]:
-    """One rank has the element, others have less."""
+    """Some rank has the element, others have less."""
     if x.dtype == torch.bool:
-        return [x & mask for mask in _owners(x, count)]
+        return [x & (mask | (torch.rand(x.shape) > 0.5)) for mask in _owners(x, count)]
     return [torch.where(mask, x, x - _noise(x).abs()) for mask in _owners(x, count)]
 
 
 def _above(x: Tensor, count: int) -> list[Tensor]:
     if x.dtype == torch.bool:
-        return [x | ~mask for mask in _owners(x, count)]
+        return [x | ~(mask | (torch.rand(x.shape) > 0.5)) for mask in _owners(x, count)]
     return [torch.where(mask, x, x + _noise(x).abs()) for mask in _owners(x, count)]
 
 
@@ -198,9 +198,17 @@ _ADDENDS = {
 
 
 def _noise(x: Tensor) -> Tensor:
+    """Random numbers of the size of `x`; whole ones where those of `x` are, so that equal numbers are met."""
     if _is_number(x):
-        return torch.randn_like(x)
+        noise = torch.randn_like(x) * _size(x)
+        return (2 * noise).round() if not x.is_complex() and bool((x == x.round()).all()) else noise
     return torch.randint(0, 2 if x.dtype in (torch.bool, torch.uint8) else 5, x.shape, device=x.device).to(x.dtype)
+
+
+def _size(x: Tensor) -> float:
+    """A number as large as the finite elements of `x`, between 1 and 100."""
+    finite = x[x.isfinite()].abs()
+    return min(max(float(finite.max()), 1.0), 100.0) if finite.numel() else 1.0
 
 
 def _owners(x: Tensor, count: int) -> list[Tensor]:

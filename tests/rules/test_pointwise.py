@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Placement, Replicate
 
 from autoshard.rules import strategies
 from tests.rules.recording import check_call, check_database, check_splits, tensor
@@ -72,10 +74,53 @@ def test_linearity(op: torch._ops.OpOverload, args: tuple[object, ...], linear: 
     check_splits(op, *args)
 
 
-def test_rounding_to_integers_carries_nothing() -> None:
-    """The sum of rounded addends is not the rounded sum."""
+def test_rounding_to_integers_keeps_only_the_order() -> None:
+    """The sum of rounded addends is not the rounded sum; the greatest is."""
     found = strategies(aten._to_copy.default, (_X,), {"dtype": torch.int64}, 2)
-    assert not [inputs for inputs, _ in found if isinstance(inputs[0], Partial)]
+    assert [inputs[0] for inputs, _ in found if isinstance(inputs[0], Partial)] == [Partial("max"), Partial("min")]
+
+
+_ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
+    (aten.relu.default, (_X,), "0max>max 0min>min"),
+    (aten.erfc.default, (_X,), "0max>min 0min>max"),
+    (aten.neg.default, (_X,), "0max>min 0min>max"),
+    (aten.mul.Scalar, (_X, 2), "0max>max 0min>min"),
+    (aten.mul.Scalar, (_X, -2), "0max>min 0min>max"),
+    (aten.mul.Scalar, (_X, 0), ""),
+    (aten.sin.default, (_X,), ""),
+    (aten.sub.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),
+    (aten.maximum.default, (_X, _X), "01max>max 0max>max 0min>min 1max>max 1min>min"),
+    (aten.ge.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),
+    (aten.mul.Tensor, (_X, _X), "01product>product"),
+    (aten.pow.Tensor_Scalar, (_X, 2), "0product>product"),
+    (aten.pow.Tensor_Scalar, (_X, 3), "0max>max 0min>min 0product>product"),
+    (aten.leaky_relu.default, (_X, -1.0), ""),
+    (aten.threshold.default, (_X, 0.0, 1.0), ""),
+    (aten.masked_fill.Scalar, (_X, _X > 0, 1), "0max>max 0min>min 0product>product"),
+    (aten.logical_not.default, (_X > 0,), "0max>min 0min>max"),
+    (aten.logical_not.default, (_X,), ""),
+    (aten.logical_and.default, (_X > 0, _X > 1), "01min>min 0max>max 0min>min 1max>max 1min>min"),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "expected"), _ORDERED, ids=str)
+def test_order_and_products(op: torch._ops.OpOverload, args: tuple[Any, ...], expected: str) -> None:
+    """Pending maxima, minima and products pass through what keeps them, and become what they become."""
+    found = [
+        f"{_awaiting(inputs)}{_pending(inputs)}>{_pending(outputs)}"
+        for inputs, outputs in strategies(op, args, {}, 2)
+        if _pending(inputs) not in ("", "sum")
+    ]
+    assert sorted(found) == sorted(expected.split())
+    check_call(op, *args)
+
+
+def _awaiting(placements: tuple[Placement, ...]) -> str:
+    return "".join(str(index) for index, place in enumerate(placements) if place.is_partial())
+
+
+def _pending(placements: tuple[Placement, ...]) -> str:
+    return next((place.reduce_op for place in placements if isinstance(place, Partial)), "")
 
 
 def test_a_dim_of_size_one_stays_whole() -> None:

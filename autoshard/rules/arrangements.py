@@ -1,0 +1,155 @@
+"""Rules of operators that arrange elements in ways of their own: quarter turns, blocks, and places that masks choose.
+
+They stay whole along the dims that they rearrange. Partial values pass, as elements are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.rules.carries import increasing, meaningful, moving, products
+from autoshard.rules.dims import (
+    BLOCKED,
+    all_blocked,
+    broadcast_dims,
+    broadcast_shape,
+    is_additive,
+    joins,
+    moves,
+    named,
+    names,
+    normal_dim,
+    tensors,
+    with_blocked,
+)
+from autoshard.rules.notation import Carry, Dims, Rule
+from autoshard.rules.registry import sharding_rule
+
+aten = torch.ops.aten
+
+
+@sharding_rule(aten.rot90.default)
+def quarter_turns(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
+    """Of the two dims that an odd turn exchanges, one keeps its direction."""
+    first, second = (normal_dim(dim, x.dim()) for dim in dims)
+    turns = k % 4
+    reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
+    source = with_blocked(named(x.dim()), reversed_dims)
+    result = list(source)
+    if turns % 2:
+        result[first], result[second] = result[second], result[first]
+    return moves(source, tuple(result))
+
+
+@sharding_rule(aten.channel_shuffle.default)
+def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
+    dims = named(x.dim())
+    source, result = (*dims[:1], ("g", "k"), *dims[2:]), (*dims[:1], ("k", "g"), *dims[2:])
+    return moves(source, result, sizes={"g": groups}, blocked=("g", "k"))
+
+
+@sharding_rule(aten.narrow_copy.default)
+def narrow_copy(x: torch.Tensor, dim: int, start: int, length: int) -> Rule:
+    dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
+    return moves(dims, dims)
+
+
+@sharding_rule(aten.block_diag.default)
+def block_diag(xs: Sequence[torch.Tensor]) -> Rule:
+    return joins([all_blocked(x.dim()) for x in xs], all_blocked(2), xs)
+
+
+@sharding_rule(aten._chunk_cat.default)
+def chunk_cat(xs: Sequence[torch.Tensor], dim: int, num_chunks: int) -> Rule:
+    """Dims from `dim` on are flattened, padded with zeros and cut."""
+    before = named(normal_dim(dim, xs[0].dim()))
+    operands = [(*before, *all_blocked(x.dim() - len(before))) for x in xs]
+    return joins(operands, (*before, BLOCKED, BLOCKED), xs)
+
+
+@sharding_rule(aten.masked_scatter.default)
+def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Rule:
+    """Elements of the source are taken in the global order."""
+    operands = tuple(all_blocked(operand.dim()) for operand in (x, mask, source))
+    shape = broadcast_shape([x.shape, mask.shape])
+    return _written((operands, (all_blocked(len(shape)),)), x, source, 2)
+
+
+@sharding_rule(aten.masked_scatter_backward.default)
+def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> Rule:
+    sides = ((all_blocked(grad.dim()), all_blocked(mask.dim())), (all_blocked(len(sizes)),))
+    return Rule(sides, transparent=True)
+
+
+@sharding_rule(aten.put.default)
+def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Rule:
+    target = all_blocked(x.dim())
+    if not accumulate or not is_additive(x) or index.shape != source.shape:
+        return _written(((target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)), x, source, 2)
+    places = named(index.dim(), "i")
+    carries = meaningful([x], increasing((0,)))
+    reduce = dict.fromkeys(names(places), "sum")
+    return Rule(((target, places, places), (target,)), reduce=reduce, added=(0,), linear=[(0, 2)], carries=carries)
+
+
+def _written(sides: tuple[Sequence[Dims], Sequence[Dims]], x: torch.Tensor, source: torch.Tensor, index: int) -> Rule:
+    """Some elements of operand 0 are replaced by those of operand `index`."""
+    carries: list[Carry] = meaningful({0: x, index: source}, [*increasing((0,), (index,)), *moving((0, index))])
+    return Rule(sides, linear=[(0, index)] if is_additive(x, source) else (), carries=carries)
+
+
+@sharding_rule(aten._unsafe_masked_index.default)
+def masked_index(
+    x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], fill: float
+) -> Rule | None:
+    places = _places(x, mask, indices)
+    if places is None:
+        return None
+    operands, result = places
+    carries = meaningful([x], [*increasing((0,)), *(products((0,)) if fill in (0, 1) else [])])
+    return Rule((operands, (result,)), linear=[(0,)] if fill == 0 and is_additive(x) else (), carries=carries)
+
+
+@sharding_rule(aten._unsafe_masked_index_put_accumulate.default)
+def masked_index_put(
+    x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> Rule | None:
+    places = _places(x, mask, indices)
+    if places is None or not is_additive(x):
+        return None
+    operands, result = places
+    last = len(operands)
+    return Rule(
+        ((*operands, broadcast_dims(values.shape, result)), (operands[0],)),
+        reduce=dict.fromkeys(names(result), "sum"),
+        added=(0,),
+        linear=[(0, last)],
+        carries=meaningful([x], increasing((0,))),
+    )
+
+
+def _places(
+    x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None]
+) -> tuple[tuple[Dims, ...], Dims] | None:
+    """The dims of tensor, mask and indices, and of the places that they choose; None where a dim has no index."""
+    present = tensors(*indices)
+    if len(present) != x.dim():
+        return None
+    shapes = [mask.shape, *(index.shape for index in present)]
+    places = named(len(broadcast_shape(shapes)), "i")
+    return (all_blocked(x.dim()), *(broadcast_dims(shape, places) for shape in shapes)), places
+
+
+@sharding_rule(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def max_unpool(x: torch.Tensor, indices: torch.Tensor, output_size: Sequence[int], *_: Any) -> Rule:
+    space = len(output_size)
+    dims = (*named(x.dim() - space), *all_blocked(space))
+    return Rule(((dims, dims), (dims,)), transparent=True)
+
+
+@sharding_rule(aten.trace.default)
+def trace(x: torch.Tensor) -> Rule:
+    return Rule("_ _ -> scalar", linear=[(0,)] if is_additive(x) else ())

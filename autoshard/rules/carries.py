@@ -1,0 +1,119 @@
+"""Ways for partial values to pass through a call, beside sums through what is linear.
+
+A pending maximum passes through what never decreases, and leaves as a minimum what never increases; of several operands
+it passes through each by itself, and through those of a lattice polynomial (`max`, `where`) together. A pending product
+passes through products and powers. Rules put these together in `Rule.carries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from autoshard.ir.spec import Reduction
+from autoshard.rules.notation import Carry
+
+Operands = Collection[int]
+
+_OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
+
+
+def increasing(*groups: Operands) -> list[Carry]:
+    """Maxima and minima through each group of operands in which results never decrease."""
+    return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
+
+
+def decreasing(*groups: Operands) -> list[Carry]:
+    """Maxima through operands in which the only result never increases: it awaits a minimum; and minima likewise."""
+    return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
+
+
+def scaled(scale: Any, operand: int) -> list[Carry]:
+    """Maxima and minima through an operand that is multiplied by a number."""
+    if isinstance(scale, complex) or scale == 0:
+        return []
+    return increasing((operand,)) if scale > 0 else decreasing((operand,))
+
+
+def maxima(*groups: Operands) -> list[Carry]:
+    """Only maxima, through each group."""
+    return [Carry(frozenset(group), Reduction.MAX) for group in groups]
+
+
+def minima(*groups: Operands) -> list[Carry]:
+    """Only minima, through each group."""
+    return [Carry(frozenset(group), Reduction.MIN) for group in groups]
+
+
+def products(*groups: Operands) -> list[Carry]:
+    """Products, through each group."""
+    return [Carry(frozenset(group), Reduction.PRODUCT) for group in groups]
+
+
+def moving(*groups: Operands) -> list[Carry]:
+    """All but sums (see `Rule.linear`), through groups of operands of which each element is one of the result."""
+    return [*increasing(*groups), *products(*groups)]
+
+
+def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
+    """Those of `carries` that the operands of a call can have: complex numbers have no order, booleans no product."""
+    known = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
+    return [carry for carry in carries if all(_can_await(known.get(i), carry.reduction) for i in carry.operands)]
+
+
+def _can_await(operand: torch.Tensor | None, reduction: Reduction) -> bool:
+    if operand is None:
+        return False
+    return operand.dtype != torch.bool if reduction is Reduction.PRODUCT else not operand.is_complex()
+
+
+def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
+    """The same where one of several results is concerned, and others are whole."""
+    return [
+        Carry(carry.operands, carry.reduction, tuple(carry.result(0) if i == result else None for i in range(results)))
+        for carry in carries
+    ]
+
+
+def sums(*groups: Operands) -> list[Carry]:
+    """Sums, through each group; for a rule all of whose results are linear in them, say `Rule.linear`."""
+    return [Carry(frozenset(group), Reduction.SUM) for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearResult:
+    """On which operands one of several results depends, and the sets of them in which it is linear."""
+
+    operands: frozenset[int]
+    linear: tuple[frozenset[int], ...]
+
+
+def linear_result(operands: Operands, *linear: Operands) -> LinearResult:
+    """A result that depends on `operands` and is jointly linear in each set of `linear`."""
+    return LinearResult(frozenset(operands), tuple(frozenset(group) for group in linear if group))
+
+
+def sums_by_result(results: Sequence[LinearResult]) -> list[Carry]:
+    """Sums through operands that each result is linear in, or does not depend on: then it is whole."""
+    sets = list(dict.fromkeys(group for result in results for group in result.linear))
+    unions = dict.fromkeys(frozenset().union(*chosen) for chosen in _subsets(sets))
+    found = (_sum_through(operands, results) for operands in unions if operands)
+    return [carry for carry in found if carry is not None]
+
+
+def _subsets(sets: Sequence[frozenset[int]]) -> Iterable[tuple[frozenset[int], ...]]:
+    return (chosen for count in range(1, len(sets) + 1) for chosen in combinations(sets, count))
+
+
+def _sum_through(operands: frozenset[int], results: Sequence[LinearResult]) -> Carry | None:
+    awaited: list[Reduction | None] = []
+    for result in results:
+        touched = operands & result.operands
+        if touched and touched not in result.linear:
+            return None
+        awaited.append(Reduction.SUM if touched else None)
+    return Carry(operands, Reduction.SUM, tuple(awaited))

@@ -1,0 +1,60 @@
+"""Ways for partial values to pass through a call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.ir.spec import Reduction
+from autoshard.rules.carries import (
+    decreasing,
+    increasing,
+    linear_result,
+    meaningful,
+    moving,
+    only_in,
+    products,
+    scaled,
+    sums,
+    sums_by_result,
+)
+from autoshard.rules.notation import Carry
+
+SUM, MAX, MIN, PRODUCT = Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.PRODUCT
+
+
+def test_order() -> None:
+    """What never decreases keeps maxima, what never increases makes minima of them."""
+    assert [(c.reduction, c.result(0)) for c in increasing((0,))] == [(MAX, MAX), (MIN, MIN)]
+    assert [(c.reduction, c.result(0)) for c in decreasing((0,))] == [(MAX, MIN), (MIN, MAX)]
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(2.5, MAX), (-1, MIN), (0, None), (1j, None)])
+def test_a_number_decides_about_order(scale: complex, expected: Reduction | None) -> None:
+    """A negative number turns it round, and zero and complex numbers leave none."""
+    assert next((carry.result(0) for carry in scaled(scale, 0)), None) == expected
+
+
+def test_types_decide_what_is_meaningful() -> None:
+    """Complex numbers have no order, booleans no product, and absent operands await nothing."""
+    carries = moving((0,))
+    number = torch.zeros(2)
+    assert meaningful([number], carries) == carries
+    assert meaningful([number.to(torch.complex64)], carries) == products((0,))
+    assert meaningful([number.bool()], carries) == increasing((0,))
+    assert meaningful([number], increasing((1,))) == []
+
+
+def test_one_of_several_results_is_concerned() -> None:
+    """The others are whole."""
+    assert only_in(1, 3, sums((2,))) == [Carry(frozenset({2}), SUM, (None, SUM, None))]
+
+
+def test_sums_by_result() -> None:
+    """The gradients of a b are g b and g a; what a result depends on without being linear in it is left out."""
+    grad, a, b = 0, 1, 2
+    of_a, of_b = linear_result((grad, b), (grad,), (b,)), linear_result((grad, a), (grad,), (a,))
+    found = {tuple(sorted(carry.operands)): carry.results for carry in sums_by_result([of_a, of_b])}
+    assert found == {(0,): (SUM, SUM), (1,): (None, SUM), (2,): (SUM, None), (1, 2): (SUM, SUM)}
+    only_grad = linear_result((grad, a, b), (grad,))
+    assert [carry.operands for carry in sums_by_result([of_a, only_grad])] == [frozenset({grad})]
