@@ -1,5 +1,6 @@
 """tests cost_models/hardware.py, cost_models/topology.py, cost_models/constants.py."""
 
+import dataclasses
 import datetime
 import math
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_models import constants
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
-from cost_models.hardware import Cluster, device, node_type
+from cost_models.hardware import Cluster, assemble_node, device, node_type
 
 FILES = sorted(constants.DATA.glob("*/*.toml"))
 
@@ -151,3 +152,89 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path):
     """The path is in the message."""
     with pytest.raises(HardwareFileError, match=r"broken\.toml: not a TOML file"):
         constants.read(_write(tmp_path, "= 1"))
+
+
+def test_a_node_is_put_together_from_parts():
+    """The device's usual fabric, a network's own latencies, and a bandwidth of the caller's."""
+    node = assemble_node("a100_sxm_40gb", 8, network="omni_path", network_bytes_per_s_per_device=6.25e9)
+    assert node.intra == node_type("a100_sxm_40gb").intra
+    assert node.inter is not None
+    assert node.inter.bandwidth_bytes_per_s == 6.25e9
+    assert node.inter.latency_s == node_type("jean_zay_a100").inter.latency_s
+
+
+def test_another_network_keeps_the_rest():
+    """Only what is named changes; a Link of the caller's is taken as it is."""
+    kind = node_type("h100_sxm")
+    slower = kind.with_network(bytes_per_s_per_device=1e9, devices_per_nic=2, nodes_per_pod=4, oversubscription=2.0)
+    assert slower.inter == dataclasses.replace(kind.inter, bandwidth_bytes_per_s=1e9)
+    assert (slower.wiring.devices_per_nic, slower.wiring.nodes_per_pod, slower.wiring.oversubscription) == (2, 4, 2.0)
+    assert (slower.device, slower.intra) == (kind.device, kind.intra)
+    assert kind.with_network(slower.inter).inter == slower.inter
+    assert kind.with_device("h200").device.name == "h200"
+
+
+def test_a_cluster_is_counted_in_devices():
+    """Whole nodes, or part of one."""
+    assert Cluster.of("h100_sxm", 16, devices_per_node=8, network="efa_v2").nodes == 2
+    assert Cluster.of("h100_sxm", 4, devices_per_node=8).devices_per_node == 4
+    with pytest.raises(TopologyError, match="12 devices do not fill nodes of 8"):
+        Cluster.of("h100_sxm", 12, devices_per_node=8, network="efa_v2")
+
+
+def test_missing_parts_are_named():
+    """No network to change, no fabric known, no such network."""
+    with pytest.raises(UnknownHardwareError, match=r"no network to change.*roce_v2"):
+        node_type("rtx4090").with_network(bytes_per_s_per_device=1e9)
+    mine = dataclasses.replace(device("h100_sxm"), name="mine")
+    with pytest.raises(UnknownHardwareError, match=r"No fabric.*'mine'.*nvlink4_nvswitch"):
+        assemble_node(mine, 8)
+    with pytest.raises(UnknownHardwareError, match=r"'token_ring'.*infiniband_ndr400"):
+        node_type("h100_sxm").with_network("token_ring")
+
+
+def test_impossible_nodes_are_refused():
+    """A cube mesh of sixteen, a node of none, a layout that is none."""
+    with pytest.raises(TopologyError, match="joins 8 devices, not 16"):
+        assemble_node("v100_sxm2_32gb", 16, fabric="nvlink2_hybrid_cube_mesh")
+    with pytest.raises(TopologyError, match="devices_per_node=0"):
+        assemble_node("v100_sxm2_32gb", 0)
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    """The known ones are named."""
+    Cluster("h100_sxm").save(tmp_path / "mine.toml", source="a test, nothing measured", date="2026-11-20")
+    text = (tmp_path / "mine.toml").read_text().replace('layout = "switch"', 'layout = "donut"')
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(HardwareFileError, match=r"layout='donut'.*hybrid_cube_mesh"):
+        Cluster.load(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "per_node", "fabric", "network", "gbit"),
+    [
+        ("a100_sxm_40gb", 8, None, "roce_v2", 200),
+        ("a100_sxm_80gb", 8, None, "omni_path", 50),
+        ("a100_sxm_80gb", 8, None, "infiniband_hdr200", 100),
+        ("a100_sxm_80gb", 8, "nvlink3_nvswitch_a800", "infiniband_hdr200", None),
+        ("v100_sxm2_32gb", 16, "nvlink2_nvswitch", "infiniband_edr100", 50),
+        ("v100_sxm2_32gb", 4, "nvlink2_mesh", "omni_path", 100),
+        ("b300", 8, None, "infiniband_xdr800", 800),
+        ("gb200", 72, None, "infiniband_ndr400", 400),
+        ("mi300x", 8, None, "roce_v2", 400),
+    ],
+)
+def test_hardware_of_published_runs_can_be_built(gpu, per_node, fabric, network, gbit):
+    """Every combination of the runs that we price; all of a mesh's axes have links."""
+    speed = None if gbit is None else gbit / 8 * 1e9
+    cluster = Cluster.of(
+        gpu,
+        4 * per_node,
+        devices_per_node=per_node,
+        fabric=fabric,
+        network=network,
+        network_bytes_per_s_per_device=speed,
+    )
+    links = cluster.axis_links({"pipeline": 4, "data": per_node // 4, "model": 4})
+    assert links["pipeline"].nodes == 4
+    assert links["model"].intra is not None

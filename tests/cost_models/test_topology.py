@@ -210,6 +210,6 @@ def test_a_ring_between_racks_uses_eight_cards():
     links = rack.group_links({"a": 144}, ("a",))
     assert (links.per_node, links.used_cards) == (72, 8)
     wide = dataclasses.replace(links, cards=0)
-    assert all_gather_time(1e10, links) > 2 * all_gather_time(1e10, wide)
+    assert all_gather_time(1e10, links) >= 1e10 * 143 / 144 / (8 * 47e9) > all_gather_time(1e10, wide)
     assert all_to_all_time(1e10, links) == all_to_all_time(1e10, wide)
     assert Cluster("h100_sxm", nodes=2).group_links({"a": 16}, ("a",)).used_cards == 8
