@@ -8,6 +8,7 @@ pointwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from cost_models.counting import compute_dtype, operator_cost, size_bytes
 from cost_models.work import AttentionShape, Kind, MatmulShape, TensorInfo, Work
@@ -42,6 +43,57 @@ def recurrent_layers_backward(inputs: Tensors, outputs: Tensors, arguments: Argu
     """Twice the products of the forward: gradients of the inputs and of the weights."""
     forward = recurrent_layers(inputs, outputs, arguments)
     return forward._replace(flops=2 * forward.flops, products=2 * forward.products)
+
+
+LAUNCHES = {  # kernels of one time step, forward and backward: `autoshard.kernels.recurrent` in float32
+    "lstm": (8, 6),
+    "gru": (8, 4),
+    "rnn": (2, 3),
+}
+GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+
+
+def _register_recurrent(name: str) -> None:
+    forward_launches, backward_launches = LAUNCHES[name]
+
+    def forward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+        """inputs: ([B, T, gates H], state [B, P], ...): one product of each step, with [gates H, P] and with [P, H]."""
+        batch, steps, gates = inputs[0].shape
+        fed_back, hidden = inputs[1].shape[1], gates // GATES[name]
+        weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
+        products = tuple(MatmulShape(batch, rows, columns) for rows, columns in weights) * steps
+        return _step_by_step(inputs, outputs, products, weights, steps, forward_launches)
+
+    def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+        """outputs: ([B, T, gates H], state [B, P], ...): a product of each step, and one of all for each weight."""
+        batch, steps, gates = outputs[0].shape
+        fed_back, hidden = outputs[1].shape[1], gates // GATES[name]
+        weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
+        products = tuple(MatmulShape(batch, columns, rows) for rows, columns in weights) * steps
+        products += tuple(MatmulShape(rows, columns, batch * steps) for rows, columns in weights)
+        return _step_by_step(inputs, outputs, products, weights, steps, backward_launches)
+
+    operator_cost(f"autoshard.{name}.default")(forward)
+    operator_cost(f"autoshard.{name}_backward.default")(backward)
+
+
+def _step_by_step(
+    inputs: Tensors,
+    outputs: Tensors,
+    products: tuple[MatmulShape, ...],
+    weights: Sequence[tuple[int, int]],
+    steps: int,
+    launches: int,
+) -> Work:
+    """Steps wait for each other, so that each product fills the device alone; each reads the weights again."""
+    flops = sum(product.flops for product in products)
+    again = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
+    read, written = size_bytes(inputs) + again, size_bytes(outputs)
+    return Work(flops, read, written, Kind.MATMUL, compute_dtype(inputs), products, steps=steps * launches)
+
+
+for _name in LAUNCHES:
+    _register_recurrent(_name)
 
 
 @operator_cost("aten._native_multi_head_attention.default")

@@ -1,14 +1,16 @@
 """Semantic operators and their kernels; nothing here knows of graphs, meshes or plans.
 
 Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout,
-cross-entropy and their backwards), each with a plain PyTorch reference. The Triton kernels and the table that
-says which operator they may stand in for are in `autoshard.kernels.registry`, which imports triton.
+cross-entropy, recurrent layers and their backwards), each with a plain PyTorch reference. The Triton kernels
+and the table that says which operator they may stand in for are in `autoshard.kernels.registry`, which imports
+triton.
 """
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.dropout import dropout
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
+from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
 
 __all__ = [
@@ -18,9 +20,15 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
+    "gru",
+    "gru_backward",
     "keep_mask",
+    "lstm",
+    "lstm_backward",
     "philox_4x32",
     "random_words",
     "rms_norm_backward_reference",
+    "rnn",
+    "rnn_backward",
     "uniform",
 ]

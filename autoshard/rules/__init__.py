@@ -24,6 +24,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     matmul,
     normalisation,
     pointwise,
+    recurrent,
     reductions,
     views,
 )

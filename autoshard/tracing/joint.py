@@ -22,9 +22,11 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
+from autoshard.tracing.attributes import keeping_attributes
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.provenance import ProvenanceMode
+from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole, number_random_operators
 
 ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -92,6 +94,7 @@ class FlatModule(nn.Module):
         args, kwargs = self._call.assemble(inputs)
         after = dict(traced_state)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(keeping_attributes(model))
             self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs)))
             stack.enter_context(number_random_operators(flat[-1]))
             stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
@@ -171,7 +174,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield without_checkpoints()
     yield _refusing_inner_backward()
     yield _without_attention_fast_path()
-    yield _without_fused_recurrent_layers()
+    yield computing_packed_sequences()
     yield fx_traceback.preserve_node_meta()
     yield mode
 
@@ -247,14 +250,3 @@ def _compiling_flag(value: bool) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-@contextlib.contextmanager
-def _without_fused_recurrent_layers() -> Iterator[None]:
-    """oneDNN's recurrent layers are for CPUs only, and cannot be sharded."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)

@@ -1,4 +1,4 @@
-"""Keeps semantic operators whole: attention, dropout, cross-entropy and RMS norm.
+"""Keeps semantic operators whole: attention, dropout, cross-entropy, RMS norm and recurrent layers (`recurrent`).
 
 PyTorch decomposes these operators before a trace sees them, and differently on each device. While we trace,
 their composite definitions are replaced by calls of `autoshard::*` operators (see `autoshard.kernels`), as
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._decomp import decompositions
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
 import autoshard.kernels as kernels
 from autoshard.errors import TraceError
+from autoshard.tracing.recurrent import RECURRENT
 
 _MEAN, _SUM = 1, 2
 
@@ -280,12 +280,6 @@ def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = No
     return _RmsNorm.apply(x, normalized_shape, weight, eps)[0]
 
 
-def _lstm(x: Tensor, hx: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Torch's own decomposition; in 2.11 it gives the last states an extra dim."""
-    out, hidden, cell = decompositions.lstm_impl(x, hx, *rest)
-    return out, hidden.reshape(hx[0].shape), cell.reshape(hx[1].shape)
-
-
 _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     torch.ops.aten.dropout.default: _dropout,
@@ -293,7 +287,7 @@ _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.feature_dropout.default: _feature_dropout,
     torch.ops.aten.feature_dropout_.default: _feature_dropout_,
     torch.ops.aten.cross_entropy_loss.default: _cross_entropy,
-    torch.ops.aten.lstm.input: _lstm,
     torch.ops.aten.rms_norm.default: _rms_norm,
     torch.ops.aten._fused_rms_norm.default: _fused_rms_norm,
+    **RECURRENT,
 }

@@ -1,5 +1,7 @@
 """tests cost_models/recurrent.py."""
 
+import pytest
+
 from cost_models.compute import work_time
 from cost_models.device import device
 from cost_models.operators import work
@@ -56,3 +58,44 @@ def test_fused_attention_blocks():
     weights = [tensor(96, 32), tensor(32, 32), tensor(128, 32), tensor(32, 128)]
     layer = work("aten._transformer_encoder_layer_fwd.default", [x, *weights], [x], (None, 32, 4))
     assert layer.flops == 2 * tokens * (4 * 32 * 32 + 2 * 32 * 128) + attention
+
+
+def recurrent(name: str, gates: int, steps: int, batch: int = 8, hidden: int = 16, fed_back: int = 16):
+    """Forward and backward of a layer in bf16."""
+    inputs = tensor(batch, steps, gates * hidden)
+    states = [tensor(batch, fed_back), *([tensor(batch, hidden)] if name == "lstm" else [])]
+    weights = [tensor(gates * hidden, fed_back), *([tensor(fed_back, hidden)] if fed_back != hidden else [])]
+    y = tensor(batch, steps, fed_back)
+    forward = work(f"autoshard.{name}.default", [inputs, *states, *weights], [y, *states])
+    backward = work(f"autoshard.{name}_backward.default", [y, *states, *weights, y], [inputs, *states, *weights])
+    return forward, backward
+
+
+@pytest.mark.parametrize(("name", "gates"), [("lstm", 4), ("gru", 3), ("rnn", 1)])
+def test_semantic_layers_multiply_the_state_at_each_step(name: str, gates: int):
+    """The product with the input's weights is outside; backward, a product of each step and one for the weights."""
+    forward, backward = recurrent(name, gates, 10)
+    assert forward.flops == 2 * 10 * 8 * gates * 16 * 16
+    assert backward.flops == 2 * forward.flops
+    assert len(forward.products) == 10
+    assert len(backward.products) == 11
+
+
+def test_a_projection_is_one_more_product():
+    """16 hidden values are projected to 4, which are fed back."""
+    forward, backward = recurrent("lstm", 4, 10, fed_back=4)
+    assert forward.flops == 2 * 10 * 8 * (64 * 4 + 4 * 16)
+    assert backward.flops == 2 * forward.flops
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])
+def test_time_grows_with_steps_more_than_with_rows(name: str):
+    """Twice the steps take twice the time; twice the rows, which one launch takes in, hardly more."""
+    h100, gates = device("h100_sxm"), {"lstm": 4, "gru": 3, "rnn": 1}[name]
+    for place in (0, 1):
+        times = {
+            (steps, batch): work_time(recurrent(name, gates, steps, batch)[place], h100)
+            for steps, batch in ((100, 8), (200, 8), (100, 16))
+        }
+        assert times[200, 8] == pytest.approx(2 * times[100, 8], rel=0.05)
+        assert times[100, 16] < 1.2 * times[100, 8]
