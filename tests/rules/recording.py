@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,17 +110,21 @@ class Tally:
 
     calls: int = 0
     strategies: int = 0
+    left_out: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def check(self, call: Call, meshes: Iterable[Mesh]) -> None:
-        """Try every strategy of a call on every mesh."""
+    def check(self, call: Call, meshes: Iterable[Mesh], most: int | None = None) -> None:
+        """Try every strategy of a call on every mesh; of more than `most` on a mesh, so many drawn at random."""
         results = results_of(call.op, call.args, call.kwargs)
         rule = bound_rule(call.op, call.args, call.kwargs, results)
         if rule is None:
             return
         self.calls += 1
         for mesh in meshes:
-            for strategy in enumerate_strategies(rule, mesh):
+            found = enumerate_strategies(rule, mesh)
+            tried = found if most is None or len(found) <= most else random.Random(self.calls).sample(found, most)
+            self.left_out += len(found) - len(tried)
+            for strategy in tried:
                 self.strategies += 1
                 check_strategy(call.op, call.args, call.kwargs, rule, strategy, mesh, expected=results)
 
@@ -206,12 +211,18 @@ def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[
         return {}
 
 
-def check_database(names: Collection[str] | None, *, limit: int = 3, meshes: Sequence[Mesh] = DATABASE_MESHES) -> Tally:
-    """Try every strategy of what PyTorch's samples for the operators `names` (None: all) call."""
+def check_database(
+    names: Collection[str] | None,
+    *,
+    limit: int = 3,
+    meshes: Sequence[Mesh] = DATABASE_MESHES,
+    most: int | None = None,
+) -> Tally:
+    """Try the strategies (see `Tally.check`) of what PyTorch's samples for the operators `names` (None: all) call."""
     tally = Tally()
     for name, call in database_calls(names, limit):
         try:
-            tally.check(call, meshes)
+            tally.check(call, meshes, most)
         except (AssertionError, AutoshardError, RuntimeError) as error:
             tally.failures.append(f"{name}: {call.key}\n{error}")
     return tally

@@ -91,8 +91,8 @@ def test_rules_see_only_shapes(op: Any, args: tuple[Any, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_all_rules_on_all_samples_of_pytorch() -> None:
-    """Every strategy of every call that PyTorch's samples make, forward and backward."""
+    """The strategies of every call that PyTorch's samples make, forward and backward; on two axes, some of them."""
     meshes = [Mesh({"a": 2}), Mesh({"a": 5}), Mesh({"a": 4}), Mesh({"a": 2, "b": 5})]
-    tally = check_database(None, limit=10, meshes=meshes)
+    tally = check_database(None, limit=10, meshes=meshes, most=40)
     assert not tally.failures, f"{tally.calls} calls, {tally.strategies} strategies:\n" + "\n".join(tally.failures)
     assert tally.calls > 9_000
