@@ -60,8 +60,8 @@ def price(
     Example:
         >>> from autoshard import Cluster
         >>> block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        >>> batch = (torch.zeros(1, 64),)
-        >>> plan = price(block, Cluster("h100_sxm", 1, 2), Recipe(tensor=2), example_inputs=batch, loss_fn=torch.sum)
+        >>> inputs, total = (torch.zeros(1, 64),), lambda y: y.sum()
+        >>> plan = price(block, Cluster("h100_sxm", 1, 2), Recipe(tensor=2), example_inputs=inputs, loss_fn=total)
         >>> plan.parameters["0.weight"].spec
         P('tensor')
     """

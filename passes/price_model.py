@@ -88,7 +88,8 @@ class PricedModel:
         """The price of each section under a recipe."""
         kind = RecipeKind.of(recipe)
         sizes = (("tensor", recipe.tensor), ("context", recipe.context), ("expert", recipe.expert))
-        setting = Setting(recipe.micro_batch, sizes, cluster.device, recipe.precision)
+        device = cluster.device if recipe.attention is None else cluster.device.with_attention(recipe.attention)
+        setting = Setting(recipe.micro_batch, sizes, device, recipe.precision)
         key = (kind, setting)
         if key not in self._prices:
             self._prices[key] = {

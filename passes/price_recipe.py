@@ -3,8 +3,8 @@
 1. Blocks are shared out over the pipeline's stages; the first stage also has what comes before them, the last what
    comes after. Blocks of one kind are priced once.
 2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: collectives of
-   the tensor axis (in the backward, beside the products of weight gradients), of the context axis (beside attention), of
-   the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead.
+   the tensor axis (in the backward, beside the products of weight gradients), of the context axis (beside attention),
+   of the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead.
 3. The schedule runs them (`cost_models.schedules`). A long run of micro-batches is periodic, so a few rounds of the
    pipeline are simulated and the rest is extrapolated.
 4. Once per step gradients are reduced, parameters are updated and gathered.
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
@@ -48,8 +49,8 @@ class Groups:
 
     Args:
         tensor, context, expert: of these axes; replicas: of data x context; `zero`: over which ZeRO shards; `outer`: of
-            the replicas of such a group; expert_replicas: of ranks that hold the same experts; neighbours: of two stages
-            that follow each other.
+            the replicas of such a group; expert_replicas: of ranks that hold the same experts; neighbours: of two
+            stages that follow each other.
     """
 
     tensor: GroupLinks
@@ -129,16 +130,22 @@ def _block_counts(blocks: int, recipe: Recipe) -> list[int]:
     """Blocks on each stage, as even as can be; with `split_ends` the ends count as blocks."""
     if recipe.stage_blocks is not None:
         if sum(recipe.stage_blocks) != blocks:
-            raise RecipeError(f"stage_blocks={tuple(recipe.stage_blocks)} shares out {sum(recipe.stage_blocks)} blocks; "
-                              f"the model has {blocks}.")  # fmt: skip
+            found = sum(recipe.stage_blocks)
+            raise RecipeError(
+                f"stage_blocks={recipe.stage_blocks!r} shares out {found} blocks; the model has {blocks}."
+            )
         return list(recipe.stage_blocks)
     stages = recipe.stages
+    if stages == 1:
+        return [blocks]
     slots = blocks + (2 if recipe.split_ends else 0)
     if slots < stages:
-        raise RecipeError(f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot "
-                          f"share {blocks} blocks.")  # fmt: skip
+        raise RecipeError(
+            f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
+            f"{blocks} blocks."
+        )
     bounds = [round(index * slots / stages) for index in range(stages + 1)]
-    counts = [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
+    counts = [after - before for before, after in pairwise(bounds)]
     if recipe.split_ends:
         counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     return counts
@@ -167,7 +174,9 @@ def section_time(
     recompute = 0.0
     again: dict[str, float] = {}
     if is_block and recipe.recompute == "full":
-        recompute, again = sum(forward.values()), forward
+        done = computing_time(price.forward.tail, recipe, cluster, model) if recipe.early_stop else 0.0
+        again = {**forward, "compute": max(0.0, forward["compute"] - done)}
+        recompute = sum(again.values())
     elif is_block and recipe.recompute == "selective":
         recompute = computing_time(price.forward.core, recipe, cluster, model)
         again = {"compute": recompute}

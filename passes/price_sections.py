@@ -61,10 +61,12 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class PhasePrice:
-    """A phase of a section, once: work, the part of it in attention's core, and collectives."""
+    """A phase of a section, once: work, the part of it in attention's core, that in its last product and what follows,
+    and collectives."""
 
     busy: Busy
     core: Busy
+    tail: Busy
     traffic: tuple[Traffic, ...]
 
 
@@ -133,13 +135,14 @@ def price_section(section: Section, setting: Setting, *, is_block: bool) -> Sect
 
 
 def _price_phase(phase: Phase, setting: Setting, sizes: Mapping[str, int], precision: str) -> PhasePrice:
-    busy, core = Busy(), Busy()
+    busy, core, tail = Busy(), Busy(), Busy()
     for kernel in phase.kernels:
         taken = _price_kernel(kernel, setting, sizes, precision)
         busy += taken
+        tail = taken if taken.matmul_s and kernel.has_weight else tail + taken
         if kernel.is_core:
             core += taken
-    return PhasePrice(busy, core, tuple(_traffic(item, setting.batch, sizes) for item in phase.sent))
+    return PhasePrice(busy, core, tail, tuple(_traffic(item, setting.batch, sizes) for item in phase.sent))
 
 
 def _price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:

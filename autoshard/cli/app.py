@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from typer.exceptions import TyperException
 
-from autoshard import api
+from autoshard import api, pricing
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
+from autoshard.cli.recipes import parse_recipe
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.ir.mesh import Mesh
 from cost_models.errors import CostModelError
@@ -84,6 +85,23 @@ def plan(
         optimizer=optimizer,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
     )
+    if out is not None:
+        result.save(out)
+    _show(result.to_json() if as_json else str(result))
+
+
+@app.command()
+def price(
+    model: Annotated[str, typer.Argument(help="As for plan.")],
+    cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],
+    recipe: Annotated[str, typer.Option(help="FIELD=VALUE,... (data=8,tensor=8,zero=1), or a JSON file.")],
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Say what an expert's recipe would take: step time, memory, and where the time goes."""
+    loaded = load_model(model, batch=1, seq=seq, precision="bf16")
+    result = pricing.price(loaded.model, parse_cluster(cluster), parse_recipe(recipe), example_inputs=loaded.inputs)
     if out is not None:
         result.save(out)
     _show(result.to_json() if as_json else str(result))

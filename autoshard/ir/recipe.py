@@ -42,6 +42,9 @@ class Recipe:
         micro_batch: sequences of one replica's forward.
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
         recompute: what the backward computes again: "none"; "selective", attention's core; "full", every block.
+        early_stop: recomputing a block ends with the last value that its backward needs, before its last product (torch's
+            checkpoints that are not reentrant).
+        attention: the kernel of fused attention, by the device's names ("flash2"); None: the device's usual one.
         precision: of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
         optimizer: "adamw", ...: whose state takes memory and bandwidth.
         gradient_dtype: in which gradients are summed over micro-batches and reduced over replicas.
@@ -82,6 +85,8 @@ class Recipe:
     micro_batch: int = 1
     global_batch: int | None = None
     recompute: str = "none"
+    early_stop: bool = False
+    attention: str | None = None
     precision: str = "bf16"
     optimizer: str = "adamw"
     gradient_dtype: str = "f32"

@@ -29,6 +29,8 @@ class Framework:
         bias: of linear layers in models with learned positions or LayerNorm.
         overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Recipe`.
         gradient_dtype: None: that of the model.
+        early_stop, attention: see `Recipe`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
+            reentrant (scripts/train/benchmarking/submit_benchmarks.py @12a63191).
         bucket_bytes: see `Recipe`. InternEvo broadcasts each tensor by itself, FSDP gathers a block at a time.
     """
 
@@ -41,6 +43,8 @@ class Framework:
     overlap_pipeline: bool = False
     gradient_dtype: str | None = "f32"
     bucket_bytes: int = 200_000_000
+    early_stop: bool = False
+    attention: str | None = None
 
 
 _MEGATRON_2020 = Framework(
@@ -49,7 +53,7 @@ _MEGATRON_2020 = Framework(
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
 _MEGATRON_CORE = Framework(overlap_pipeline=True)
 FRAMEWORKS: Mapping[str, Framework] = {
-    "mosaicml": Framework(fused=False, bias=False, bucket_bytes=10**12),
+    "mosaicml": Framework(fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton"),
     "bigscience": _MEGATRON_2020,
     "megatron-2020": _MEGATRON_2020,
     "sc21-table1": _MEGATRON_2020,
@@ -146,6 +150,8 @@ def recipe_of(row: Row) -> Recipe:
         overlap_tensor=framework.overlap_tensor,
         overlap_pipeline=framework.overlap_pipeline,
         bucket_bytes=framework.bucket_bytes,
+        early_stop=framework.early_stop,
+        attention=framework.attention,
         overlap_expert=bool(plan.get("moe_a2a_overlap")),
         fused=framework.fused,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",

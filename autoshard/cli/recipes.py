@@ -1,0 +1,51 @@
+"""Recipes on the command line: `data=8,zero=1,tensor=8,sequence_parallel=yes`, or a JSON file with the same fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import Recipe
+
+_WORDS = {"yes": True, "true": True, "no": False, "false": False, "none": None}
+_TEXTS = ("recompute", "offload")
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe that a text describes: FIELD=VALUE,..., or the path of a JSON file.
+
+    Raises:
+        RecipeError: no such field, or a value that is no number, word or list of numbers.
+
+    Example:
+        >>> parse_recipe("data=2,tensor=4,sequence_parallel=yes").devices
+        8
+    """
+    if text.endswith(".json"):
+        return _recipe(json.loads(Path(text).read_text()))
+    pairs = [item.partition("=") for item in text.split(",")]
+    if not all(separator and value for _, separator, value in pairs):
+        raise RecipeError(f"--recipe {text!r} must read FIELD=VALUE,FIELD=VALUE, e.g. data=8,tensor=8,zero=1.")
+    return _recipe({name.strip(): _value(name.strip(), value.strip()) for name, _, value in pairs})
+
+
+def _recipe(values: dict[str, Any]) -> Recipe:
+    known = [item.name for item in fields(Recipe)]
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise RecipeError(f"A recipe has no field {unknown[0]!r}; there are {', '.join(known)}.")
+    return Recipe(**values)
+
+
+def _value(name: str, text: str) -> object:
+    """Whole numbers, yes and no, lists as 4+4+3, and words."""
+    if name not in _TEXTS and text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if text.isdecimal():
+        return int(text)
+    if "+" in text and all(part.isdecimal() for part in text.split("+")):
+        return tuple(int(part) for part in text.split("+"))
+    return text

@@ -1,0 +1,33 @@
+"""Recipes as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoshard import Recipe, RecipeError
+from autoshard.cli.recipes import parse_recipe
+
+
+def test_fields_are_numbers_words_and_lists() -> None:
+    """Each value becomes what the field wants."""
+    text = "pipeline=2,virtual_stages=1,stage_blocks=3+5,sequence_parallel=yes,tensor=2,recompute=none,zero_group=none"
+    expected = Recipe(pipeline=2, stage_blocks=(3, 5), sequence_parallel=True, tensor=2)
+    assert parse_recipe(text) == expected
+
+
+def test_a_file_holds_the_same_fields(tmp_path: Path) -> None:
+    """JSON with the names of the fields."""
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"data": 4, "zero": 3}))
+    assert parse_recipe(str(path)) == Recipe(data=4, zero=3)
+
+
+def test_mistakes_are_named() -> None:
+    """What is no pair, and what is no field."""
+    with pytest.raises(RecipeError, match="must read FIELD=VALUE"):
+        parse_recipe("data")
+    with pytest.raises(RecipeError, match="no field 'dp'"):
+        parse_recipe("dp=8")

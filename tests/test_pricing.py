@@ -1,0 +1,180 @@
+"""Recipes are priced on models that say nothing about how they are split."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, P, Plan, Recipe, RecipeError
+from tests.passes.decoders import dense, sparse, tokens
+
+MODEL, SPARSE = dense(8), sparse()
+PLAIN = Recipe(micro_batch=2)
+
+
+def _price(recipe: Recipe, model: nn.Module = MODEL, per_node: int | None = None) -> Plan:
+    count = recipe.devices
+    cluster = Cluster("h100_sxm", max(1, count // 8), per_node or min(8, count))
+    return autoshard.price(model, cluster, recipe, example_inputs=tokens())
+
+
+def test_a_plan_says_where_parameters_of_all_blocks_lie() -> None:
+    """Weights of every block are split as those of the traced ones, and counted locally."""
+    plan = _price(Recipe(tensor=4))
+    assert plan.parameters["layers.7.wide.weight"].spec == P("tensor")
+    assert plan.parameters["layers.7.narrow.weight"].spec == P(None, "tensor")
+    assert plan.parameters["layers.7.wide.weight"].local_bytes == 256 * 64 * 2 // 4
+    assert len(plan.parameters) == len(list(MODEL.parameters()))
+
+
+def test_zero_3_splits_parameters_over_replicas() -> None:
+    """FSDP is a spec of the parameters."""
+    assert _price(Recipe(data=8, zero=3)).parameters["layers.0.wide.weight"].spec == P("data")
+
+
+def test_breakdown_sums_to_the_step() -> None:
+    """Nothing is lost between the parts and the whole."""
+    for recipe in (PLAIN, Recipe(data=4, tensor=2, zero=1), Recipe(pipeline=4, global_batch=16, data=2)):
+        predicted = _price(recipe).predicted
+        assert sum(predicted.breakdown.values()) == pytest.approx(predicted.step_time_s)
+        assert sum(predicted.memory_breakdown.values()) == predicted.peak_memory_bytes
+
+
+def test_tokens_and_utilisation_follow_from_the_time() -> None:
+    """Tokens are those of the whole batch."""
+    predicted = _price(Recipe(data=2, micro_batch=2, global_batch=8)).predicted
+    assert predicted.tokens_per_s == pytest.approx(8 * 32 / predicted.step_time_s)
+    assert predicted.mfu is not None
+    assert 0 < predicted.mfu < 1
+
+
+def test_full_recomputation_takes_time_and_saves_memory() -> None:
+    """And selective recomputation lies between, if anywhere."""
+    none, full = (
+        _price(dataclasses.replace(PLAIN, micro_batch=16, recompute=kind)).predicted for kind in ("none", "full")
+    )
+    assert full.step_time_s > none.step_time_s
+    assert full.memory_breakdown["activations"] < none.memory_breakdown["activations"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_zero_stage_saves_memory(stage: int) -> None:
+    """Optimizer state, then gradients, then parameters are shared out."""
+    before, after = (_price(Recipe(data=8, zero=zero)).predicted for zero in (stage - 1, stage))
+    part = ("optimizer state", "gradients", "parameters")[stage - 1]
+    assert after.memory_breakdown[part] < before.memory_breakdown[part]
+
+
+def test_a_pipeline_has_a_bubble_that_micro_batches_shrink() -> None:
+    """The bubble's share falls with the number of micro-batches."""
+    few, many = (_price(Recipe(pipeline=4, global_batch=batch)).predicted for batch in (4, 64))
+    shares = [item.breakdown["pipeline bubble"] / item.step_time_s for item in (few, many)]
+    assert shares[0] > 2 * shares[1] > 0
+
+
+def test_extrapolated_pipelines_equal_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run of micro-batches is periodic."""
+    recipe = Recipe(pipeline=4, global_batch=50)
+    short = _price(recipe).predicted.step_time_s
+    monkeypatch.setattr("passes.price_recipe._EXACT_ROUNDS", 100)
+    assert _price(recipe).predicted.step_time_s == pytest.approx(short, rel=1e-3)
+
+
+def test_experts_are_shared_out_and_tokens_exchanged() -> None:
+    """Each rank keeps its experts, and pays for sending tokens."""
+    recipe = Recipe(data=4, expert=4, micro_batch=4)
+    plan = _price(recipe, SPARSE)
+    assert plan.parameters["layers.1.up"].spec == P("expert")
+    assert plan.predicted.breakdown["communication over expert"] > 0
+    assert "communication over expert" not in _price(dataclasses.replace(recipe, expert=1), SPARSE).predicted.breakdown
+
+
+def test_context_parallelism_halves_activations() -> None:
+    """Each rank keeps half of every sequence."""
+    one, two = (_price(Recipe(context=size, micro_batch=8)).predicted for size in (1, 2))
+    assert two.memory_breakdown["activations"] == pytest.approx(one.memory_breakdown["activations"] / 2, rel=0.2)
+
+
+def test_the_example_batch_does_not_matter() -> None:
+    """The recipe says how many sequences are run."""
+    cluster = Cluster("h100_sxm", 1, 1)
+    one, many = (autoshard.price(MODEL, cluster, PLAIN, example_inputs=tokens(batch)) for batch in (1, 7))
+    assert one.predicted == many.predicted
+
+
+class Wide(nn.Module):
+    """Large products, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()
+
+
+def test_eight_bits_are_faster_where_products_are_large() -> None:
+    """Wide products win more than quantising costs."""
+    with torch.device("meta"):
+        model = Wide().bfloat16()
+    inputs = (torch.zeros(1, 2048, 4096, dtype=torch.bfloat16, device="meta"),)
+    cluster = Cluster("h100_sxm", 1, 1)
+    times = [
+        autoshard.price(model, cluster, Recipe(micro_batch=4, precision=precision), example_inputs=inputs)
+        for precision in ("bf16", "f8")
+    ]
+    assert times[1].predicted.step_time_s < times[0].predicted.step_time_s
+
+
+def _total(y: torch.Tensor) -> torch.Tensor:
+    return y.float().sum()
+
+
+def test_a_model_without_blocks_is_priced() -> None:
+    """It is one section before the blocks that it does not have."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).bfloat16()
+    inputs = (torch.zeros(1, 64, dtype=torch.bfloat16, device="meta"),)
+    plan = autoshard.price(model, Cluster("h100_sxm", 1, 1), PLAIN, example_inputs=inputs, loss_fn=_total)
+    assert plan.predicted.step_time_s > 0
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
+    """It is a plan like any other."""
+    plan = _price(Recipe(tensor=2))
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.predicted.step_time_s == plan.predicted.step_time_s
+    assert loaded.parameters == plan.parameters
+
+
+def test_a_recipe_for_another_number_of_devices_is_refused() -> None:
+    """The message multiplies it out."""
+    with pytest.raises(RecipeError, match=r"tensor=2 = 4 devices; the cluster has 8"):
+        autoshard.price(MODEL, Cluster("h100_sxm", 1, 8), Recipe(data=2, tensor=2), example_inputs=tokens())
+
+
+def test_experts_of_a_model_without_any_are_refused() -> None:
+    """No parameter is a stack of weights."""
+    with pytest.raises(RecipeError, match="no parameter of the model is a stack of weights"):
+        _price(Recipe(data=2, expert=2))
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    """And stage_blocks must sum to the blocks."""
+    with pytest.raises(RecipeError, match="16 stages cannot share 8 blocks"):
+        _price(Recipe(pipeline=16))
+    with pytest.raises(RecipeError, match="shares out 4 blocks; the model has 8"):
+        _price(Recipe(pipeline=2, stage_blocks=(2, 2)))
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    """A dict will not do."""
+    with pytest.raises(RecipeError, match="pass an autoshard"):
+        autoshard.price(MODEL, Cluster("h100_sxm", 1, 1), {"data": 1}, example_inputs=tokens())  # type: ignore[arg-type]
