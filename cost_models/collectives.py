@@ -53,7 +53,12 @@ def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, 
     * switch: the same, but in each node the switch reduces and spreads (NVLS; NVLSTree on several nodes): each device
       sends and receives (n + 1)/n * bytes, in two steps. Only where the fabric can.
     """
-    found = {"ring": 2 * _fastest(_ring_phase, operand_bytes, group), "tree": _fastest(_tree, operand_bytes, group)}
+    _check(operand_bytes)
+    variants = _variants(group) if group.size > 1 else ()
+    found = {
+        "ring": 2 * min((_ring_phase(operand_bytes, each) for each in variants), default=0.0),
+        "tree": min((_tree(operand_bytes, each) for each in variants), default=0.0),
+    }
     if group.intra is not None and group.intra.in_network_efficiency > 0:
         found["switch"] = _switch(operand_bytes, group)
     return found
