@@ -24,8 +24,10 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     matmul,
     normalisation,
     pointwise,
+    pooling,
     recurrent,
     reductions,
+    softmax,
     views,
 )
 from autoshard.rules.enumeration import enumerate_strategies, replicated

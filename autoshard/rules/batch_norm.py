@@ -1,7 +1,7 @@
-"""Rules of batch normalisation: channels are independent; a split of the batch needs the moments of the whole batch.
+"""Rules of batch normalisation: channels are independent; a split of batch or space needs the moments of the whole.
 
 In training the local form reduces the moments over the ranks itself, so that the statistics are those of the
-global batch, whatever the mesh. In evaluation rows are independent.
+global batch, whatever the mesh. In evaluation elements are independent.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.dims import all_blocked
+from autoshard.rules.carries import increasing, meaningful, only_in, sums
+from autoshard.rules.dims import all_blocked, named, names
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Dims, Rewrite, Rule
+from autoshard.rules.notation import Carry, Dims, Rewrite, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -24,7 +25,12 @@ _CHANNELS: Dims = (("c",),)
 
 
 def _x_dims(x: torch.Tensor) -> Dims:
-    return (("n",), ("c",), *all_blocked(x.dim() - 2))
+    return (("n",), ("c",), *named(x.dim() - 2, "s"))
+
+
+def _elements(x: torch.Tensor) -> tuple[str, ...]:
+    """The factors that count the elements of a channel."""
+    return names(dim for dim in _x_dims(x) if dim != ("c",))
 
 
 @sharding_rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
@@ -67,9 +73,19 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
     operands = (dims, *[_CHANNELS for tensor in others if tensor is not None])
     saved = _CHANNELS if training else all_blocked(1)
     results = (dims, saved, saved, *([_CHANNELS] * 2 if updates else []))
-    whole = {"n": range(1, len(results)), **({} if training else {"c": (1, 2)})}
-    local = partial(_local_forward, dtype=_wide(x.dtype), updates=updates)
-    return Rule((operands, results), whole=whole, local=local if training else None)
+    whole = {**dict.fromkeys(_elements(x), range(1, len(results))), **({} if training else {"c": (1, 2)})}
+    local = partial(_local_forward, dtype=_wide(x.dtype), updates=updates, elements=_elements(x))
+    carries = only_in(0, len(results), _carried(x, others))
+    return Rule((operands, results), whole=whole, local=local if training else None, carries=carries)
+
+
+def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
+    """What passes into the output: it is affine in weight and bias."""
+    weight, bias = others[:2]
+    if bias is None:
+        return sums((1,)) if weight is not None else []
+    index = 1 + (weight is not None)
+    return [*(sums((1, 2)) if weight is not None else []), *meaningful({index: bias}, increasing((index,)))]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -78,20 +94,21 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _local_forward(
-    context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtype: torch.dtype, updates: bool
-) -> Any:
+    context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtype: torch.dtype, updates: bool,
+    elements: Sequence[str],
+) -> Any:  # fmt: skip
     """`rest`: running mean and variance unless the operator has none, training, momentum, eps."""
-    if not context.is_split("n"):
+    if not any(map(context.is_split, elements)):
         return context.default(x, weight, bias, *rest)
     call = context.call
     *running, _, momentum, eps = rest
-    mean, variance = _moments(context, call(aten._to_copy.default, x, dtype=dtype))
+    mean, variance = _moments(context, call(aten._to_copy.default, x, dtype=dtype), elements)
     normalised = call(aten.native_batch_norm.default, x, weight, bias, mean, variance, False, 0.0, eps)
     invstd = call(aten.rsqrt.default, call(aten.add.Scalar, variance, eps))
     results = (normalised[0], mean, invstd)
     if not updates:
         return results
-    count = context.global_size("n") * math.prod(context.input_shape(0)[2:])
+    count = math.prod(map(context.global_size, elements))
     unbiased = call(aten.mul.Scalar, variance, count / max(count - 1, 1))
     return (
         *results,
@@ -100,19 +117,26 @@ def _local_forward(
     )
 
 
-def _moments(context: LocalContext, x: Any) -> tuple[Any, Any]:
+def _moments(context: LocalContext, x: Any, elements: Sequence[str]) -> tuple[Any, Any]:
     """Mean and variance of each channel over the global batch, in two passes; [c] each."""
     call = context.call
     shape = context.input_shape(0)
     over = [0, *range(2, len(shape))]
-    mean = _global_mean(context, x, over)
+    mean = _global_mean(context, x, over, elements)
     centred = call(aten.sub.Tensor, x, call(aten.reshape.default, mean, _per_channel(shape)))
-    return mean, _global_mean(context, call(aten.mul.Tensor, centred, centred), over)
+    return mean, _global_mean(context, call(aten.mul.Tensor, centred, centred), over, elements)
 
 
-def _global_mean(context: LocalContext, x: Any, over: Sequence[int]) -> Any:
-    mean = context.call(aten.mean.dim, x, over)
-    return context.call(aten.div.Scalar, context.all_reduce(mean, "sum", "n"), context.shards("n"))
+def _global_mean(context: LocalContext, x: Any, over: Sequence[int], elements: Sequence[str]) -> Any:
+    mean = _total(context, context.call(aten.mean.dim, x, over), elements)
+    return context.call(aten.div.Scalar, mean, math.prod(map(context.shards, elements)))
+
+
+def _total(context: LocalContext, value: Any, elements: Sequence[str]) -> Any:
+    """The sum of the ranks' values."""
+    for factor in elements:
+        value = context.all_reduce(value, "sum", factor)
+    return value
 
 
 def _per_channel(shape: Sequence[int]) -> list[int]:
@@ -130,17 +154,19 @@ def batch_norm_backward(
     present = [_CHANNELS if len(tensor) else all_blocked(1) for tensor in tensor_operands(statistics, {})]
     gradients = (dims, _CHANNELS, _CHANNELS)
     results = tuple(g for g, is_asked in zip(gradients, output_mask, strict=True) if is_asked)
-    whole = {"n": range(int(output_mask[0]), len(results))} if train else None
+    whole = dict.fromkeys(_elements(x), range(int(output_mask[0]), len(results))) if train else None
     return Rule(
         ((dims, dims, *present), results),
-        reduce={"n": "sum"},
+        reduce=dict.fromkeys(_elements(x), "sum"),
         whole=whole,
         linear=[(0,)],
-        local=_local_backward(x.dtype, weight.dtype if weight is not None else _wide(x.dtype)) if train else None,
+        local=_local_backward(x, weight.dtype if weight is not None else _wide(x.dtype)) if train else None,
     )
 
 
-def _local_backward(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Rewrite:
+def _local_backward(like: torch.Tensor, weight_dtype: torch.dtype) -> Rewrite:
+    x_dtype, elements = like.dtype, _elements(like)
+
     def local(
         context: LocalContext, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any,
         mean: Any, invstd: Any, train: bool, eps: float, output_mask: Sequence[bool],
@@ -148,17 +174,17 @@ def _local_backward(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Rewrite:
         """xhat = (x - mean) invstd, dweight = sum(g xhat), dbias = sum(g) over the global batch of `count` elements;
         dx = weight invstd (g - dbias / count - xhat dweight / count)."""
         call = context.call
-        if not context.is_split("n"):
+        if not any(map(context.is_split, elements)):
             statistics = (running_mean, running_var, mean, invstd)
             return context.default(grad, x, weight, *statistics, train, eps, output_mask)
         shape = context.input_shape(1)
-        over, count = [0, *range(2, len(shape))], context.global_size("n") * math.prod(shape[2:])
+        over, count = [0, *range(2, len(shape))], math.prod(map(context.global_size, elements))
 
         def per_channel(values: Any) -> Any:
             return call(aten.reshape.default, values, _per_channel(shape))
 
         def total(values: Any) -> Any:
-            return context.all_reduce(call(aten.sum.dim_IntList, values, over), "sum", "n")
+            return _total(context, call(aten.sum.dim_IntList, values, over), elements)
 
         grad = call(aten._to_copy.default, grad, dtype=_wide(x_dtype))
         scale = per_channel(invstd)

@@ -1,6 +1,6 @@
-"""Rules of pooling, resampling and windows: batch and channels are parallel, spatial dims are blocked.
+"""Rules of resampling and windows: batch and channels are parallel, spatial dims are blocked.
 
-All backwards are linear in the gradient; averages and interpolations are linear in the operand too.
+All backwards are linear in the gradient, interpolations in the operand too. Pooling has a file of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from autoshard.rules.carries import linear_result, moving, sums_by_result
 from autoshard.rules.dims import BLOCKED, all_blocked, moves, named
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Dims, Rule
+from autoshard.rules.notation import Carry, Dims, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -25,32 +26,17 @@ def _planes(x: torch.Tensor, space: int) -> Dims:
     return (*named(x.dim() - space), *all_blocked(space))
 
 
-def _window(space: int, results: int = 1, *, is_linear: bool = False) -> Callable[..., Rule]:
+def _window(
+    space: int, results: int = 1, *, is_linear: bool = False, carries: Sequence[Carry] = ()
+) -> Callable[..., Rule]:
     """The rule of operators whose tensor operands and results are all planes of `space` dims."""
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
         operands = tuple(_planes(operand, space) for operand in tensor_operands(args, kwargs))
-        return Rule((operands, operands[:1] * results), linear=_LINEAR if is_linear else ())
+        return Rule((operands, operands[:1] * results), linear=_LINEAR if is_linear else (), carries=carries)
 
     return rule
 
-
-for _space, _max_pools in (
-    (2, [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default]),
-    (3, [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default]),
-):
-    sharding_rule(*_max_pools)(_window(_space, results=2))
-
-for _space, _linear in (
-    (1, [aten.avg_pool1d.default]),
-    (2, [aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d.default,
-         aten._adaptive_avg_pool2d_backward.default, aten.max_pool2d_with_indices_backward.default,
-         aten.adaptive_max_pool2d_backward.default]),
-    (3, [aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d.default,
-         aten._adaptive_avg_pool3d_backward.default, aten.max_pool3d_with_indices_backward.default,
-         aten.adaptive_max_pool3d_backward.default]),
-):  # fmt: skip
-    sharding_rule(*_linear)(_window(_space, is_linear=True))
 
 _RESAMPLERS = {
     1: "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
@@ -75,7 +61,8 @@ def _local_resample_backward(context: LocalContext, grad: Any, output_size: Any,
 
 for _space, _names in _RESAMPLERS.items():
     for _name in _names.split():
-        sharding_rule(getattr(aten, _name).default, getattr(aten, _name).vec)(_window(_space, is_linear=True))
+        _rule = _window(_space, is_linear=True, carries=moving((0,)) if "nearest" in _name else ())
+        sharding_rule(getattr(aten, _name).default, getattr(aten, _name).vec)(_rule)
         sharding_rule(getattr(aten, f"{_name}_backward").default)(_resample_backward(_space))
 
 
@@ -131,14 +118,16 @@ def _grid_sampler(space: int) -> Callable[..., Rule]:
 
 
 def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
-    """The operand's gradient is a sum over places, the grid's a sum over channels."""
+    """The operand's gradient is a sum over places, the grid's a sum over channels, and linear in the operand."""
 
     def rule(grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any) -> Rule:
         x_dims, grid_dims, result = _grid_dims(space)
         output_mask: Sequence[bool] = args[-1]
         results = (*((x_dims,) if output_mask[0] else ()), grid_dims)
         reduce = dict.fromkeys(("c", *(f"p{dim}" for dim in range(space))), "sum")
-        return Rule(((result, x_dims, grid_dims), results), reduce=reduce, linear=_LINEAR)
+        of_x = [linear_result((0, 2), (0,))] if output_mask[0] else []
+        carries = sums_by_result([*of_x, linear_result((0, 1, 2), (0,), (1,))])
+        return Rule(((result, x_dims, grid_dims), results), reduce=reduce, linear=_LINEAR, carries=carries)
 
     return rule
 

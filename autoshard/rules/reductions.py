@@ -1,18 +1,22 @@
 """Rules of operators that reduce, scan or order dims.
 
 A reduced dim is a reduced factor where the reduction is one that addends can have (sum, max, min, product);
-where every element of the dim is needed at once (softmax, sort, argmax), it is blocked.
+where every element of the dim is needed at once, the rewrite lets ranks exchange what they must know (softmax, argmax;
+see `autoshard.rules.split_dims`), or the dim is blocked (sort, median).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from autoshard.ir.spec import Reduction
+from autoshard.rules import split_dims
+from autoshard.rules.carries import maxima, meaningful, minima, moving, only_in, products, sums
 from autoshard.rules.dims import (
     BLOCKED,
     is_additive,
@@ -24,8 +28,9 @@ from autoshard.rules.dims import (
     without,
 )
 from autoshard.rules.local import LocalContext, whole_to_piece
-from autoshard.rules.notation import Fill, Rewrite, Rule
-from autoshard.rules.registry import sharding_rule
+from autoshard.rules.notation import Carry, Fill, Rewrite, Rule
+from autoshard.rules.registry import RuleFunction, sharding_rule
+from autoshard.rules.split_dims import can_travel, converted, is_any_split, reduce_over, wide
 
 aten = torch.ops.aten
 
@@ -41,14 +46,25 @@ def _reduction(
     is_linear: bool = False,
     local: Rewrite | None = None,
     fill: Fill = None,
+    carries: Sequence[Carry] = (),
+    is_move: bool = True,
 ) -> Rule:
-    """`fill` in padding changes nothing; None where no number does, or linearity says that it is zero."""
+    """One reduction over some dims.
+
+    Args:
+        fill: in padding it changes nothing; None where no number does, or linearity says that it is zero.
+        carries: partial values that pass through.
+        is_move: whether elements stay as they are where all reduced dims are of size one.
+    """
     dims, removed = named(x.dim()), _positions(x, dim)
     reduce = {factor: reduction for position in removed for factor in dims[position]}
     linear = [(0,)] if is_linear and is_additive(x) else ()
     padding = {} if fill is None else dict.fromkeys(reduce, fill)
     sides = ((dims,), (without(dims, removed, keepdim=keepdim),))
-    return Rule(sides, reduce=reduce, linear=linear, local=local, padding=padding)
+    if is_move and all(x.shape[dim] == 1 for dim in removed):
+        carries = [*moving((0,)), *([] if is_linear or not is_additive(x) else sums((0,)))]
+    carries = meaningful([x], carries)
+    return Rule(sides, reduce=reduce, linear=linear, local=local, padding=padding, carries=carries)
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
@@ -56,10 +72,37 @@ def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
     return normal_dims(dim, x.dim()) if x.dim() else ()
 
 
-def _over_whole(x: torch.Tensor, dim: DimList, keepdim: bool, results: int = 1) -> Rule:
+def _over_whole(x: torch.Tensor, dim: DimList, keepdim: bool, results: int = 1, carries: Sequence[Carry] = ()) -> Rule:
     """A reduction that needs its dims whole."""
     dims = with_blocked(named(x.dim()), removed := _positions(x, dim))
-    return Rule(((dims,), (without(dims, removed, keepdim=keepdim),) * results))
+    return Rule(((dims,), (without(dims, removed, keepdim=keepdim),) * results), carries=carries)
+
+
+def _split_inside(
+    x: torch.Tensor, dim: DimList, keepdim: bool, local: Rewrite, fill: Fill, *, results: int = 1,
+    carries: Sequence[Carry] = (), is_even: bool = False,
+) -> Rule:  # fmt: skip
+    """A reduction whose rewrite reduces split dims itself, `fill` being what padding holds for it.
+
+    `local` takes the factors of the reduced dims as the keyword `factors`.
+    """
+    dims, removed = named(x.dim()), _positions(x, dim)
+    factors = names(dims[position] for position in removed)
+    return Rule(
+        ((dims,), (without(dims, removed, keepdim=keepdim),) * results),
+        whole=dict.fromkeys(factors, range(results)),
+        local=partial(local, factors=factors),
+        padding=dict.fromkeys(factors, fill),
+        even=factors if is_even else (),
+        carries=carries,
+    )
+
+
+def _of_one(x: torch.Tensor, dim: DimList, results: int = 1) -> list[Carry]:
+    """What passes into the first result where the reduced or ordered dims are of size one: it is the operand."""
+    if any(x.shape[position] != 1 for position in _positions(x, dim)):
+        return []
+    return meaningful([x], only_in(0, results, [*sums((0,)), *moving((0,))]))
 
 
 # Reductions of addends.
@@ -104,52 +147,61 @@ def _mean(x: torch.Tensor, dim: DimList, keepdim: bool) -> Rule:
 
 @sharding_rule(aten.amax.default)
 def amax(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "max", fill=Reduction.MAX)
+    return _reduction(x, dim, keepdim, "max", fill=Reduction.MAX, carries=maxima((0,)))
 
 
 @sharding_rule(aten.amin.default)
 def amin(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "min", fill=Reduction.MIN)
+    return _reduction(x, dim, keepdim, "min", fill=Reduction.MIN, carries=minima((0,)))
 
 
 @sharding_rule(aten.max.default)
 def max_all(x: torch.Tensor) -> Rule:
-    return _reduction(x, None, False, "max", fill=Reduction.MAX)
+    return _reduction(x, None, False, "max", fill=Reduction.MAX, carries=maxima((0,)))
 
 
 @sharding_rule(aten.min.default)
 def min_all(x: torch.Tensor) -> Rule:
-    return _reduction(x, None, False, "min", fill=Reduction.MIN)
+    return _reduction(x, None, False, "min", fill=Reduction.MIN, carries=minima((0,)))
 
 
 @sharding_rule(aten.any.default, aten.any.dim, aten.any.dims)
 def any_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "max", fill=0)
+    return _reduction(x, dim, keepdim, "max", fill=0, carries=_of_booleans(x, maxima((0,))), is_move=_is_boolean(x))
 
 
 @sharding_rule(aten.all.default, aten.all.dim, aten.all.dims)
 def all_dims(x: torch.Tensor, dim: DimList = None, keepdim: bool = False) -> Rule:
-    return _reduction(x, dim, keepdim, "min", fill=1)
+    return _reduction(x, dim, keepdim, "min", fill=1, carries=_of_booleans(x, minima((0,))), is_move=_is_boolean(x))
+
+
+def _is_boolean(x: torch.Tensor) -> bool:
+    return x.dtype == torch.bool
+
+
+def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
+    """Of numbers it counts which are zero, which does not keep their order."""
+    return carries if _is_boolean(x) else []
 
 
 @sharding_rule(aten.prod.default)
 def prod_all(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _reduction(x, None, False, "product", fill=1)
+    return _reduction(x, None, False, "product", fill=1, carries=products((0,)))
 
 
 @sharding_rule(aten.prod.dim_int)
 def prod_dim(x: torch.Tensor, dim: int, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _reduction(x, dim, keepdim, "product", fill=1)
+    return _reduction(x, dim, keepdim, "product", fill=1, carries=products((0,)))
 
 
 @sharding_rule(aten.count_nonzero.default)
 def count_nonzero_all(x: torch.Tensor, dim: int | None = None) -> Rule:
-    return _reduction(x, dim, False, "sum", fill=0)
+    return _reduction(x, dim, False, "sum", fill=0, is_move=False)
 
 
 @sharding_rule(aten.count_nonzero.dim_IntList)
 def count_nonzero(x: torch.Tensor, dim: Sequence[int]) -> Rule:
-    return _reduction(x, dim, False, "sum", fill=0)
+    return _reduction(x, dim, False, "sum", fill=0, is_move=False)
 
 
 @sharding_rule(aten.norm.ScalarOpt_dim)
@@ -167,7 +219,7 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
     """Powers add up over pieces; norms of order infinity, one and zero are reductions of the pieces' norms."""
     reduction = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}.get(ord)
     if reduction is not None:
-        return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0)
+        return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0, is_move=False)
     dims, removed = named(x.dim()), _positions(x, dim)
     reduced = names(dims[position] for position in removed)
 
@@ -188,93 +240,189 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
 # Reductions that need their dims whole.
 
 
-@sharding_rule(aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default)
-def extreme(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
-    return _over_whole(x, dim, keepdim, results=2)
+@sharding_rule(aten.median.dim, aten.nanmedian.dim, aten.mode.default)
+def order_statistic(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
+    return _over_whole(x, dim, keepdim, results=2, carries=_of_one(x, dim, 2))
+
+
+def _extreme(op: Any, fill: Reduction) -> RuleFunction:
+    def rule(x: torch.Tensor, dim: int, keepdim: bool = False) -> Rule:
+        carries = _of_one(x, dim, 2)
+        if not can_travel(x.dtype):
+            return _over_whole(x, dim, keepdim, results=2, carries=carries)
+        return _split_inside(x, dim, keepdim, local, fill, results=2, carries=carries)
+
+    def local(context: LocalContext, x: Any, dim: int, keepdim: bool = False, *, factors: Sequence[str]) -> Any:
+        if not is_any_split(context, factors):
+            return context.default(x, dim, keepdim)
+        return split_dims.first_extreme(context, op, x, dim, keepdim, *factors)
+
+    return rule
+
+
+sharding_rule(aten.max.dim)(_extreme(aten.max.dim, Reduction.MAX))
+sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    return _over_whole(x, dim, keepdim, results=2)
+    if not can_travel(x.dtype):
+        return _over_whole(x, dim, keepdim, results=2)
+    return _split_inside(x, dim, keepdim, _local_aminmax, None, results=2, is_even=True)
+
+
+def _local_aminmax(
+    context: LocalContext, x: Any, *, dim: int | None = None, keepdim: bool = False, factors: Sequence[str]
+) -> Any:
+    found = context.default(x, dim=dim, keepdim=keepdim)
+    if not is_any_split(context, factors):
+        return found
+    return tuple(reduce_over(context, found[index], name, factors) for index, name in enumerate(("min", "max")))
 
 
 @sharding_rule(aten.median.default, aten.nanmedian.default)
 def median(x: torch.Tensor) -> Rule:
-    return _over_whole(x, None, False)
+    return _over_whole(x, None, False, carries=_of_one(x, None))
 
 
 @sharding_rule(aten.kthvalue.default)
 def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    return _over_whole(x, dim, keepdim, results=2)
+    return _over_whole(x, dim, keepdim, results=2, carries=_of_one(x, dim, 2))
 
 
-@sharding_rule(aten.argmax.default, aten.argmin.default)
-def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
-    return _over_whole(x, dim, keepdim)
+def _arg_extreme(op: Any, fill: Reduction) -> RuleFunction:
+    """Over all dims of a matrix, indices of pieces are not in order."""
+
+    def rule(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
+        if not can_travel(x.dtype) or (dim is None and x.dim() != 1):
+            return _over_whole(x, dim, keepdim)
+        return _split_inside(x, dim, keepdim, local, fill)
+
+    def local(
+        context: LocalContext, x: Any, dim: int | None = None, keepdim: bool = False, *, factors: Sequence[str]
+    ) -> Any:
+        if not is_any_split(context, factors):
+            return context.default(x, dim, keepdim)
+        return split_dims.first_extreme(context, op, x, dim or 0, keepdim, *factors)[1]
+
+    return rule
+
+
+sharding_rule(aten.argmax.default)(_arg_extreme(aten.max.dim, Reduction.MAX))
+sharding_rule(aten.argmin.default)(_arg_extreme(aten.min.dim, Reduction.MIN))
 
 
 @sharding_rule(aten.logsumexp.default)
 def logsumexp(x: torch.Tensor, dim: DimList, keepdim: bool = False) -> Rule:
-    return _over_whole(x, dim, keepdim)
+    """Of integers no number adds nothing."""
+    carries = _of_one(x, dim)
+    if x.is_complex():
+        return _over_whole(x, dim, keepdim, carries=carries)
+    is_even = not x.is_floating_point()
+    return _split_inside(x, dim, keepdim, _local_logsumexp, Reduction.MAX, carries=carries, is_even=is_even)
 
 
-@sharding_rule(aten.var.correction, aten.std.correction)
-def variance(x: torch.Tensor, dim: DimList = None, *, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _over_whole(x, dim, keepdim)
+def _local_logsumexp(
+    context: LocalContext, x: Any, dim: DimList, keepdim: bool = False, *, factors: Sequence[str]
+) -> Any:
+    found = context.default(x, dim, keepdim)
+    return split_dims.log_sum_exp(context, found, factors) if is_any_split(context, factors) else found
 
 
-@sharding_rule(aten.var_mean.correction, aten.std_mean.correction)
-def variance_and_mean(x: torch.Tensor, dim: DimList = None, *, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _over_whole(x, dim, keepdim, results=2)
+def _variance(*, is_root: bool, results: int = 1) -> RuleFunction:
+    """The rule of variances or their roots, and of the mean beside them."""
+
+    def rule(x: torch.Tensor, dim: DimList = None, *, keepdim: bool = False, **kwargs: Any) -> Rule:
+        if x.is_complex():
+            return _over_whole(x, dim, keepdim, results)
+        removed = _positions(x, dim)
+        count, dtype = math.prod(x.shape[position] for position in removed), x.dtype
+
+        def local(
+            context: LocalContext, x: Any, dim: DimList = None, *, correction: float | None = None,
+            keepdim: bool = False, factors: Sequence[str],
+        ) -> Any:  # fmt: skip
+            if not is_any_split(context, factors):
+                return context.default(x, dim, correction=correction, keepdim=keepdim)
+            x = converted(context, x, dtype, wide(dtype))
+            unbiased = 1 if correction is None else correction
+            found = split_dims.variance(context, x, removed, factors, count, unbiased, is_root=is_root)[:results]
+            if not keepdim:
+                found = [context.call(aten.squeeze.dims, value, list(removed)) for value in found]
+            found = [converted(context, value, wide(dtype), dtype) for value in found]
+            return found[0] if results == 1 else tuple(found)
+
+        return _split_inside(x, dim, keepdim, local, 0, results=results)
+
+    return rule
+
+
+sharding_rule(aten.var.correction)(_variance(is_root=False))
+sharding_rule(aten.std.correction)(_variance(is_root=True))
+sharding_rule(aten.var_mean.correction)(_variance(is_root=False, results=2))
+sharding_rule(aten.std_mean.correction)(_variance(is_root=True, results=2))
 
 
 # Along one dim, keeping it.
 
 
-def _along(x: torch.Tensor, dim: int, operands: int = 1, results: int = 1, *, is_linear: bool = False) -> Rule:
+def _along(
+    x: torch.Tensor,
+    dim: int,
+    operands: int = 1,
+    results: int = 1,
+    *,
+    is_linear: bool = False,
+    carries: Sequence[Carry] = (),
+) -> Rule:
     dims = with_blocked(named(x.dim()), [normal_dim(dim, x.dim())])
     linear = [(0,)] if is_linear and is_additive(x) else ()
-    return Rule(((dims,) * operands, (dims,) * results), linear=linear)
+    return Rule(((dims,) * operands, (dims,) * results), linear=linear, carries=meaningful([x], carries))
 
 
-@sharding_rule(aten._softmax.default, aten._log_softmax.default)
-def softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Rule:
-    return _along(x, dim)
+def _scan(*, is_product: bool) -> RuleFunction:
+    """The rule of running sums or products."""
+
+    def rule(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
+        is_number = x.is_floating_point() or x.is_complex()
+        result = dtype or (x.dtype if is_number else torch.int64)
+        carries = [*(products((0,)) if is_product else []), *_of_one(x, dim)]
+        if not can_travel(result):
+            return _along(x, dim, is_linear=not is_product, carries=carries)
+
+        def local(context: LocalContext, x: Any, dim: int, *, factor: str, **kwargs: Any) -> Any:
+            scanned = context.default(x, dim, **kwargs)
+            if not is_any_split(context, [factor]):
+                return scanned
+            return split_dims.scan(context, scanned, dim, factor, result, is_product=is_product)
+
+        return split_dims.split_along(x, dim, local, int(is_product), is_linear=not is_product, carries=carries)
+
+    return rule
 
 
-@sharding_rule(aten._safe_softmax.default, aten.softmax.int, aten.log_softmax.int)
-def softmax_to(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Rule:
-    return _along(x, dim)
+sharding_rule(aten.cumsum.default)(_scan(is_product=False))
+sharding_rule(aten.cumprod.default)(_scan(is_product=True))
 
 
-@sharding_rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> Rule:
-    return _along(grad, dim, operands=2, is_linear=True)
-
-
-@sharding_rule(aten.cumsum.default)
-def cumsum(x: torch.Tensor, dim: int, **kwargs: Any) -> Rule:
-    return _along(x, dim, is_linear=True)
-
-
-@sharding_rule(aten.cumprod.default, aten.logcumsumexp.default)
-def scan(x: torch.Tensor, dim: int, **kwargs: Any) -> Rule:
-    return _along(x, dim)
+@sharding_rule(aten.logcumsumexp.default)
+def logcumsumexp(x: torch.Tensor, dim: int) -> Rule:
+    return _along(x, dim, carries=_of_one(x, dim))
 
 
 @sharding_rule(aten.cummax.default, aten.cummin.default)
 def scan_with_indices(x: torch.Tensor, dim: int) -> Rule:
-    return _along(x, dim, results=2)
+    return _along(x, dim, results=2, carries=_of_one(x, dim, 2))
 
 
 @sharding_rule(aten.sort.default)
 def sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Rule:
-    return _along(x, dim, results=2)
+    return _along(x, dim, results=2, carries=_of_one(x, dim, 2))
 
 
 @sharding_rule(aten.sort.stable)
 def sort_stable(x: torch.Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Rule:
-    return _along(x, dim, results=2)
+    return _along(x, dim, results=2, carries=_of_one(x, dim, 2))
 
 
 @sharding_rule(aten.argsort.default)
@@ -289,7 +437,7 @@ def argsort_stable(x: torch.Tensor, *, stable: bool, dim: int = -1, descending: 
 
 @sharding_rule(aten.topk.default)
 def topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:
-    return _along(x, dim, results=2)
+    return _along(x, dim, results=2, carries=_of_one(x, dim, 2) if k else [])
 
 
 @sharding_rule(aten.renorm.default)

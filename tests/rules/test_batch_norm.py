@@ -18,7 +18,7 @@ def _draw(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(4, 8), (8, 4, 3, 2)])
 @pytest.mark.parametrize("affine", [False, True])
 def test_training(shape: tuple[int, ...], affine: bool) -> None:
-    """Outputs, saved statistics, new running statistics and all gradients, split over batch and channels."""
+    """Outputs, saved statistics, new running statistics and all gradients, split over batch, channels and space."""
     x, channels = _draw(*shape), shape[1]
     weight, bias = (_draw(channels), _draw(channels)) if affine else (None, None)
     running = (_draw(channels), _draw(channels).abs())
@@ -33,7 +33,7 @@ def test_training(shape: tuple[int, ...], affine: bool) -> None:
 
 @pytest.mark.parametrize("affine", [False, True])
 def test_evaluation(affine: bool) -> None:
-    """Rows are independent; gradients of the weights are sums over them."""
+    """Elements are independent; gradients of the weights are sums over them."""
     x, running = _draw(4, 8, 2), (_draw(8), _draw(8).abs())
     weight, bias = (_draw(8), _draw(8)) if affine else (None, None)
     check_splits(aten.native_batch_norm.default, x, weight, bias, *running, False, 0.1, 1e-5)

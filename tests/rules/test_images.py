@@ -1,4 +1,4 @@
-"""Pooling, resampling and windows: planes are independent."""
+"""Resampling and windows: planes are independent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ def _resize(mode: str, dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("function", "space"),
     [
-        (lambda x: F.max_pool2d(x, 2), 2),
-        (lambda x: F.max_pool3d(x, 2), 3),
-        (lambda x: F.avg_pool2d(x, 2), 2),
-        (lambda x: F.avg_pool3d(x, 2), 3),
-        (lambda x: F.adaptive_avg_pool2d(x, 3), 2),
-        (lambda x: F.adaptive_max_pool2d(x, 2), 2),
         (_resize("nearest", 1), 1),
         (_resize("nearest", 2), 2),
         (_resize("bilinear", 2), 2),

@@ -1,4 +1,4 @@
-"""Reductions: reduced dims leave their reduction pending, dims needed whole are never split."""
+"""Reductions: reduced dims leave their reduction pending, or are reduced inside; some are never split."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.rules import strategies
+from autoshard.testing.strategies import meshes
 from tests.rules.recording import check_call, check_database, check_splits, tensor
 
 aten = torch.ops.aten
@@ -61,6 +62,64 @@ def test_vector_norm(order: float) -> None:
 def test_forms(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
     """Every strategy computes what the call computes."""
     check_splits(op, *args, **({"stable": True} if op is aten.sort.stable else {}))
+
+
+@given(st.data())
+def test_statistics_over_split_dims(data: st.DataObject) -> None:
+    """Variances, log-sum-exps and extremes with their index, of any shape on any mesh: they arrive whole."""
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    mesh = data.draw(meshes(max_axes=2, max_ranks=6))
+    dims = data.draw(st.lists(st.sampled_from(range(len(shape))), min_size=1, unique=True))
+    keepdim = data.draw(st.booleans())
+    x = tensor(*shape)
+    check_call(aten.logsumexp.default, x, dims, keepdim, meshes=[mesh])
+    options = {"correction": data.draw(st.sampled_from([0, 0.5])), "keepdim": keepdim}
+    for op in (aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction):
+        check_call(op, x + 0.1, dims, meshes=[mesh], **options)
+    for op in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default):
+        check_call(op, x, dims[0], keepdim, meshes=[mesh])
+    check_call(aten.aminmax.default, x, dim=dims[0], keepdim=keepdim, meshes=[mesh])
+
+
+@given(st.data())
+def test_scans_along_split_dims(data: st.DataObject) -> None:
+    """Each rank adds what came before its piece."""
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    mesh, dim = data.draw(meshes(max_axes=2, max_ranks=6)), data.draw(st.integers(-len(shape), len(shape) - 1))
+    dtype = data.draw(st.sampled_from([torch.float64, torch.int32, torch.bool]))
+    for op in (aten.cumsum.default, aten.cumprod.default):
+        check_call(op, tensor(*shape).to(dtype), dim, meshes=[mesh])
+    check_call(aten.cumsum.default, tensor(*shape), dim, dtype=torch.float32, meshes=[mesh])
+
+
+def test_the_first_of_equal_extremes_is_found() -> None:
+    """As on one device; NaN is greater than all."""
+    ties, x = torch.ones(3, 7), tensor(3, 7)
+    x[1, 5], x[2, 1], x[2, 6] = math.nan, math.nan, math.nan
+    for values in (ties, x, -ties * math.inf, ties.long()):
+        for op in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default):
+            check_splits(op, values, 1)
+
+
+def test_offsets_far_from_zero() -> None:
+    """Variances of pieces are about the mean of the whole, in two passes."""
+    check_splits(aten.var.correction, torch.randn(4, 7) + 1e4, [1])
+    check_splits(aten.var_mean.correction, (torch.randn(4, 8) + 4).bfloat16(), [1])
+    check_splits(aten.logsumexp.default, tensor(4, 7) * 1e3, [1])
+    check_splits(aten.logsumexp.default, tensor(4, 7) - math.inf, [1])
+
+
+def test_what_is_reduced_inside_arrives_whole() -> None:
+    """No reduction is left pending."""
+    x = tensor(4, 8)
+    for op, args in (
+        (aten.var.correction, (x, [1])),
+        (aten.argmax.default, (x, 1)),
+        (aten.logsumexp.default, (x, [1])),
+    ):
+        found = strategies(op, args, {}, 2)
+        assert any(inputs[0].is_shard(1) and outputs[0].is_replicate() for inputs, outputs in found)
+    assert not any(inputs[0].is_shard() for inputs, _ in strategies(aten.argmax.default, (x,), {}, 2))
 
 
 def test_the_range_of_a_histogram_must_be_given() -> None:
