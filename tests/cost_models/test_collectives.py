@@ -183,3 +183,17 @@ def test_sources_that_were_left_out_are_within_ten_percent_in_the_median():
         if not row.is_small
     ]
     assert median_error(every) < 0.10
+
+
+def test_expert_dispatch_reaches_the_measured_bandwidth():
+    """DeepEP on 8 H200 dispatches at 294 to 321 GB/s over NVLink in 500 to 545 us, on 16 over EFA at 48 to 54 GB/s.
+
+    aws-samples/awsome-distributed-training micro-benchmarks/expert-parallelism @7217859f, DeepEP and UCCL-EP READMEs.
+    """
+    node = node_type("aws_p5en")
+    leaving = 0.5225e-3 * 307e9
+    inside = all_to_all_time(leaving * 8 / 7, group(8, 1, node.intra, node.intra))
+    assert 0.9 * 294e9 < leaving / inside < 1.1 * 321e9
+    crossing = 0.5 * 2**28
+    across = all_to_all_time(2**28, group(8, 2, node.intra, node.inter))
+    assert 0.85 * 48e9 < crossing / across < 54e9
