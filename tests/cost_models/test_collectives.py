@@ -186,8 +186,9 @@ def test_sources_that_were_left_out_are_within_ten_percent_in_the_median():
 
 
 def test_expert_dispatch_reaches_the_measured_bandwidth():
-    """DeepEP on 8 H200 dispatches at 294 to 321 GB/s over NVLink in 500 to 545 us, on 16 over EFA at 48 to 54 GB/s.
+    """DeepEP on 8 H200 dispatches at 294 to 321 GB/s over NVLink in 500 to 545 us, UCCL-EP on 16 over EFA at 48 to 54.
 
+    The latter is a lower bound of what we predict less a quarter: it sends tokens for several experts of a node once.
     aws-samples/awsome-distributed-training micro-benchmarks/expert-parallelism @7217859f, DeepEP and UCCL-EP READMEs.
     """
     node = node_type("aws_p5en")
@@ -196,4 +197,4 @@ def test_expert_dispatch_reaches_the_measured_bandwidth():
     assert 0.9 * 294e9 < leaving / inside < 1.1 * 321e9
     crossing = 0.5 * 2**28
     across = all_to_all_time(2**28, group(8, 2, node.intra, node.inter))
-    assert 0.85 * 48e9 < crossing / across < 54e9
+    assert 0.75 * 48e9 < crossing / across < 54e9
