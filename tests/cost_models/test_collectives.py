@@ -188,7 +188,7 @@ def test_sources_that_were_left_out_are_within_ten_percent_in_the_median():
 def test_expert_dispatch_reaches_the_measured_bandwidth():
     """DeepEP on 8 H200 dispatches at 294 to 321 GB/s over NVLink in 500 to 545 us, UCCL-EP on 16 over EFA at 48 to 54.
 
-    The latter is a lower bound of what we predict less a quarter: it sends tokens for several experts of a node once.
+    The latter within a quarter: it sends a token once for all of a node's experts, which counts as more bandwidth.
     aws-samples/awsome-distributed-training micro-benchmarks/expert-parallelism @7217859f, DeepEP and UCCL-EP READMEs.
     """
     node = node_type("aws_p5en")
