@@ -1,8 +1,8 @@
 """One node of torch's autograd graph per call of a compiled program.
 
 The forward of the node runs the program's forward phase and keeps what the backward phase needs, as torch
-keeps tensors of any operator: an in-place change between the two is noticed, and memory is freed after the
-backward.
+keeps tensors of any operator: an in-place change between the two is noticed, and memory is freed while the backward
+runs, each value after its last use.
 
 A program has tangents for the outputs that its trace took to be the loss. A backward that reaches another
 output runs the whole of a second program, with a tangent for each output, from the inputs that the node
@@ -68,7 +68,9 @@ class ProgramFunction(torch.autograd.Function):
         tangents = _tangents(executable, grads)
         covered = {slot.slot.name for slot in executable.tangents}
         if tangents.keys() <= covered:
-            gradients = executable.run_backward(_saved(ctx), tangents, _wanted(ctx))
+            saved = _saved(ctx)
+            ctx.maybe_clear_saved_tensors()  # they live in `saved` now, unless the user retains the graph
+            gradients = executable.run_backward(saved, tangents, _wanted(ctx))
         else:
             gradients = _run_whole(ctx, call.all_tangents(), tangents)
         wanted = zip(executable.inputs, ctx.needs_input_grad[1:], strict=True)

@@ -28,7 +28,7 @@ from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.boundary import matches_dtensor, pad_local, unpad_local
 from autoshard.runtime.engine import Loaded
 from autoshard.runtime.parameters import replace_parameters, swap_parameter
-from autoshard.runtime.process_groups import ProcessGroups, bind
+from autoshard.runtime.process_groups import ProcessGroups, bind, taking_from_a_list
 
 T = TypeVar("T")
 
@@ -69,13 +69,14 @@ class DistributedEngine:
     def load(self, graph_module: fx.GraphModule) -> Loaded:
         """See `Engine`."""
         bound = bind(graph_module, self.groups)
-        run_bound = bound if self._wrap is None else self._wrap(bound)
+        run_bound = taking_from_a_list(bound) if self._wrap is None else _spread(self._wrap(bound))
         coordinates = self.groups.coordinates
 
         @torch.no_grad()
-        def run(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            values.reverse()
             with running_at(coordinates):
-                return tuple(run_bound(*values))
+                return tuple(run_bound(values))
 
         return run
 
@@ -189,6 +190,17 @@ class DistributedEngine:
 def whole(tensor: DTensor) -> torch.Tensor:
     """The global value of a DTensor, gathered on every rank, without gradient."""
     return tensor.full_tensor().detach()
+
+
+def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """A function of tensors as one of the list of them, last first, which is emptied."""
+
+    def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        inputs = values[::-1]
+        values.clear()
+        return function(*inputs)
+
+    return run
 
 
 def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 LocalValue = Any
 """`torch.Tensor` in a process of its own; `list[torch.Tensor]`, one per rank, in the simulator."""
 
-Loaded = Callable[[Sequence[LocalValue]], tuple[LocalValue, ...]]
+Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
 """A graph made ready to run: local values of its placeholders to local values of its results."""
 
 
@@ -45,7 +45,10 @@ class Engine(Protocol):
         ...
 
     def load(self, graph_module: fx.GraphModule) -> Loaded:
-        """Make a lowered graph ready to run; the graph itself is not changed."""
+        """Make a lowered graph ready to run; the graph itself is not changed.
+
+        What it gives takes its list of values over and empties it, so that each value is freed after its last use.
+        """
         ...
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
@@ -100,8 +103,10 @@ class SimulatorEngine:
         """See `Engine`."""
         rewritten = graph_module if self.rewrite is None else self.rewrite(graph_module)
 
-        def run(values: Sequence[LocalValue]) -> tuple[LocalValue, ...]:
-            return tuple(simulate(rewritten, self.mesh, values))
+        def run(values: list[LocalValue]) -> tuple[LocalValue, ...]:
+            inputs = values.copy()
+            values.clear()
+            return tuple(simulate(rewritten, self.mesh, inputs))
 
         return run
 

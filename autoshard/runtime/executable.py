@@ -89,19 +89,20 @@ class Executable:
 
     def run_backward(
         self,
-        saved: Sequence[LocalValue],
+        saved: list[LocalValue],
         tangents: Mapping[str, torch.Tensor],
         likes: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
         """The gradients by the name of what they belong to.
 
         Args:
-            saved: what `run_forward` kept.
+            saved: what `run_forward` kept; emptied, so that each value is freed after its last use.
             tangents: gradient of each output by the name of its tangent ("tangent:0"); zeros where one is
             missing. likes: what each gradient belongs to, by name: that of a DTensor has its placements.
         """
-        values = [self._read_tangent(tangents, slot) for slot in self.tangents]
-        results = self._backward([*saved, *values])
+        values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
+        saved.clear()
+        results = self._backward(values)
         return {
             slot.slot.name: self.engine.write_like(value, slot, likes[slot.slot.name])
             for value, slot in zip(results, self.gradients, strict=True)

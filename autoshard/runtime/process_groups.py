@@ -29,7 +29,7 @@ _COLLECTIVES = frozenset(
     }
 )
 _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
-    {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod}
+    {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, max, min}
 )
 
 
@@ -87,6 +87,23 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     coordinates = groups.coordinates
     for node in graph_module.graph.nodes:
         copies[node] = _bind_node(node, graph, copies, coordinates, groups)
+    return fx.GraphModule(graph_module, graph)
+
+
+def taking_from_a_list(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that takes one list of its inputs, the last first, and empties it.
+
+    Before → after: placeholders `a, b` → `a, b = values.pop(), values.pop()`. Nothing else then holds an input, so that
+    the code of the graph, which drops each value after its last use, frees it.
+    """
+    graph = fx.Graph()
+    values = graph.placeholder("values")
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.call_method("pop", (values,))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(graph_module, graph)
 
 
