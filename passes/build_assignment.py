@@ -7,8 +7,9 @@ its variable. Memory rows are made for single program points, on demand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from passes.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.enumerate_strategies import Link, SearchSpace, Site, ValueInfo
-from passes.liveness import Liveness, leaves_program
+from passes.liveness import Interval, Liveness, leaves_program
 from passes.memory_usage import Item, MemoryUsage
 from passes.price import Prices, local_bytes_of
 
@@ -34,6 +35,7 @@ class PlanningProblem:
         members: variable to the names of its sites.
         edge_of: (variable, result, variable, operand) to the index of an edge of `assignment`.
         assignment: the problem, without memory rows.
+        derived: what other passes find out about the problem, whatever the choice, and keep with it.
     """
 
     space: SearchSpace
@@ -43,8 +45,9 @@ class PlanningProblem:
     members: tuple[tuple[str, ...], ...]
     edge_of: Mapping[_EdgeKey, int]
     assignment: Assignment
+    derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _bytes: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False)
-    _copy_bytes: dict[_Places, Floats] = field(default_factory=dict, repr=False)
+    _copy_bytes: dict[tuple[_Places, bool], Floats] = field(default_factory=dict, repr=False)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
     def strategy(self, name: str, choice: Sequence[int]) -> Strategy:
@@ -63,15 +66,22 @@ class PlanningProblem:
             Item(interval, self._value_bytes(name, result), self.classes[name])
             for (name, result), interval in self.liveness.values.items()
         ]
-        for index, interval in self.liveness.copies.items():
+        for index, moved, interval in self.on_links():
             tail, _, head, _ = self.link_key(self.space.links[index])
-            items.append(Item(interval, self._copy_table(index), tail, head))
+            items.append(Item(interval, self._link_bytes(index, moved=moved), tail, head))
         return items
 
-    def copy_bytes(self, index: int, choice: Sequence[int]) -> float:
-        """Bytes of the copy that link `index` makes (zero where it reshards nothing)."""
+    def on_links(self) -> Iterator[tuple[int, bool, Interval]]:
+        """What links keep in memory: index, whether it is the copy that a reshard makes or the value, and lifetime."""
+        for index, interval in self.liveness.copies.items():
+            yield index, True, interval
+        for index, interval in self.liveness.kept.items():
+            yield index, False, interval
+
+    def link_bytes(self, index: int, choice: Sequence[int], *, moved: bool) -> float:
+        """Bytes of what link `index` keeps in memory: if `moved`, only where it is resharded, else where it is not."""
         tail, _, head, _ = self.link_key(self.space.links[index])
-        return float(self._copy_table(index)[choice[tail], choice[head]])
+        return float(self._link_bytes(index, moved=moved)[choice[tail], choice[head]])
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
@@ -80,10 +90,10 @@ class PlanningProblem:
             if interval.birth <= point <= interval.death:
                 _accumulate(variables, self.classes[name], self._value_bytes(name, result))
         edges: dict[int, Floats] = {}
-        for index, interval in self.liveness.copies.items():
+        for index, moved, interval in self.on_links():
             if interval.birth <= point <= interval.death:
                 tail, _, head, _ = key = self.link_key(self.space.links[index])
-                table = self._copy_table(index)
+                table = self._link_bytes(index, moved=moved)
                 if tail == head:
                     _accumulate(variables, tail, np.diagonal(table))
                 else:
@@ -104,19 +114,19 @@ class PlanningProblem:
             self._bytes[key] = sizes
         return self._bytes[key]
 
-    def _copy_table(self, index: int) -> Floats:
-        """Bytes of the copy that a link makes, under each pair of options of its ends."""
+    def _link_bytes(self, index: int, *, moved: bool) -> Floats:
+        """Bytes of a link's value at its head under each pair of options: where it is resharded (`moved`) or is not."""
         link = self.space.links[index]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
-        key = _places_of(tail, head, link)
+        key = (_places_of(tail, head, link), moved)
         if key not in self._copy_bytes:
             sources, targets = specs_of(tail, link.result), needs_of(head, link)
             sizes = local_bytes_of(tail.results[link.result], targets, self.space.mesh)
             numbers: dict[PartitionSpec, int] = {}
             before = np.array([numbers.setdefault(spec, len(numbers)) for spec in sources])
             after = np.array([numbers.setdefault(spec, len(numbers)) for spec in targets])
-            moved = before[:, None] != after[None, :]
-            self._copy_bytes[key] = np.where(moved | leaves_program(head, link), sizes[None, :], 0.0)
+            differs = before[:, None] != after[None, :]
+            self._copy_bytes[key] = np.where(differs == moved, sizes[None, :], 0.0)
         return self._copy_bytes[key]
 
 

@@ -4,7 +4,8 @@ Each owned value occupies memory from the node that computes it to its last use,
 Parameters, buffers and inputs are there from the start; parameters also carry optimizer state. A value that is
 resharded on its way into a node is a copy, which lives for that node, or, if the node is a view or a hub, as long as
 the view's own result does. What leaves the program is resharded as soon as it is computed, and what comes of that stays
-to the end. Points are program positions; folded blocks keep their own.
+to the end; where there is nothing to reshard, the value itself stays. Points are program positions; folded blocks keep
+their own.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class Liveness:
     Args:
         points: number of program points.
         values: (site, result) to lifetime, for values that own memory.
-        copies: index of a link to the lifetime of the copy that a reshard on it makes (where the link leaves the
-            program: of what leaves, resharded or not).
+        copies: index of a link to the lifetime of the copy that a reshard on it makes.
+        kept: index of a link that leaves the program to the time, after its other uses, for which the value itself
+            stays in memory if there is no reshard on the link.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
     """
@@ -41,6 +43,7 @@ class Liveness:
     points: int
     values: Mapping[tuple[str, int], Interval]
     copies: Mapping[int, Interval]
+    kept: Mapping[int, Interval]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
 
@@ -59,10 +62,14 @@ def find_lifetimes(space: SearchSpace, state_bytes_per_parameter_byte: float) ->
         for result in range(len(site.results)):
             if not site.is_alias:
                 values[name, result] = Interval(birth, deaths[name, result])
+    kept = {}
     for index, link in enumerate(space.links):
         copies[index] = _copy_lifetime(space.sites[link.head], link, order, deaths, last)
+        end = deaths[link.tail, link.result]
+        if leaves_program(space.sites[link.head], link) and end < last:
+            kept[index] = Interval(end + 1, last)
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
-    return Liveness(last + 1, values, copies, state_bytes_per_parameter_byte, parameters)
+    return Liveness(last + 1, values, copies, kept, state_bytes_per_parameter_byte, parameters)
 
 
 def _deaths(
@@ -75,7 +82,21 @@ def _deaths(
         for result in range(len(site.results)):
             uses = [_use(space.sites[link.head], link, order, deaths) for link in readers[name, result]]
             deaths[name, result] = last if site.is_input else max(uses, default=order[name])
+    _prolong_views_that_leave(space, deaths)
     return deaths
+
+
+def _prolong_views_that_leave(space: SearchSpace, deaths: dict[tuple[str, int], int]) -> None:
+    """A view that leaves the program stays after the last use of its memory, by other views too."""
+    viewed = {link.head: link for link in space.links if link.operand == 0 and space.sites[link.head].is_alias}
+    for link in space.links:
+        if leaves_program(space.sites[link.head], link) and link.tail in viewed:
+            chain = [(link.tail, link.result)]
+            while chain[-1][0] in viewed:
+                above = viewed[chain[-1][0]]
+                chain.append((above.tail, above.result))
+            end = max(deaths[value] for value in chain)
+            deaths.update(dict.fromkeys(chain[:-1], end))
 
 
 def _use(head: Site, link: Link, order: Mapping[str, int], deaths: Mapping[tuple[str, int], int]) -> int:

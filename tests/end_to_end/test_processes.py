@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Mesh, P, RankMismatchError
+from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS, odd
 from tests.end_to_end.training import assert_close, assert_equal, train, whole
@@ -52,6 +53,30 @@ def check_dropout() -> None:
         torch.manual_seed(7)
         results.append(train(sharded, inputs))
     assert_equal(results[1], results[0])
+
+
+def check_memory() -> None:
+    """The peak of what operators return is the predicted one; a graph that is retained runs backward twice."""
+    model, inputs = MODELS["gpt2"]()
+    sharded = autoshard.compile(model, SQUARE, constraints=layouts("gpt2")["data and tensor"], example_inputs=inputs)
+    sharded(**inputs)["loss"].backward()
+    expected = {name: whole(item.grad) for name, item in sharded.named_parameters()}
+    held = [*sharded.parameters(), *sharded.buffers(), *inputs.values()]
+
+    def step() -> None:
+        sharded.zero_grad()
+        sharded(**inputs)["loss"].backward()
+
+    predicted = sharded.plan.predicted.peak_memory_bytes
+    assert abs(peak_bytes_of(step, held) / predicted - 1) < 0.05
+    sharded.zero_grad()
+    loss = sharded(**inputs)["loss"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for name, item in sharded.named_parameters():
+        assert_close(whole(item.grad), 2 * expected[name], name)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
 
 
 def check_uneven() -> None:
@@ -167,6 +192,7 @@ CHECKS = {
     "llama fully sharded": partial(check_training, "llama", "fully sharded"),
     "one axis": check_one_axis,
     "uneven": check_uneven,
+    "memory": check_memory,
     "dropout": check_dropout,
     "train step": check_train_step_and_its_state,
     "distributed checkpoint": check_distributed_checkpoint,

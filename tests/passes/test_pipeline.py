@@ -128,11 +128,11 @@ def test_a_constraint_that_matches_nothing_is_refused() -> None:
 
 
 def test_a_constraint_with_more_pieces_than_elements_is_refused() -> None:
-    """The message names the parameter, its shape and the mesh."""
-    mesh = Mesh({"x": 64})
-    options = PlanOptions(constraints={"first.weight": P("x")})
-    with pytest.raises(InvalidSpecError, match=r"'first.weight' cannot be laid out as P\('x'\)"):
-        plan_program(perceptron_program(), mesh, h100s(mesh), options)
+    """The message names the input, its shape and the mesh."""
+    mesh = Mesh({"x": 8})
+    options = PlanOptions(constraints={"input:0": P("x")})
+    with pytest.raises(InvalidSpecError, match=r"'input:0' cannot be laid out as P\('x'\)"):
+        plan_program(perceptron_program(batch=4), mesh, h100s(mesh), options)
 
 
 def test_an_operator_without_a_rule_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

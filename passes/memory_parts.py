@@ -1,0 +1,100 @@
+"""What fills the memory at one point of a program, by what it is: parameters, optimizer state, gradients, and so on.
+
+What lies in memory comes in groups of alike values (or copies) of one size under any choice; which of them are alive at
+a point is looked up in arrays, so that a point costs as many sizes as there are groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.program import InputKind
+from passes.build_assignment import PlanningProblem
+from passes.price import local_bytes
+
+PARTS = ("parameters", "optimizer state", "gradients", "inputs", "activations")
+
+_Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Alike values: a site and the index of its result; or what alike links keep: the index of one, and no site.
+
+    A link keeps the copy that a reshard on it makes (`moved`), or, where it leaves the program, the value itself.
+    """
+
+    part: str
+    site: str
+    index: int
+    moved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """All that lies in memory at some time: lifetimes (inclusive) and groups, [items]."""
+
+    births: _Integers
+    deaths: _Integers
+    members: _Integers
+    groups: tuple[_Group, ...]
+
+    def at(self, planning: PlanningProblem, choice: Sequence[int], point: int) -> dict[str, float]:
+        """Bytes on each rank at a program point, by what they are."""
+        alive = self.members[(self.births <= point) & (point <= self.deaths)]
+        counts = np.bincount(alive, minlength=len(self.groups))
+        parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        for number in np.flatnonzero(counts):
+            group = self.groups[number]
+            size = _size(planning, choice, group) * int(counts[number])
+            parts[group.part] += size
+            if group.part == "parameters":
+                parts["optimizer state"] += size * planning.liveness.state_bytes_per_parameter_byte
+        return parts
+
+
+def memory_parts(planning: PlanningProblem) -> MemoryParts:
+    """The parts of a problem's memory, found once and kept with it."""
+    if "memory_parts" not in planning.derived:
+        planning.derived["memory_parts"] = _find_parts(planning)
+    return planning.derived["memory_parts"]
+
+
+def _find_parts(planning: PlanningProblem) -> MemoryParts:
+    kinds = {slot.node: slot.kind for slot in planning.space.program.inputs}
+    numbers: dict[object, int] = {}
+    groups: list[_Group] = []
+    intervals, members = [], []
+
+    def add(key: object, group: _Group) -> None:
+        if key not in numbers:
+            numbers[key] = len(groups)
+            groups.append(group)
+        members.append(numbers[key])
+
+    for (name, result), interval in planning.liveness.values.items():
+        kind = kinds.get(name)
+        part = "parameters" if kind == InputKind.PARAMETER else "activations" if kind is None else "inputs"
+        intervals.append(interval)
+        value = planning.space.sites[name].results[result]
+        add((part, planning.classes[name], result, value), _Group(part, name, result))
+    for index, moved, interval in planning.on_links():
+        link = planning.space.links[index]
+        part = "gradients" if link.operand < 0 else "activations"
+        intervals.append(interval)
+        value = planning.space.sites[link.tail].results[link.result]
+        add((part, *planning.link_key(link), value, moved), _Group(part, "", index, moved))
+    births = np.array([interval.birth for interval in intervals], dtype=np.int64)
+    deaths = np.array([interval.death for interval in intervals], dtype=np.int64)
+    return MemoryParts(births, deaths, np.array(members, dtype=np.int64), tuple(groups))
+
+
+def _size(planning: PlanningProblem, choice: Sequence[int], group: _Group) -> float:
+    if not group.site:
+        return planning.link_bytes(group.index, choice, moved=group.moved)
+    spec = planning.strategy(group.site, choice).outputs[group.index]
+    return local_bytes(planning.space.sites[group.site].results[group.index], spec, planning.space.mesh)

@@ -1,0 +1,56 @@
+"""Measure the memory that tensors of this process take, operator by operator: what an allocator's peak is on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of living storages: those that operators return while it is active, and those given to it.
+
+    What a kernel allocates and frees inside one operator is not seen.
+
+    Args:
+        held: tensors that live already: parameters, buffers, inputs.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+        for tensor in held:
+            self._add(tensor)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in use now."""
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        return sum(size for _, size in self._live.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        reference = StorageWeakRef(storage)
+        self._live[reference.cdata] = (reference, storage.nbytes())
+
+
+def peak_bytes_of(step: Any, held: Iterable[Tensor]) -> int:
+    """The largest number of bytes in use while `step()` runs, `held` included."""
+    with LiveMemory([tensor.detach() for tensor in held]) as memory:
+        step()
+    return memory.peak_bytes
