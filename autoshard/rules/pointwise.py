@@ -31,7 +31,8 @@ _NONLINEAR = """
     pow.Tensor_Tensor pow.Scalar remainder silu sin sinc special_airy_ai special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
     special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_hermite_polynomial_h
-    special_hermite_polynomial_he special_i0e special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_hermite_polynomial_he special_i0e special_i1 special_i1e special_laguerre_polynomial_l
+    special_legendre_polynomial_p
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
     special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
     special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
@@ -50,7 +51,7 @@ _LINEAR_IN_FIRST = """
 # Never decreasing in the first operand, anywhere on the real line; and never increasing.
 _INCREASING = """
     asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh softplus
-    softshrink special_log_ndtr special_i1 tanh trunc ge.Scalar gt.Scalar
+    softshrink special_log_ndtr tanh trunc ge.Scalar gt.Scalar
     clamp.default clip.default clamp_min.default clamp_max.default celu selu
 """
 _DECREASING = "angle erfc signbit special_erfcx le.Scalar lt.Scalar bitwise_not"
@@ -127,7 +128,8 @@ _pointwise("min.other minimum fmin clamp_max.Tensor", _never, [*increasing((0,),
 _pointwise("logaddexp logaddexp2", _never, increasing((0,), (1,)))
 _pointwise("_prelu_kernel", _never, decreasing((1,)))
 _pointwise("conj_physical _conj_physical _conj resolve_conj resolve_neg", _in_first, moving((0,)))
-_pointwise("deg2rad rad2deg hardsigmoid_backward softplus_backward", _in_first, increasing((0,)))
+_pointwise("softplus_backward", _in_first)
+_pointwise("deg2rad rad2deg hardsigmoid_backward", _in_first, increasing((0,)))
 
 
 # Where numbers or types among the arguments decide.
@@ -139,21 +141,22 @@ def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
 
 @sharding_rule(aten.neg.default)
 def neg(x: torch.Tensor) -> Rule:
-    """An unsigned integer wraps round."""
-    return _rule([x], _in_first([x]), _if(x.dtype.is_signed, decreasing((0,))))
+    """The least integer has no opposite."""
+    return _rule([x], _in_first([x]), _if(x.is_floating_point(), decreasing((0,))))
 
 
 @sharding_rule(aten.mul.Scalar, aten.div.Scalar)
 def scale(x: torch.Tensor, other: Any) -> Rule:
-    return _rule([x], _in_first([x]), [*scaled(other, 0), *_if(other == 1, products((0,)))])
+    carries = _if(x.is_floating_point(), scaled(other, 0))
+    return _rule([x], _in_first([x]), [*carries, *_if(other == 1, products((0,)))])
 
 
 @sharding_rule(aten.mul.Tensor)
 def mul(x: torch.Tensor, other: Any) -> Rule:
     if not isinstance(other, torch.Tensor):
         return scale(x, other)
-    masked = [index for index, mask in enumerate((other, x)) if mask.dtype == torch.bool]
-    return _rule([x, other], _in_either([x, other]), [*products((0, 1)), *moving(*([index] for index in masked))])
+    masked = [[index] for index, mask in enumerate((other, x)) if mask.dtype == torch.bool]
+    return _rule([x, other], _in_either([x, other]), products((0, 1), *masked))
 
 
 @sharding_rule(aten.div.Tensor)
@@ -165,18 +168,18 @@ def div(x: torch.Tensor, other: Any) -> Rule:
 
 @sharding_rule(aten.div.Scalar_mode)
 def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> Rule:
-    return _rule([x], (), scaled(other, 0))
+    return _rule([x], (), _if(x.is_floating_point(), scaled(other, 0)))
 
 
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    """No sums: the number would be added once per rank."""
-    return _rule([x], (), increasing((0,)))
+    """No sums: the number would be added once per rank. No order of integers: the identity of a maximum wraps round."""
+    return _rule([x], (), _if(x.is_floating_point(), increasing((0,))))
 
 
 @sharding_rule(aten.rsub.Scalar)
 def shift_negated(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    return _rule([x], (), _if(x.dtype.is_signed, scaled(-alpha, 0)))
+    return _rule([x], (), _if(x.is_floating_point(), scaled(-alpha, 0)))
 
 
 @sharding_rule(aten.add.Tensor)
@@ -198,13 +201,13 @@ def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
     """The weighted sum of two tensors, or of a tensor and a number."""
     operands = tensors(x, other)
     linear = [(0, 1)] if len(operands) == 2 and is_additive(*operands) else ()
-    return _rule(operands, linear, [*scaled(scale, 0), *scaled(other_scale, 1)])
+    carries = [*scaled(scale, 0), *scaled(other_scale, 1)]
+    return _rule(operands, linear, _if(all(operand.is_floating_point() for operand in operands), carries))
 
 
 @sharding_rule(aten.lerp.Scalar)
 def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
-    is_between = not isinstance(weight, complex) and 0 <= weight <= 1
-    return _rule([start, end], [(0, 1)], _if(is_between, increasing((0,), (1,))))
+    return _rule([start, end], [(0, 1)])
 
 
 @sharding_rule(aten.pow.Tensor_Scalar)
@@ -213,7 +216,7 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1
-    return _rule([x], (), [*_if(is_whole, products((0,))), *_if(is_odd, increasing((0,)))])
+    return _rule([x], (), [*_if(is_whole, products((0,))), *_if(is_odd and x.is_floating_point(), increasing((0,)))])
 
 
 @sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)
@@ -239,24 +242,22 @@ def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float 
 def elu_backward(
     grad: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: torch.Tensor
 ) -> Rule:
-    """The slope is positive for any operand, but not for what claims to be a result."""
-    is_positive = not is_result and alpha >= 0 and scale > 0 and input_scale > 0
-    return _rule([grad, x], [(0,)], _if(is_positive, increasing((0,))))
+    return _rule([grad, x], [(0,)])
 
 
 @sharding_rule(aten.leaky_relu.default)
 def leaky_relu(x: torch.Tensor, negative_slope: float = 0.01) -> Rule:
-    return _rule([x], (), _if(negative_slope >= 0, increasing((0,))))
+    return _rule([x], (), _if(negative_slope > 0, increasing((0,))))
 
 
 @sharding_rule(aten.leaky_relu_backward.default)
 def leaky_relu_backward(grad: torch.Tensor, x: torch.Tensor, negative_slope: float, is_result: bool) -> Rule:
-    return _rule([grad, x], [(0,)], _if(negative_slope >= 0, increasing((0,))))
+    return _rule([grad, x], [(0,)], _if(negative_slope > 0, increasing((0,))))
 
 
 @sharding_rule(aten.native_dropout_backward.default)
 def native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Rule:
-    return _rule([grad, mask], [(0,)], scaled(scale, 0))
+    return _rule([grad, mask], [(0,)])
 
 
 @sharding_rule(aten.threshold.default)
@@ -328,7 +329,7 @@ def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether numbers may lie outside the range of an integer type, and what they become does not keep the order."""
     if target.is_floating_point or source in (torch.bool, target):
         return False
-    return not target.is_signed or (not source.is_floating_point and source.itemsize >= target.itemsize)
+    return source.is_floating_point or not target.is_signed or source.itemsize >= target.itemsize
 
 
 @sharding_rule(aten.where.self)

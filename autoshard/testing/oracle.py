@@ -407,13 +407,15 @@ class _Whole:
         if isinstance(place, Replicate):
             return all(map(self._agrees, pieces))
         assert isinstance(place, Partial)
-        return self._agrees(_REDUCERS[place.reduce_op](pieces))
+        with np.errstate(all="ignore"):
+            return self._agrees(_REDUCERS[place.reduce_op](pieces))
 
     def _agrees(self, found: np.ndarray) -> bool:
         """Equal up to rounding, relative to each element and, far less, to the largest; never where not a number."""
         if self._x.dtype.kind in "iub":
             return np.array_equal(found, self._x)
-        return bool((np.abs(found - self._x) <= self._tolerance).all())
+        with np.errstate(invalid="ignore"):
+            return bool((np.abs(found - self._x) <= self._tolerance).all())
 
 
 def _array(x: Tensor) -> np.ndarray:

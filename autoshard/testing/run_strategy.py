@@ -18,6 +18,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.reduction import identity_of
 from autoshard.ir.spec import PartitionSpec, Reduction
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.enumeration import Strategy
@@ -166,16 +167,20 @@ def _summands(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _below(x: Tensor, count: int) -> list[Tensor]:
-    """Some rank has the element, others have less."""
+    """Some rank has the element, others have less, or what a rank has that holds padding alone."""
     if x.dtype == torch.bool:
         return [x & (mask | (torch.rand(x.shape) > 0.5)) for mask in _owners(x, count)]
-    return [torch.where(mask, x, x - _noise(x).abs()) for mask in _owners(x, count)]
+    return [torch.where(mask, x, _or_identity(x - _noise(x).abs(), Reduction.MAX)) for mask in _owners(x, count)]
 
 
 def _above(x: Tensor, count: int) -> list[Tensor]:
     if x.dtype == torch.bool:
         return [x | ~(mask | (torch.rand(x.shape) > 0.5)) for mask in _owners(x, count)]
-    return [torch.where(mask, x, x + _noise(x).abs()) for mask in _owners(x, count)]
+    return [torch.where(mask, x, _or_identity(x + _noise(x).abs(), Reduction.MIN)) for mask in _owners(x, count)]
+
+
+def _or_identity(x: Tensor, reduction: Reduction) -> Tensor:
+    return torch.where(torch.rand(x.shape, device=x.device) < 0.2, identity_of(reduction, x.dtype), x).to(x.dtype)
 
 
 def _factors(x: Tensor, count: int) -> list[Tensor]:
