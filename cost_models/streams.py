@@ -270,7 +270,7 @@ class _Run:
         for stream in self.streams.values():
             for start, end, label in stream.ran:
                 busy[label] += end - start
-        line = Timeline(tuple(sorted(self.spans, key=lambda span: span.start_s))) if self.record else None
+        spans = tuple(sorted(self.spans, key=lambda span: span.start_s))
         return StreamTimes(
             total_s=self.clock,
             compute_s=dict(compute),
@@ -279,7 +279,7 @@ class _Run:
             host_s=self.host_s,
             communication_s=dict(busy),
             held_bytes=_peak(self.held),
-            timeline=line,
+            timeline=Timeline(spans, ("each rank",)) if self.record else None,
         )
 
     def _issue_early(self, number: int) -> None:
@@ -330,29 +330,36 @@ class _Run:
         return start, end
 
     def _wait(self, until: float, name: str) -> None:
-        """Let the compute stream wait; what the stream `name` runs meanwhile is exposed."""
+        """Let the compute stream wait for the stream `name`.
+
+        What that stream runs meanwhile is exposed, and while it waits itself, what others run; the rest of the time all
+        of them wait for the host.
+        """
         if until <= self.clock or name == COMPUTE:
             return
-        left = until - self.clock
-        for start, end, label in reversed(self.streams[name].ran):
-            if end <= self.clock:
-                break
-            seconds = max(0.0, min(end, until) - max(start, self.clock))
-            self.exposed[label] += seconds
-            left -= seconds
-        if left > 0:
-            self._idle(left, self._last_label(name, until))
+        idle = [(self.clock, until)]
+        for stream in (self.streams[name], *(other for key, other in self.streams.items() if key != name)):
+            if idle:
+                idle = self._expose(stream, idle)
+        if self.dispatch_s > 0:
+            self.host_s += sum(end - start for start, end in idle)
         self.clock = until
 
-    def _idle(self, seconds: float, label: str) -> None:
-        """Time in which the awaited stream itself waited: for the host, or for a communication on another stream."""
-        if self.dispatch_s > 0:
-            self.host_s += seconds
-        else:
-            self.exposed[label] += seconds
-
-    def _last_label(self, name: str, until: float) -> str:
-        return next(label for _, end, label in reversed(self.streams[name].ran) if end <= until)
+    def _expose(self, stream: _Stream, idle: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Count what a stream runs in idle intervals as exposed; the intervals that are left, in order."""
+        left = []
+        for first, last in idle:
+            for start, end, label in reversed(stream.ran):
+                if end <= first or last <= first:
+                    break
+                if start < last:
+                    self.exposed[label] += min(end, last) - max(start, first)
+                    if end < last:
+                        left.append((end, last))
+                    last = max(start, first)
+            if first < last:
+                left.append((first, last))
+        return sorted(left)
 
     def _wait_for_all(self) -> None:
         for name, stream in sorted(self.streams.items(), key=lambda item: item[1].free):

@@ -82,7 +82,7 @@ class Prediction:
         overlapped: communication that runs beside computation and is not waited for, by mesh axis, in seconds.
         step_time_interval_s: interval that holds the measured step time with probability `interval_coverage`, by the
             errors of past predictions on hardware of this kind; None where there are none.
-        timeline: what runs when; None in plans of older releases.
+        timeline: what runs when; None where it was not kept.
     """
 
     step_time_s: float
@@ -191,10 +191,12 @@ class Plan:
         One process per rank that differs from the others, one thread per stream.
 
         Raises:
-            NotAvailableError: the plan was saved by a release that kept no timeline.
+            NotAvailableError: the plan has no timeline: it prices a recipe, or an older release saved it.
         """
         if self.predicted.timeline is None:
-            raise NotAvailableError("this plan has no timeline (an older release saved it); plan again to get one.")
+            raise NotAvailableError(
+                "this plan has no timeline: it prices a recipe, or an older release saved it; plan again to get one."
+            )
         self.predicted.timeline.write(path)
 
     def to_json(self) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
+from cost_models.schedules import StageTimes, simulate_pipeline
 from cost_models.streams import Overlap
 from passes import predict as predict_module
 from passes.build_assignment import PlanningProblem
 from passes.constraints import allowed_options
 from passes.pipeline import PlanOptions, plan_program, planning_problem
-from passes.predict import BUFFERS, FORECAST, HOST, SLOWED, Runtime, predict
+from passes.predict import BUFFERS, FORECAST, HOST, SLOWED, Runtime, predict, trace_of
 from passes.search import Search
 from tests.ir.test_trace import check_trace_events
 from tests.passes.blocks import blocks_program, h100s
@@ -156,6 +157,19 @@ def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
     assert {event["cat"] for event in complete} == {"compute", "node"}
     end_us = max(event["ts"] + event["dur"] for event in complete)
     assert end_us == pytest.approx(plan.predicted.step_time_s * 1e6, rel=1e-4)
+
+
+def test_a_pipeline_is_traced_with_a_process_per_rank() -> None:
+    """Its transfers are streams of their senders."""
+    line = simulate_pipeline("1F1B", [StageTimes(1e-3, 1e-3, 1e-3, send_s=1e-4)] * 3, micro_batches=4)
+    trace = trace_of(line.timeline)
+    check_trace_events({"traceEvents": trace.events(), "displayTimeUnit": "ms"})
+    assert trace.processes == ("pipeline rank 0", "pipeline rank 1", "pipeline rank 2")
+    assert {(span.process, span.stream) for span in trace.spans} == {
+        *((rank, "compute") for rank in range(3)),
+        *((0, "to rank 1"), (1, "to rank 0"), (1, "to rank 2"), (2, "to rank 1")),
+    }
+    assert max(span.start_ns + span.duration_ns for span in trace.spans) == round(line.total_s * 1e9)
 
 
 def test_plans_keep_their_predictions(tmp_path: Path) -> None:

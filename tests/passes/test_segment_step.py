@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
@@ -15,7 +16,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
 from autoshard.ir.spec import P
 from autoshard.tracing import trace
-from cost_models.hardware import Cluster
+from cost_models.hardware import Cluster, node_type
 from cost_models.streams import Op, Overlap, simulate_streams
 from cost_models.timeline import COMPUTE
 from passes.build_assignment import PlanningProblem
@@ -163,3 +164,18 @@ def test_copies_of_reshards_are_counted_apart() -> None:
     times = simulate_streams(segment_step(planning, drawn_choice(planning, 0)))
     assert set(times.compute_s) == {"forward", "backward", COPIES}
     assert times.compute_s[COPIES] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_faster_link_never_slows_a_plan(seed: int) -> None:
+    """Twice the bandwidth inside the node, or between nodes: no plan takes longer."""
+    node = node_type("h100_sxm")
+    assert node.inter is not None
+    slow = Cluster(node, nodes=2, devices_per_node=2)
+    program = program_of("blocks")
+    planning = planning_problem(program, MESH, slow, PlanOptions())
+    choice = drawn_choice(planning, seed)
+    before = simulate_streams(segment_step(planning, choice)).total_s
+    for faster in (replace(node, intra=node.intra.scaled(2)), replace(node, inter=node.inter.scaled(2))):
+        quick = planning_problem(program, MESH, Cluster(faster, nodes=2, devices_per_node=2), PlanOptions())
+        assert simulate_streams(segment_step(quick, choice)).total_s <= before * (1 + 1e-12)
