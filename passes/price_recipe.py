@@ -433,7 +433,10 @@ def exchange_times(
         reduce_s = _in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, model)
     if recipe.zero in (1, 2):
         gather_s = _in_pieces(all_gather_time, dense * 2, groups.zero, recipe, model)
-    if expert:
+    if expert and recipe.zero in (1, 2):
+        reduce_s += _in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe, model)
+        gather_s += _in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, model)
+    elif expert:
         reduce_s += _in_pieces(all_reduce_time, expert * gradient, groups.expert_replicas, recipe, model)
     return reduce_s, gather_s
 

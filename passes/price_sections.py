@@ -146,12 +146,11 @@ def _price_phase(phase: Phase, setting: Setting, sizes: Mapping[str, int], preci
 
 
 def _price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
-    alone = {**sizes, EXPERT: 1}
-    inputs = tuple(_info(item, setting.batch, alone) for item in kernel.inputs)
-    outputs = tuple(_info(item, setting.batch, alone) for item in kernel.outputs)
+    inputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.inputs)
+    outputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.outputs)
     done = _work(kernel, inputs, outputs)
     if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
-        done = _shared_out(done, kernel, sizes[EXPERT], inputs)
+        done = _shared_out(done, kernel, sizes[EXPERT])
     extra = 0.0
     if done.dtype in ("bf16", "f16"):
         done = done._replace(dtype=setting.precision if setting.precision != "f8" else "bf16")
@@ -179,16 +178,20 @@ def replace_work(done: Work, dtype: str) -> Work:
     return done._replace(dtype=dtype, bytes_read=done.bytes_read / 2)
 
 
-def _shared_out(done: Work, kernel: Kernel, ranks: int, inputs: tuple[TensorInfo, ...]) -> Work:
+def _sizes_of(item: Sized, sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """The sizes by which a tensor is cut: tokens that are exchanged for other ranks' stay as many, weights do not."""
+    return {**sizes, EXPERT: 1} if any(item.step) else sizes
+
+
+def _shared_out(done: Work, kernel: Kernel, ranks: int) -> Work:
     """Products of a share of the experts, with the tokens of all ranks."""
-    if not done.products:
-        return done
 
     def share(product: MatmulShape) -> MatmulShape:
-        batch = max(1, product.batch // ranks)
-        if kernel.has_weight:
-            return product._replace(batch=batch, m=product.m * ranks)
-        return product._replace(batch=batch, k=product.k * ranks)
+        whole = max(item.first[0] for item in kernel.inputs)
+        batch = max(1, whole // ranks)
+        if kernel.makes_gradient:
+            return product._replace(batch=batch, k=product.k * ranks)
+        return product._replace(batch=batch, m=product.m * ranks)
 
     return done._replace(products=tuple(share(product) for product in done.products))
 

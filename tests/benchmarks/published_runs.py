@@ -63,7 +63,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
-    "megatron-bridge": _MEGATRON_CORE,
+    "megatron-bridge": replace(_MEGATRON_CORE, gradient_dtype="bf16"),
 }
 _DEVICES = {
     "A100-80GB": "a100_sxm_80gb", "A100-40GB": "a100_sxm_40gb", "A800-80GB": "a100_sxm_80gb",
