@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import log
+from math import exp, log
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from cost_models.units import MIB
 MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 1024))
 COLLECTIVE_BYTES = (4096, 65536, MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
+LAUNCHES = 100
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 COLLECTIVES = {"all_reduce": all_reduce_time, "all_gather": all_gather_time, "reduce_scatter": reduce_scatter_time}
 
@@ -45,6 +46,11 @@ class Calibration:
     residuals: Mapping[str, float]
     date: str
 
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Predicted over measured time of each measurement that the fit predicts."""
+        return {name: exp(residual) for name, residual in self.residuals.items()}
+
     def save(self, path: str | Path) -> None:
         """Write the cluster as TOML; each source line carries the median absolute residual."""
         typical = statistics.median(abs(value) for value in self.residuals.values())
@@ -52,23 +58,51 @@ class Calibration:
         self.cluster.save(path, source=source, date=self.date)
 
 
-def calibrate(*, name: str = "this_machine", memory_bytes: int | None = None, budget_s: float = 12.0) -> Calibration:
+OnProgress = Callable[[str, int, int], None]
+"""Told what is measured next, how many measurements are done, and how many there are."""
+
+
+def calibrate(
+    *,
+    name: str = "this_machine",
+    memory_bytes: int | None = None,
+    budget_s: float = 12.0,
+    on_progress: OnProgress | None = None,
+) -> Calibration:
     """Measure this machine within its present process group (all ranks must call), or alone without one.
 
     Args:
         name: name of the node type in the result.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: rough limit of the whole; each measurement gets its share and runs at least twice.
+        on_progress: called before each measurement, e.g. to draw a progress bar.
 
     Returns:
         The same calibration on every rank.
     """
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    measured = _measure_device(budget_s / 2 / (len(MATMUL_SIZES) + 6))
-    measured |= _measure_collectives(ranks, budget_s / 2) if ranks > 1 else {}
+    actions = _device_actions()
+    groups = [(size, message) for size in _group_sizes(ranks) for message in COLLECTIVE_BYTES]
+    note = _Note(on_progress, len(actions) + len(groups))
+    measured = _measure_device(actions, budget_s / 2 / len(actions), note)
+    measured |= _measure_collectives(groups, ranks, budget_s / 2, note)
     measured = _agree(measured, ranks)
     cluster = _fit(name, measured, ranks, memory_bytes or _memory_bytes(ranks))
     return Calibration(cluster, measured, _residuals(cluster, measured), datetime.now(UTC).date().isoformat())
+
+
+@dataclass(slots=True)
+class _Note:
+    """Counts measurements."""
+
+    on_progress: OnProgress | None
+    total: int
+    done: int = 0
+
+    def next(self, what: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(what, self.done, self.total)
+        self.done += 1
 
 
 def _place() -> torch.device:
@@ -105,22 +139,32 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _measure_device(share_s: float) -> dict[str, float]:
+def _device_actions() -> dict[str, Callable[[], object]]:
+    """What is timed on each rank by itself."""
     place = _place()
-    measured: dict[str, float] = {}
+    actions: dict[str, Callable[[], object]] = {}
     for dtype, kind in DTYPES.items():
         for m, n, k in MATMUL_SIZES if dtype == "f32" else MATMUL_SIZES[2:3]:
             left = torch.randn(m, k, device=place, dtype=kind)
             right = torch.randn(k, n, device=place, dtype=kind)
-            action = _bind(torch.mm, left, right)
-            measured[f"matmul.{dtype}.{m}x{n}x{k}"] = _mean_time(action, share_s)
+            actions[f"matmul.{dtype}.{m}x{n}x{k}"] = _bind(torch.mm, left, right)
     source = torch.randn(COPY_BYTES // 4, device=place)
-    measured["copy"] = _mean_time(_bind(torch.empty_like(source).copy_, source), share_s)
+    actions["copy"] = _bind(torch.empty_like(source).copy_, source)
     small = torch.randn(8, device=place)
-    measured["launch"] = _mean_time(lambda: [small + small for _ in range(100)], share_s) / 100
+    actions["launch"] = lambda: [small + small for _ in range(LAUNCHES)]
     query = torch.randn(1, 4, 256, 64, device=place)
     attention = torch.nn.functional.scaled_dot_product_attention
-    measured["attention"] = _mean_time(_bind(attention, query, query, query), share_s)
+    actions["attention"] = _bind(attention, query, query, query)
+    return actions
+
+
+def _measure_device(actions: Mapping[str, Callable[[], object]], share_s: float, note: _Note) -> dict[str, float]:
+    """Seconds of each action; "launch" is one of many launches."""
+    measured: dict[str, float] = {}
+    for name, action in actions.items():
+        note.next(name)
+        measured[name] = _mean_time(action, share_s)
+    measured["launch"] /= LAUNCHES
     return measured
 
 
@@ -128,14 +172,23 @@ def _bind(function: Callable[..., object], *arguments: torch.Tensor) -> Callable
     return lambda: function(*arguments)
 
 
-def _measure_collectives(ranks: int, budget_s: float) -> dict[str, float]:
-    """Seconds by "collective.group size.bytes", for the whole group and for pairs (all pairs at once)."""
-    sizes = sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
+def _group_sizes(ranks: int) -> list[int]:
+    """The whole group and, where it has them, pairs; none for one rank."""
+    if ranks == 1:
+        return []
+    return sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
+
+
+def _measure_collectives(
+    groups: Sequence[tuple[int, int]], ranks: int, budget_s: float, note: _Note
+) -> dict[str, float]:
+    """Seconds by "collective.group size.bytes" for pairs of group size and bytes; groups of one size run at once."""
     measured: dict[str, float] = {}
-    for size in sizes:
+    for size in dict.fromkeys(size for size, _ in groups):
         group = _group_of(size, ranks)
-        for message in COLLECTIVE_BYTES:
-            measured |= _measure_group(group, size, message, budget_s / (3 * len(sizes) * len(COLLECTIVE_BYTES)))
+        for message in (message for other, message in groups if other == size):
+            note.next(f"collectives of {message} bytes over {size} ranks")
+            measured |= _measure_group(group, size, message, budget_s / (len(COLLECTIVES) * len(groups)))
         if size != ranks:
             distributed.destroy_process_group(group)
     return measured

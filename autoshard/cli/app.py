@@ -17,10 +17,12 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from autoshard import api, pricing
+from autoshard.cli.calibrate import calibration_json, calibration_table, measure_machine
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
 from autoshard.cli.recipes import parse_recipe
+from autoshard.cluster import Cluster as PublicCluster
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.ir.mesh import Mesh
 from cost_models.errors import CostModelError
@@ -108,6 +110,26 @@ def price(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Write the measured cluster here; use it as --cluster FILE.")],
+    ranks: Annotated[int | None, typer.Option(help="Local processes; default: one a GPU, or two on a CPU.")] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds that the measurements may take, about.")] = 30.0,
+    as_json: _Json = False,
+) -> None:
+    """Measure this machine (under torchrun: the ranks of the run) and write it as a cluster to plan for."""
+    if not out.parent.is_dir():
+        raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+    found = measure_machine(ranks, budget_s)
+    if found is None:
+        return
+    try:
+        found.save(out)
+    except OSError as error:
+        raise AutoshardError(f"--out {out} cannot be written: {error.strerror}.") from error
+    _show(calibration_json(found) if as_json else calibration_table(found, out))
+
+
+@app.command()
 def doctor(
     model: Annotated[
         str | None,
@@ -148,7 +170,7 @@ def _examine_machine(as_json: bool) -> None:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that `NODE_TYPE:NODESxDEVICES` names; `NODE_TYPE` alone is one whole node.
+    """The cluster that `NODE_TYPE:NODESxDEVICES` names (`NODE_TYPE` alone is one whole node), or that of a .toml file.
 
     Raises:
         MeshError: the text is not of this form.
@@ -157,6 +179,8 @@ def parse_cluster(text: str) -> Cluster:
         >>> parse_cluster("h100_sxm:2x4").size
         8
     """
+    if text.endswith(".toml"):
+        return PublicCluster.load(text)
     name, _, shape = text.partition(":")
     if not shape:
         return Cluster(name)

@@ -1,0 +1,78 @@
+"""`autoshard calibrate`: start the ranks, measure, and show what was found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from autoshard.errors import AutoshardError, MeshError
+from autoshard.runtime.launch import world_size
+from cost_models.calibration import Calibration, calibrate
+
+
+def measure_machine(ranks: int | None, budget_s: float) -> Calibration | None:
+    """Measure the ranks of this `torchrun`, or `ranks` local processes that are started for it.
+
+    Returns:
+        The calibration; None on ranks of a run other than the first.
+
+    Raises:
+        MeshError: `ranks` is below one, or differs from the size of the run that this process is part of.
+        AutoshardError: a started process failed.
+    """
+    running = world_size()
+    if ranks is not None and (ranks < 1 or running not in (1, ranks)):
+        raise MeshError(f"--ranks {ranks} must be at least 1, and in a run of {running} processes {running}.")
+    if running > 1:
+        return _measure(budget_s)
+    count = ranks or torch.cuda.device_count() or 2
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(1, 1, count, run_id="calibrate", rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    try:
+        found: Calibration = elastic_launch(config, _measure)(budget_s)[0]
+    except ChildFailedError as error:
+        raise AutoshardError(f"calibration failed on a rank: {error.get_first_failure()[1].message}") from error
+    return found
+
+
+def _measure(budget_s: float) -> Calibration | None:
+    """Run on each rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    is_first = distributed.get_rank() == 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not is_first) as progress:
+        task = progress.add_task("starting")
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        found = calibrate(budget_s=budget_s, on_progress=show)
+        progress.update(task, description="done", completed=progress.tasks[task].total)
+    distributed.destroy_process_group()
+    return found if is_first else None
+
+
+def calibration_table(found: Calibration, path: Path) -> Table:
+    """What was measured, what the fitted cluster predicts of it, and their ratio."""
+    title = f"{found.cluster.size} ranks of this machine, written to {path}"
+    table = Table("measurement", "measured", "predicted / measured", title=title)
+    for name, seconds in found.measured_s.items():
+        ratio = found.ratios.get(name)
+        table.add_row(name, f"{seconds * 1e6:,.1f} us", "" if ratio is None else f"{ratio:.2f}")
+    return table
+
+
+def calibration_json(found: Calibration) -> dict[str, Any]:
+    """The same as data."""
+    return {"date": found.date, "measured_s": dict(found.measured_s), "predicted_over_measured": found.ratios}

@@ -1,0 +1,39 @@
+"""`autoshard calibrate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autoshard.cli.app import app, parse_cluster
+from autoshard.errors import AutoshardError, MeshError
+
+
+def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
+    """What is written is a cluster to plan for; what is printed says how well it fits."""
+    path = tmp_path / "mine.toml"
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--ranks", "2", "--budget-s", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {"launch", "copy", "all_reduce.2.8388608"} <= found["measured_s"].keys()
+    assert found["predicted_over_measured"].keys() <= found["measured_s"].keys()
+    cluster = parse_cluster(str(path))
+    assert cluster.size == 2
+    assert cluster.device.memory_bandwidth_bytes_per_s > 0
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    """In one sentence, with the folder's name."""
+    with pytest.raises(AutoshardError, match=r"there is no folder .*missing"):
+        CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "missing" / "mine.toml")], catch_exceptions=False)
+
+
+def test_ranks_must_be_positive(tmp_path: Path) -> None:
+    """Zero processes measure nothing."""
+    with pytest.raises(MeshError, match="--ranks 0 must be at least 1"):
+        CliRunner().invoke(
+            app, ["calibrate", "--out", str(tmp_path / "mine.toml"), "--ranks", "0"], catch_exceptions=False
+        )
