@@ -3,7 +3,8 @@
 `if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` carries, beside each traced
 tensor that depends only on tensors whose values are known, a real twin: every operator on such tensors is
 also run on the twins. A read of a value from Python takes it from the twin, and the tensor that was read
-becomes an extra, guarded output of the trace, so that a later call on which it differs can be told apart.
+becomes an extra, guarded output of the trace, so that a later call on which it differs can be told apart. Where a
+result's shape depends on values, its size is such a value (`counted`).
 Twins of parameters would mean running the whole model; they are made only when a read depends on one.
 """
 
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoshard.tracing.counted import COUNTED, is_counted
 
 Value = bool | int | float
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -69,12 +73,19 @@ class ConcreteValues(TorchDispatchMode):
             return self.reads.add(args[0], self._run_on_twins(func, args, kwargs))
         if func is _EQUAL:
             return self.reads.add(_is_equal(*args), self._run_on_twins(func, args, kwargs))
-        result = func(*args, **kwargs)
+        if is_counted(func, args, kwargs):
+            result = COUNTED[func](self._count, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or not self._has_twins((args, kwargs)):
             self._spoil_written(func, args)
         else:
             self._pair(result, self._run_on_twins(func, args, kwargs))
         return result
+
+    def _count(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> int:
+        value = self._run_on_twins(lambda twin: int(function(twin)), (tensor,), {})
+        return int(self.reads.add(function(tensor), value))
 
     def _run_on_twins(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._has_twins((args, kwargs)):
@@ -119,22 +130,41 @@ def _storage(tensor: Tensor) -> int:
 def answer_reads(known: Iterable[tuple[Tensor, Tensor]] | None) -> Iterator[Reads]:
     """Within, reads of tensor values are answered where `known` determines them; with None they are errors."""
     if known is None:
-        yield Reads()
+        with _TensorsOfItems():
+            yield Reads()
         return
-    with ConcreteValues(known) as mode, _lists_read_by_item():
+    with ConcreteValues(known) as mode, _read_by_item(), _TensorsOfItems():
         yield mode.reads
 
 
 @contextlib.contextmanager
-def _lists_read_by_item() -> Iterator[None]:
-    """Torch's `FunctionalTensor.tolist` reads from the tensor that it wraps, past the mode; here it reads its items."""
+def _read_by_item() -> Iterator[None]:
+    """What reads values past the mode reads items instead: `tolist` of torch's wrapper, and formatting as text."""
     saved = FunctionalTensor.tolist
     FunctionalTensor.tolist = _to_list
+    FunctionalTensor.__format__ = _format
     try:
         yield
     finally:
         FunctionalTensor.tolist = saved
+        del FunctionalTensor.__format__
 
 
 def _to_list(self: Tensor) -> Any:
     return self.item() if self.dim() == 0 else [_to_list(row) for row in self.unbind()]
+
+
+def _format(self: Tensor, format_spec: str) -> str:
+    """As for plain tensors: a scalar is formatted as its value."""
+    return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
+
+
+class _TensorsOfItems(TorchFunctionMode):
+    """`torch.tensor` of lists with scalar tensors in them reads these by item."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
+            args = (pytree.tree_map_only(Tensor, _to_list, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))

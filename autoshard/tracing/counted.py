@@ -1,0 +1,84 @@
+"""Operators whose result has as many rows as a tensor has nonzero elements: the same with the number known.
+
+`x[mask]`, `nonzero`, `masked_select`, `unique` and `repeat_interleave` make tensors whose shape depends on values.
+Where the values are known while tracing, so is the number of rows; the program then makes a tensor of that size
+(`aten.nonzero_static`), and the number is guarded as any value that was read: a call with another is traced anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Count = Callable[[Callable[[Tensor], Tensor], Tensor], int]
+"""`count(function, tensor)`: the known value of `function(tensor)`, a scalar, which is guarded from then on."""
+
+aten = torch.ops.aten
+
+
+def _nonzero(count: Count, x: Tensor) -> Tensor:
+    return aten.nonzero_static(x, size=count(torch.count_nonzero, x))
+
+
+def _masked_select(count: Count, x: Tensor, mask: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    size = count(torch.count_nonzero, mask) * (math.prod(shape) // max(mask.numel(), 1))
+    places = aten.nonzero_static(mask.expand(shape).reshape(-1), size=size)
+    return x.expand(shape).reshape(-1).index_select(0, places.select(1, 0))
+
+
+def _index(count: Count, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found += _nonzero(count, index).unbind(1)
+        else:
+            found.append(index)
+    return aten.index.Tensor(x, found)
+
+
+def _repeat_interleave(count: Count, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    return aten.repeat_interleave.Tensor(repeats, output_size=count(torch.sum, repeats))
+
+
+def _sorted(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All elements in order, where each came from, and which differ from the one before."""
+    values, order = x.reshape(-1).sort(stable=True)
+    is_first = torch.cat([values.new_ones(min(len(values), 1), dtype=torch.bool), values[1:] != values[:-1]])
+    return values, order, is_first
+
+
+def _unique(
+    count: Count, x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    values, order, is_first = _sorted(x)
+    size = count(lambda tensor: _sorted(tensor)[2].sum(), x)
+    firsts = aten.nonzero_static(is_first, size=size).select(1, 0)
+    empty = firsts.new_empty(0)
+    ranks = is_first.cumsum(0) - 1
+    inverse = torch.empty_like(order).scatter(0, order, ranks).view(x.shape) if return_inverse else empty
+    counts = firsts.new_zeros(len(firsts)).index_add(0, ranks, torch.ones_like(ranks)) if return_counts else empty
+    return values.index_select(0, firsts), inverse, counts
+
+
+COUNTED: Mapping[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten.index.Tensor: _index,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten._unique2.default: _unique,
+}
+"""Operator to a function that makes the call by way of `count`."""
+
+
+def is_counted(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the shape of a call's result depends on values."""
+    if operator is aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if operator is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return operator in COUNTED
