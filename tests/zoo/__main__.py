@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--only", nargs="*", default=["*"], help="globs of names")
     parser.add_argument("--seconds", type=float, default=600.0, help="for each architecture")
-    parser.add_argument("--search-seconds", type=float, default=10.0, help="of these, for the search")
+    parser.add_argument("--search-seconds", type=float, default=5.0, help="of these, for the search")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="for each architecture")
     parser.add_argument("--tracebacks", action="store_true", help="print where each that failed did")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")

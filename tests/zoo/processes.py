@@ -23,7 +23,7 @@ class Limits:
     """Of one process: wall seconds, those of them for the search, and gigabytes (1e9 bytes) of data."""
 
     seconds: float = 600.0
-    search_seconds: float = 10.0
+    search_seconds: float = 5.0
     gigabytes: float = 8.0
 
 
