@@ -3,7 +3,8 @@
 Where a factor does not divide by the number of pieces, ranks hold padded pieces, and what lies in padding is
 arbitrary (NaN, or an index of nothing). Such a split is right
 
-* where the factor is parallel: padding yields padding. Indices are made 0 first, so that they point at something;
+* where the factor is parallel: padding yields padding. Indices are made 0 first, so that they point at something. A
+  factor over which a rewrite communicates needs a statement of its rule;
 * where the factor is reduced: if padding holds what changes nothing. Of a sum linear in operands that all have the
   factor, that is zero. Other reductions say it in their rules (`Rule.padding`);
 * only if the factor stands alone in its dims: padding in the midst of a dim is not something that a spec can say.
@@ -82,7 +83,7 @@ def _stands_alone(bound: BoundRule, factor: str) -> bool:
 
 
 def _is_parallel(bound: BoundRule, factor: str) -> bool:
-    return all(any(factor in dim for dim in dims) for dims in bound.outputs)
+    return factor not in bound.exchanged and all(any(factor in dim for dim in dims) for dims in bound.outputs)
 
 
 def _is_linear_sum(bound: BoundRule, factor: str) -> bool:
