@@ -1,7 +1,8 @@
 """Rules of normalisations.
 
-Rows (all but the normalised dims) are independent; normalised dims are blocked. Gradients of weights and
-biases are sums over rows. Every backward is linear in the gradient of the output.
+Rows (all but the normalised dims) are independent. Where a normalised dim is split, the rewrite sums the moments of
+each row over the ranks (see `autoshard.rules.split_norms`). Gradients of weights and biases are sums over rows. Every
+backward is linear in the gradient of the output.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 
+from autoshard.rules import split_norms
 from autoshard.rules.carries import LinearResult, increasing, linear_result, meaningful, only_in, sums, sums_by_result
-from autoshard.rules.dims import ONE, all_blocked, named, names, tensors
-from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Dims, Rule
+from autoshard.rules.dims import ONE, named, names, tensors
+from autoshard.rules.notation import Carry, Dims, Rewrite, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -36,19 +37,26 @@ def layer_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> Rule:
-    return _norm(x, normalized, [weight, bias], statistics=2)
+    local = split_norms.layer_norm(x, len(normalized), [weight, bias])
+    return _norm(x, normalized, [weight, bias], local, statistics=2)
 
 
 @sharding_rule(aten._fused_rms_norm.default)
 def rms_norm(x: torch.Tensor, normalized: Sequence[int], weight: torch.Tensor | None, eps: float | None) -> Rule:
-    return _norm(x, normalized, [weight], statistics=1)
+    return _norm(x, normalized, [weight], split_norms.rms_norm(x, len(normalized), weight), statistics=1)
 
 
-def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], statistics: int) -> Rule:
+def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], local: Rewrite, statistics: int) -> Rule:
     dims, row_dims, width = _row_dims(x, normalized)
     operands = (dims, *(width for weight in weights if weight is not None))
     carries = affine(weights, 1, 1 + statistics)
-    return Rule((operands, (dims, *[row_dims] * statistics)), blocked=names(width), carries=carries)
+    return Rule(
+        (operands, (dims, *[row_dims] * statistics)),
+        whole=dict.fromkeys(names(width), range(1, 1 + statistics)),
+        local=local,
+        padding=dict.fromkeys(names(width), 0),
+        carries=carries,
+    )
 
 
 def affine(weights: Sequence[torch.Tensor | None], first: int, results: int) -> list[Carry]:
@@ -80,7 +88,8 @@ def layer_norm_backward(
     bias: torch.Tensor | None,
     output_mask: Sequence[bool],
 ) -> Rule:
-    return _norm_backward(x, normalized, [weight, bias], 2, output_mask)
+    local = split_norms.layer_norm_backward(x, len(normalized), weight)
+    return _norm_backward(x, normalized, [weight, bias], local, 2, output_mask)
 
 
 @sharding_rule(aten._fused_rms_norm_backward.default)
@@ -92,13 +101,15 @@ def rms_norm_backward(
     weight: torch.Tensor | None,
     output_mask: Sequence[bool],
 ) -> Rule:
-    return _norm_backward(x, normalized, [weight], 1, output_mask)
+    local = split_norms.rms_norm_backward(x, len(normalized), weight)
+    return _norm_backward(x, normalized, [weight], local, 1, output_mask)
 
 
 def _norm_backward(
     x: torch.Tensor,
     normalized: Sequence[int],
     weights: Sequence[Any],
+    local: Rewrite,
     statistics: int,
     output_mask: Sequence[bool],
 ) -> Rule:
@@ -110,7 +121,9 @@ def _norm_backward(
         (operands, results),
         reduce=dict.fromkeys(names(row_dims), "sum"),
         linear=[(0,)],
-        blocked=names(width),
+        exchanged=dict.fromkeys(names(width), 1),
+        local=local,
+        padding=dict.fromkeys(names(width), 0),
         carries=_carried_back(weights, statistics, output_mask),
     )
 
@@ -138,20 +151,20 @@ def group_norm(
     n: int, c: int, hxw: int, group: int, eps: float,
 ) -> Rule:  # fmt: skip
     channels = ("g", "c")
-    dims = (("n",), channels, *all_blocked(x.dim() - 2))
+    space = named(x.dim() - 2, "s")
+    dims = (("n",), channels, *space)
     operands = (dims, *((channels,) for tensor in (weight, bias) if tensor is not None))
     rows = (("n",), ("g",))
     return Rule(
-        (operands, (dims, rows, rows)), sizes={"g": group}, blocked=("c",), local=_local_group_norm, padding={},
+        (operands, (dims, rows, rows)),
+        sizes={"g": group},
+        blocked=("c",),
+        whole=dict.fromkeys(names(space), (1, 2)),
+        local=split_norms.group_norm(x, [weight, bias], names(space)),
+        padding={},
+        even=names(space),
         carries=affine((weight, bias), 1, 3),
-    )  # fmt: skip
-
-
-def _local_group_norm(
-    context: LocalContext, x: Any, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
-) -> Any:
-    n, c = context.input_shape(0)[:2]
-    return context.default(x, weight, bias, n, c, hxw, context.local_size("g"), eps)
+    )
 
 
 @sharding_rule(aten.native_group_norm_backward.default)
@@ -160,21 +173,20 @@ def group_norm_backward(
     n: int, c: int, hxw: int, group: int, output_mask: Sequence[bool],
 ) -> Rule:  # fmt: skip
     channels = ("g", "c")
-    dims = (("n",), channels, *(("_",),) * (x.dim() - 2))
+    space = named(x.dim() - 2, "s")
+    dims = (("n",), channels, *space)
     rows = (("n",), ("g",))
     operands = (dims, dims, rows, rows, *((channels,) for tensor in (weight,) if tensor is not None))
     gradients: tuple[Dims, ...] = (dims, (channels,), (channels,))
     results = tuple(gradient for gradient, is_asked in zip(gradients, output_mask, strict=True) if is_asked)
     return Rule(
-        (operands, results), sizes={"g": group}, reduce={"n": "sum"}, linear=[(0,)], blocked=("c",),
-        local=_local_group_norm_backward,
+        (operands, results),
+        sizes={"g": group},
+        reduce=dict.fromkeys(("n", *names(space)), "sum"),
+        linear=[(0,)],
+        blocked=("c",),
+        exchanged=dict.fromkeys(names(space), 1),
+        local=split_norms.group_norm_backward(x, weight, names(space)),
         padding={},
-    )  # fmt: skip
-
-
-def _local_group_norm_backward(
-    context: LocalContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any,
-    n: int, c: int, hxw: int, group: int, output_mask: Sequence[bool],
-) -> Any:  # fmt: skip
-    n, c = context.input_shape(1)[:2]
-    return context.default(grad, x, mean, rstd, weight, n, c, hxw, context.local_size("g"), output_mask)
+        even=names(space),
+    )
