@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autoshard import tracing
 from autoshard.errors import RecipeError, TraceError
 from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
@@ -88,13 +89,14 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
     from passes.price_model import PricedModel
 
     short = tracing.shorten(model)
-    programs = []
-    for batch in (1, 2):
-        resized = pytree.tree_map(lambda leaf, batch=batch: _resized(leaf, batch), example_inputs)
+
+    def traced(batch: int) -> Program:
+        resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
         args, kwargs = ((), dict(resized)) if isinstance(resized, Mapping) else (tuple(resized), {})
         with torch.enable_grad():
-            programs.append(tracing.trace(short.model, args, kwargs, loss_fn=loss_fn))
-    return PricedModel(fold_program(*programs, short.lists))
+            return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn)
+
+    return PricedModel(fold_program(traced(1), traced(2), short.lists))
 
 
 def _resized(leaf: Any, batch: int) -> Any:

@@ -448,7 +448,7 @@ def _readers(node: fx.Node, index: int | None = None) -> list[fx.Node]:
 
 def _is_other(user: fx.Node, node: fx.Node, index: int) -> bool:
     """Whether a user selects another result of a node than `index`."""
-    return len(tensor_values(node)) > 1 and user.args[1] != index
+    return len(tensor_values(node)) > 1 and bool(user.args[1] != index)
 
 
 def _depending(folded: FoldedProgram, sources: set[str]) -> frozenset[str]:

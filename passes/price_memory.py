@@ -4,6 +4,7 @@
   weight; two blocks' weights are gathered at a time.
 * Activations: what each micro-batch in flight keeps for its backward. With full recomputation that is what enters each
   block, and once what a block keeps while its backward runs; with selective, all but attention's core.
+* What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
 * Workspace: the largest value that is made beside what is kept, twice (a value and its gradient), and the buffers of
   collectives.
 """
@@ -91,21 +92,33 @@ def _rank_memory(
     elif recipe.recompute == "selective":
         parts["recomputed activations"] = max((block.core_bytes for block in blocks), default=0)
     parts["workspace"] = 2.0 * max(sections[name].largest_bytes for name in counts)
+    update = _update_bytes(dense, groups.zero.size, recipe) + _update_bytes(expert, groups.expert_replicas.size, recipe)
+    passing = ("activations", "recomputed activations", "gathered parameters", "workspace")
+    if update > sum(parts.get(name, 0.0) for name in passing):
+        parts = {name: size for name, size in parts.items() if name not in passing} | {"update": update}
     return MemoryPrice({name: int(size) for name, size in parts.items() if size})
 
 
 def _state_bytes(elements: float, shards: int, recipe: Recipe) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.gradient_dtype]
+    extra = 2 if recipe.separate_sum and gradient > 2 else 0
     state = 4 * MOMENTS[recipe.optimizer] + (4 if recipe.master_weights and recipe.zero < 3 else 0)
     if recipe.zero == 3:
         weight = 4 if recipe.master_weights else weight
     on_device = {"none": 1.0, "optimizer": 0.0, "parameters": 0.0}[recipe.offload]
     return {
         "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
-        "gradients": elements * gradient / (shards if recipe.zero >= 2 else 1),
+        "gradients": elements * (gradient + extra) / (shards if recipe.zero >= 2 else 1),
         "optimizer state": on_device * elements * state / (shards if recipe.zero >= 1 else 1),
     }
+
+
+def _update_bytes(elements: float, shards: int, recipe: Recipe) -> float:
+    """Bytes of the float32 copy of gradients that master weights are updated with."""
+    if not recipe.master_weights or recipe.gradient_dtype == "f32":
+        return 0.0
+    return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
 
 
 def _kept(price: SectionPrice, name: str, recipe: Recipe) -> int:

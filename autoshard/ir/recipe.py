@@ -42,17 +42,19 @@ class Recipe:
         micro_batch: sequences of one replica's forward.
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
         recompute: what the backward computes again: "none"; "selective", attention's core; "full", every block.
-        early_stop: recomputing a block ends with the last value that its backward needs, before its last product (torch's
-            checkpoints that are not reentrant).
+        early_stop: recomputing a block ends with the last value that its backward needs, before its last product
+            (torch's checkpoints that are not reentrant).
         attention: the kernel of fused attention, by the device's names ("flash2"); None: the device's usual one.
         precision: of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
         optimizer: "adamw", ...: whose state takes memory and bandwidth.
         gradient_dtype: in which gradients are summed over micro-batches and reduced over replicas.
+        separate_sum: a micro-batch's gradients, in 16 bits, are kept beside their sum in float32 (DeepSpeed's bf16
+            optimizer; Megatron-LM adds each product to the sum at once).
         master_weights: the optimizer keeps parameters in float32.
         offload: what lies in the host's memory: "none", "optimizer" (its state), "parameters" (with it).
         overlap_gradients: gradients are reduced while the backward of the last micro-batch runs.
-        overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs, ZeRO-3 gathers each block's
-            while the block before it runs.
+        overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs, ZeRO-3 gathers each
+            block's while the block before it runs.
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
         overlap_pipeline: activations are sent between stages while others are computed.
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
@@ -90,6 +92,7 @@ class Recipe:
     precision: str = "bf16"
     optimizer: str = "adamw"
     gradient_dtype: str = "f32"
+    separate_sum: bool = False
     master_weights: bool = True
     offload: str = "none"
     overlap_gradients: bool = True

@@ -5,9 +5,9 @@ Run: python -m tests.benchmarks.cost_accuracy [--write] [--quick]
 Every usable row of tests/data/published_runs.jsonl (copied from the project's shared data, each row with its source) is
 built as a model on meta and priced with `autoshard.price`. The numbers of `cost_models.step` are fitted to all sources
 but one, and the errors are those on the source that was left out; `--quick` uses the numbers in the data file instead.
-`--write` fits to all sources and writes the data files. Rows in 16 and in 8 bits are kept apart: the fit sees the former
-only. Sources are weighed equally. Peak memory is compared after an offset for each way of measuring it (what the driver,
-the libraries and the allocator hold besides tensors), fitted as the median of the rows of other plans.
+`--write` fits to all sources and writes the data files. Rows in 16 and in 8 bits are kept apart: the fit sees the
+former only. Sources are weighed equally. Peak memory is compared after an offset for each way of measuring it (what
+the driver, the libraries and the allocator hold besides tensors), fitted as the median of the rows of other plans.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ def timed_rows(rows: Sequence[Row]) -> list[Row]:
             and row["derived"]["step_time_s"] is not None]  # fmt: skip
 
 
-def left_out_results(
-    pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]
-) -> tuple[list[Result], list[Result], StepModel]:
+Evaluation = tuple[list[Result], list[Result], StepModel]
+
+
+def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
     """Results of `rows`, each source by a fit to the others; of `extra`, by the fit to all; and that fit."""
     sources = [row["source"]["key"] for row in rows]
     start = StepModel()
@@ -110,9 +111,7 @@ def left_out_results(
     return results, more, whole[0]
 
 
-def quick_results(
-    pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]
-) -> tuple[list[Result], list[Result], StepModel]:
+def quick_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
     """Results of the numbers in the data file, which were fitted to these rows."""
     results = _with_uncertainty(rows, [_time(pricer, row, fitted()) for row in rows])
     everything = conformal_by_source(results, leaving_out=None)

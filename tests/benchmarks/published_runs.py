@@ -149,6 +149,7 @@ def recipe_of(row: Row) -> Recipe:
         overlap_parameters=framework.overlap_parameters,
         overlap_tensor=framework.overlap_tensor,
         overlap_pipeline=framework.overlap_pipeline,
+        separate_sum=row["source"]["key"] == "bigscience",
         bucket_bytes=framework.bucket_bytes,
         early_stop=framework.early_stop,
         attention=framework.attention,
@@ -165,8 +166,8 @@ def _recompute(said: str | None) -> str:
 
 def _gradient_dtype(row: Row, framework: Framework) -> str:
     said = row["dtype"]
-    if "fp32 grad" in said:
-        return "f32"
+    if "fp32 grad" in said or (said == "bf16" and row["source"]["key"] == "bigscience"):
+        return "f32"  # DeepSpeed's bf16 optimizer knows no other sum
     if row["plan"].get("fsdp_mixed_precision"):
         return "bf16" if row["plan"]["fsdp_mixed_precision"] == "PURE" else "f32"
     own = "f16" if said.startswith("fp16") else "bf16"

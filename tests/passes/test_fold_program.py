@@ -56,9 +56,9 @@ class Fickle(nn.Module):
 
 def test_a_model_that_depends_on_the_batch_is_refused() -> None:
     """The message names both operators."""
-    programs = [tracing.trace(Fickle(), (torch.ones(batch, 4),), {}) for batch in (1, 2)]
+    single, double = (tracing.trace(Fickle(), (torch.ones(batch, 4),), {}) for batch in (1, 2))
     with pytest.raises(TraceError, match="runs other operators for two sequences than for one"):
-        fold_program(*programs, ())
+        fold_program(single, double, ())
 
 
 def test_inputs_of_any_batch_give_the_same_fold() -> None:
