@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from hypothesis import strategies as st
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
+from autoshard.rules.enumeration import Strategy
 from autoshard.testing.blocks import Draw
 from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.build_assignment import PlanningProblem, build_problem
-from passes.enumerate_strategies import EnumerateStrategies, operands_of
+from passes.enumerate_strategies import EnumerateStrategies, Site, operands_of
 from passes.liveness import find_lifetimes
 from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.price import Prices
@@ -33,20 +35,45 @@ def plans(program: DrawnProgram | Program, mesh: Mesh) -> st.SearchStrategy[Plan
     return st.composite(_draw_plan)(_unfolded_problem(traced, mesh, cluster), cluster)
 
 
-def most_uneven_plan(program: Program, mesh: Mesh) -> Plan:
-    """A legal plan with as many uneven splits as a greedy choice in program order finds: what padding is tested on."""
+def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
+    """A legal plan with the strategy of the highest score at each site, as those before it in the program leave it."""
     planning = _unfolded_problem(program, mesh, _laptop(mesh))
 
     def pick(variable: int, options: np.ndarray) -> int:
-        return int(max(options, key=lambda option: _uneven_splits(planning, variable, int(option), mesh)))
+        site = planning.space.sites[planning.members[variable][0]]
+        return int(max(options, key=lambda option: score(site, site.strategies[int(option)])))
 
     return _decide(planning, _laptop(mesh), pick)
 
 
-def _uneven_splits(planning: PlanningProblem, variable: int, option: int, mesh: Mesh) -> int:
-    """How many operands and results hold padding under an option of a variable."""
-    site = planning.space.sites[planning.members[variable][0]]
-    strategy = site.strategies[option]
+def most_uneven_plan(program: Program, mesh: Mesh) -> Plan:
+    """A legal plan with as many uneven splits as a greedy choice in program order finds: what padding is tested on."""
+    return greedy_plan(program, mesh, partial(_uneven_splits, mesh))
+
+
+def most_split_plan(program: Program, mesh: Mesh) -> Plan:
+    """A legal plan with as many splits as a greedy choice in program order finds.
+
+    The planner repeats calls that are too small to be worth a collective, as those of most tests are.
+    """
+    planning = _unfolded_problem(program, mesh, _laptop(mesh))
+
+    def pick(variable: int, options: np.ndarray) -> int:
+        return int(max(options, key=lambda option: _splits(planning, variable, int(option))))
+
+    return _decide(planning, _laptop(mesh), pick)
+
+
+def _splits(planning: PlanningProblem, variable: int, option: int) -> int:
+    """How many dims of operands and results axes split under an option of a variable."""
+    strategy = planning.space.sites[planning.members[variable][0]].strategies[option]
+    return sum(
+        len(spec.axes_of(dim)) for spec in (*strategy.inputs, *strategy.outputs) for dim in range(len(spec.dims))
+    )
+
+
+def _uneven_splits(mesh: Mesh, site: Site, strategy: Strategy) -> int:
+    """How many operands and results hold padding under a strategy."""
     operands = [] if site.node is None else [operand.meta["val"].shape for operand in operands_of(site.node)]
     shapes = [*operands, *(result.shape for result in site.results)]
     specs = (*strategy.inputs, *strategy.outputs) if site.node is not None else ()
