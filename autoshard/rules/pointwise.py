@@ -198,10 +198,15 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 
 
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
-    """The weighted sum of two tensors, or of a tensor and a number."""
+    """The weighted sum of two tensors, or of a tensor and a number.
+
+    A tensor may hold -inf (a mask), and what awaits a minimum +inf on a rank with nothing: their sum is no number.
+    """
     operands = tensors(x, other)
     linear = [(0, 1)] if len(operands) == 2 and is_additive(*operands) else ()
     carries = [*scaled(scale, 0), *scaled(other_scale, 1)]
+    if len(operands) == 2:
+        carries = [carry for carry in carries if carry.result(0) is Reduction.MAX]
     return _rule(operands, linear, _if(all(operand.is_floating_point() for operand in operands), carries))
 
 

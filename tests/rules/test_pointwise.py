@@ -80,6 +80,8 @@ def test_rounding_to_integers_carries_nothing() -> None:
     assert not [inputs for inputs, _ in found if isinstance(inputs[0], Partial)]
 
 
+_MASK = torch.where(_X > 0, 0.0, float("-inf"))
+
 _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.relu.default, (_X,), "0max>max 0min>min"),
     (aten.relu.default, (_X.long(),), "0max>max 0min>min"),
@@ -91,7 +93,8 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.mul.Scalar, (_X, -2), "0max>min 0min>max"),
     (aten.mul.Scalar, (_X, 0), ""),
     (aten.sin.default, (_X,), ""),
-    (aten.sub.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),
+    (aten.sub.Tensor, (_X, _X), "0max>max 1min>max"),
+    (aten.add.Tensor, (_X, _MASK), "0max>max 1max>max"),
     (aten.maximum.default, (_X, _X), "01max>max 0max>max 0min>min 1max>max 1min>min"),
     (aten.ge.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),
     (aten.mul.Tensor, (_X, _X), "01product>product"),
