@@ -219,6 +219,17 @@ def softmax(draw: Draw, writer: SourceWriter) -> None:
     writer.line(f"h = h + F.{name}(h, dim={dim})")
 
 
+def recurrent(draw: Draw, writer: SourceWriter) -> None:
+    """A recurrent layer or two over the length, in one direction or both."""
+    kind = draw(st.sampled_from(("LSTM", "GRU", "RNN")))
+    hidden, layers = draw(st.sampled_from((4, 8))), draw(st.sampled_from((1, 2)))
+    both, batch_first, bias = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    options = f"num_layers={layers}, bidirectional={both}, batch_first={batch_first}, bias={bias}"
+    layer = writer.fresh("recurrent", f"nn.{kind}({writer.width}, {hidden}, {options})")
+    writer.line(f"h = {layer}(h)[0]" if batch_first else f"h = {layer}(h.transpose(0, 1))[0].transpose(0, 1)")
+    writer.width = hidden * (2 if both else 1)
+
+
 def residual(draw: Draw, writer: SourceWriter) -> None:
     """A branch around one inner block."""
     width = writer.width
@@ -244,6 +255,7 @@ BLOCKS: tuple[Callable[[Draw, SourceWriter], None], ...] = (
     pointwise,
     scale_and_shift,
     softmax,
+    recurrent,
     residual,
 )
 """Every block that `programs()` may draw."""

@@ -56,20 +56,13 @@ def most_split_plan(program: Program, mesh: Mesh) -> Plan:
 
     The planner repeats calls that are too small to be worth a collective, as those of most tests are.
     """
-    planning = _unfolded_problem(program, mesh, _laptop(mesh))
-
-    def pick(variable: int, options: np.ndarray) -> int:
-        return int(max(options, key=lambda option: _splits(planning, variable, int(option))))
-
-    return _decide(planning, _laptop(mesh), pick)
+    return greedy_plan(program, mesh, _splits)
 
 
-def _splits(planning: PlanningProblem, variable: int, option: int) -> int:
-    """How many dims of operands and results axes split under an option of a variable."""
-    strategy = planning.space.sites[planning.members[variable][0]].strategies[option]
-    return sum(
-        len(spec.axes_of(dim)) for spec in (*strategy.inputs, *strategy.outputs) for dim in range(len(spec.dims))
-    )
+def _splits(_: Site, strategy: Strategy) -> int:
+    """How many dims of operands and results axes split."""
+    specs = (*strategy.inputs, *strategy.outputs)
+    return sum(len(spec.axes_of(dim)) for spec in specs for dim in range(len(spec.dims)))
 
 
 def _uneven_splits(mesh: Mesh, site: Site, strategy: Strategy) -> int:
