@@ -1,0 +1,134 @@
+"""The time of a recipe's step follows from the prices of its sections."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoshard import Cluster, Recipe, RecipeError
+from cost_models.step import StepModel
+from passes.price_model import PricedModel
+from passes.price_recipe import (
+    accumulation_bytes,
+    exchange_times,
+    pieces,
+    recipe_groups,
+    section_time,
+    share_out,
+    step_price,
+)
+from tests.passes.decoders import dense, folded
+
+MODEL = StepModel()
+PRICED = PricedModel(folded(dense(8)))
+BLOCKS = PRICED.folded.blocks
+
+
+def _cluster(recipe: Recipe) -> Cluster:
+    return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
+
+
+def _seconds(recipe: Recipe, model: StepModel = MODEL) -> float:
+    cluster = _cluster(recipe)
+    prices = PRICED.section_prices(recipe, cluster)
+    groups = recipe_groups(recipe, cluster)
+    return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster, model).time_s
+
+
+def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
+    """The first stage has what comes before the blocks, the last what comes after."""
+    stages = share_out(("b",) * 10, Recipe(pipeline=4))
+    assert [dict(stage.sections).get("b") for stage in stages] == [2, 3, 3, 2]
+    assert stages[0].sections[0] == ("before", 1)
+    assert stages[-1].sections[-1] == ("after", 1)
+
+
+def test_ends_count_as_blocks_where_they_are_split() -> None:
+    """Seventy blocks on twelve stages are five on the first and the last, and six between."""
+    stages = share_out(("b",) * 70, Recipe(pipeline=12, split_ends=True))
+    assert [dict(stage.sections)["b"] for stage in stages] == [5, *[6] * 10, 5]
+
+
+def test_given_counts_are_kept() -> None:
+    """And must be as many as there are blocks."""
+    stages = share_out(("b",) * 5, Recipe(pipeline=2, stage_blocks=(4, 1)))
+    assert [dict(stage.sections)["b"] for stage in stages] == [4, 1]
+    with pytest.raises(RecipeError, match="shares out 5 blocks; the model has 6"):
+        share_out(("b",) * 6, Recipe(pipeline=2, stage_blocks=(4, 1)))
+
+
+def test_groups_follow_megatrons_order_of_ranks() -> None:
+    """Tensor ranks are neighbours, then context and data; pipeline ranks are farthest."""
+    recipe = Recipe(data=4, tensor=4, pipeline=2)
+    groups = recipe_groups(recipe, _cluster(recipe))
+    assert (groups.tensor.size, groups.tensor.inter) == (4, None)
+    assert (groups.replicas.size, groups.replicas.per_node, groups.replicas.nodes) == (4, 2, 2)
+    assert groups.neighbours.inter is not None
+
+
+def test_a_micro_batch_more_takes_its_own_time() -> None:
+    """Without a pipeline, time is linear in micro-batches but for the ends of the step."""
+    one, two, three = (_seconds(Recipe(micro_batch=2, global_batch=2 * count)) for count in (2, 3, 4))
+    assert two - one == pytest.approx(three - two)
+
+
+@pytest.mark.parametrize("name", ["matmul_slowdown", "attention_slowdown", "memory_slowdown", "fabric_slowdown"])
+def test_slower_parts_make_slower_steps(name: str) -> None:
+    """Each factor of the step model is felt where its part is."""
+    recipe = Recipe(tensor=4, micro_batch=8192)
+    assert _seconds(recipe, StepModel(**{name: 3.0})) > _seconds(recipe)
+
+
+def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
+    """A tiny model takes what issuing its kernels takes."""
+    assert _seconds(Recipe(cuda_graph=True)) < 0.6 * _seconds(Recipe())
+
+
+def test_early_stop_saves_the_last_product() -> None:
+    """It lies between no recomputation and all of it."""
+    recipes = [Recipe(micro_batch=64, recompute="none"), Recipe(micro_batch=64, recompute="full", early_stop=True)]
+    recipes.append(dataclasses.replace(recipes[1], early_stop=False))
+    none, early, full = map(_seconds, recipes)
+    assert none < early < full
+
+
+def test_overlap_hides_communication() -> None:
+    """Of gradients and of tensor collectives."""
+    shared = {"data": 8, "tensor": 8, "micro_batch": 16}
+    hidden, shown = (
+        _seconds(Recipe(**shared, overlap_gradients=flag, overlap_tensor=flag, overlap_parameters=flag))
+        for flag in (True, False)
+    )
+    assert hidden < shown
+
+
+def test_nothing_is_exchanged_among_one() -> None:
+    """One replica has nothing to reduce or to gather."""
+    recipe = Recipe(zero=1)
+    groups = recipe_groups(recipe, _cluster(recipe))
+    assert exchange_times(1e9, 0.0, recipe, groups, MODEL) == (0.0, 0.0)
+
+
+def test_smaller_pieces_take_longer() -> None:
+    """Each collective has its own latency."""
+    few, many = (Recipe(data=64, bucket_bytes=size) for size in (10**9, 10**6))
+    groups = recipe_groups(few, _cluster(few))
+    assert pieces(10**9, many) == 1000
+    assert exchange_times(1e8, 0.0, many, groups, MODEL)[0] > exchange_times(1e8, 0.0, few, groups, MODEL)[0]
+
+
+def test_gradients_are_summed_only_over_several_micro_batches() -> None:
+    """A single micro-batch's gradients need no sum."""
+    price = PRICED.section_prices(Recipe(), _cluster(Recipe()))["layers:0"]
+    assert accumulation_bytes(price, Recipe()) == 0
+    assert accumulation_bytes(price, Recipe(global_batch=2)) == 10 * price.parameters
+
+
+def test_selective_recomputation_repeats_attentions_core_only() -> None:
+    """Fused attention has none: it keeps no scores."""
+    recipe = Recipe(recompute="selective")
+    cluster = _cluster(recipe)
+    price = PRICED.section_prices(recipe, cluster)["layers:0"]
+    times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL, is_block=True)
+    assert times.recompute_s == 0
