@@ -135,11 +135,12 @@ class _Writing:
 
     def _write_call(self, site: Site) -> None:
         links = self.costs.layout.incoming.get(site.name, ())
-        needs = tuple(index for link in links if (index := self._write_reshard(link)) is not None)
+        for link in links:
+            self._write_reshard(link)
         behind = [self.made[link.tail] for link in links if link.tail in self.made]
         call = self.costs.call(site.name)
-        if call.seconds > 0 or needs:
-            self._add(Op(site.name, site.phase, call.seconds, needs=needs, launches=int(call.seconds > 0)))
+        if call.seconds > 0:
+            self._add(Op(site.name, site.phase, call.seconds))
             behind.append(len(self.ops) - 1)
         if call.sent:
             last = self._write_chain(call.sent, tuple(behind[-1:]))
@@ -148,20 +149,17 @@ class _Writing:
         if behind:
             self.made[site.name] = max(behind)
 
-    def _write_reshard(self, link: Link) -> int | None:
-        """The reshard of an operand; the index of the communication that the reader waits for, if any."""
+    def _write_reshard(self, link: Link) -> None:
+        """The reshard of an operand: its collectives, then its copies, which wait for them."""
         reshard = self.costs.reshard(link)
         if not reshard.steps:
-            return None
-        last = None
+            return
+        needs: tuple[int, ...] = ()
         if reshard.sent:
             early = link.tail in self.costs.layout.free
-            needs = (self.made[link.tail],) if link.tail in self.made and not early else ()
-            last = self._write_chain(reshard.sent, needs, early=early, held=reshard.bytes_after if early else 0)
-        if reshard.copied_s == 0:
-            return last
-        self._write_copy(link, reshard, () if last is None else (last,))
-        return None
+            behind = (self.made[link.tail],) if link.tail in self.made and not early else ()
+            needs = (self._write_chain(reshard.sent, behind, early=early, held=reshard.bytes_after if early else 0),)
+        self._write_copy(link, reshard, needs)
 
     def _write_leaving(self, link: Link) -> None:
         """What leaves the program is copied, then sent; nothing waits for it but the end of the step."""

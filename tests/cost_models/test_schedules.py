@@ -214,6 +214,15 @@ def test_swaps_expose_two_transfers_per_micro_batch():
     assert many - few == pytest.approx(32 * (4 * 3 + 6 * 0.25) / 4)  # rank 0 has 4 micro-batches on their round trip
 
 
+def test_waiting_for_a_transfer_is_no_bubble():
+    """Two stages, one micro-batch: each rank waits for one transfer, and for the other's work and transfers besides."""
+    line = simulate_pipeline("GPipe", [StageTimes(1, 1, 1, send_s=0.25)] * 2, 1)
+    assert line.total_s == 6.5
+    assert [times.exposed_send_s for times in line.ranks] == [0.25, 0.25]
+    assert [times.bubble_s for times in line.ranks] == [3.25, 3.25]
+    assert line.exposed_communication_s == 0.25
+
+
 def test_gathers_and_reductions_hide_behind_their_stage():
     """Four buckets: the first of the gather and the last of the reduction stay exposed; one bucket exposes all."""
     stage = StageTimes(8.0, 4.0, 4.0, gather_s=4.0, reduce_s=4.0, update_s=2.0)

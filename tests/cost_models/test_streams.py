@@ -187,6 +187,19 @@ def test_a_gather_hides_behind_the_block_before():
     assert (times.total_s, times.exposed_s, times.overlapped_s) == (14.0, {"data": 6.0}, {"data": 6.0})
 
 
+def test_a_gather_over_two_axes_runs_one_after_the_other():
+    """Early or not, the second stream waits for the first; what each exposes is its own."""
+    ops = (
+        Op("over data", "data", 2.0, "network", early=True),
+        Op("over model", "model", 1.0, "fabric", (0,), early=True),
+        product("mm", 4.0, 1),
+    )
+    times = simulate_streams([Segment("block", ops)], FREE)
+    assert (times.total_s, times.exposed_s) == (7.0, {"data": 2.0, "model": 1.0})
+    times = simulate_streams([Segment("block", ops)], FREE, dispatch_s=0.5)
+    assert (times.total_s, times.exposed_s, times.host_s) == (7.5, {"data": 2.0, "model": 1.0}, 0.5)
+
+
 def test_a_blocking_all_reduce_is_exposed():
     """Tensor parallelism: what the next product needs is waited for."""
     block = Segment("block", (product("up", 1), Op("all-reduce", "model", 2, "fabric", (0,)), product("down", 1, 1)))
