@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import rnn as packing
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.kernels import gru, lstm, rnn
+from autoshard.kernels import gru, lstm, recurrent, rnn
+from cost_models.recurrent import LAUNCHES
 
 LAYERS: dict[str, Callable[..., nn.RNNBase]] = {
     "lstm": nn.LSTM,
@@ -21,6 +23,11 @@ LAYERS: dict[str, Callable[..., nn.RNNBase]] = {
     "gru": nn.GRU,
     "tanh": nn.RNN,
     "relu": lambda *args, **kwargs: nn.RNN(*args, nonlinearity="relu", **kwargs),
+}
+REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "lstm": (recurrent.lstm_reference, recurrent.lstm_backward_reference),
+    "gru": (recurrent.gru_reference, recurrent.gru_backward_reference),
+    "tanh": (recurrent.rnn_reference, recurrent.rnn_backward_reference),
 }
 KINDS = st.sampled_from(sorted(LAYERS))
 INPUT, HIDDEN = 3, 4
@@ -154,6 +161,41 @@ def test_gradcheck_and_opcheck(kind: str, lengths: Tensor | None, reverse: bool)
     differentiable = {"lstm": 3, "projected": 3}.get(kind, 2)
     assert torch.autograd.gradcheck(lambda *operands: operator(*operands)[:differentiable], args)
     torch.library.opcheck(operator, args)
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts the operators that compute: all but views and what is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or "empty" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _launches(kind: str, steps: int) -> tuple[int, int]:
+    """How many kernels the references launch, forward and backward from y, in float32."""
+    forward, backward = REFERENCES[kind]
+    _, args = _operands(kind, None, False)
+    inputs, *rest = (arg.detach().float() if isinstance(arg, Tensor) else arg for arg in args)
+    with CountLaunches() as counted:
+        y, *others = forward(inputs[:, :1].expand(-1, steps, -1), *rest)
+    no_grads: list[Any] = [None] * (2 if kind == "lstm" else 1)
+    weights = [rest[0], rest[1], None] if kind == "gru" else rest[: 5 if kind == "lstm" else 3]
+    saved = others[-2:] if kind == "lstm" else others[-1:] if kind == "gru" else [False]
+    with CountLaunches() as counted_backward:
+        backward(torch.ones_like(y), *no_grads, *weights, y, *saved, False)
+    return counted.count, counted_backward.count
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "tanh"])
+def test_launches_are_those_that_are_priced(kind: str) -> None:
+    """Each time step launches as many kernels as the cost model counts."""
+    few, more = _launches(kind, 4), _launches(kind, 5)
+    grown = tuple(after - before for before, after in zip(few, more, strict=True))
+    assert grown == LAUNCHES["rnn" if kind == "tanh" else kind]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
