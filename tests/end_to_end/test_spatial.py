@@ -1,10 +1,14 @@
-"""Images cut along height and width: convolutions, pooling and normalisation on pieces equal one device."""
+"""Images cut along height and width, rows along their width: operators on pieces, with exchanges, equal one device."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import Mesh, P
@@ -15,6 +19,8 @@ from autoshard.testing import check_plan
 from autoshard.testing.plans import greedy_plan
 from autoshard.tracing import trace
 from passes.enumerate_strategies import Site
+from tests.end_to_end.training import assert_close, whole
+from tests.runtime.processes import report, run_checks
 
 MESHES = [Mesh({"a": 2}), Mesh({"a": 2, "b": 2})]
 
@@ -72,6 +78,79 @@ def test_a_network_on_pieces_of_images_equals_one_device(mesh: Mesh, training: b
     model, inputs = _network(training=training)
     plan = _cut(trace(model, inputs), mesh)
     check_plan(model, mesh, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
+
+
+class Rows(nn.Module):
+    """What needs rows whole: norms, softmax, scans, extremes, statistics."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.rms = nn.LayerNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rms(self.layer(x)) * x.softmax(1) + x.cumsum(1)
+        best, place = x.max(1)
+        spread = x.var(1) + x.logsumexp(1) + best * place + x.argmin(1)
+        return (x.log_softmax(1).square().mean(1) * spread).sum()
+
+
+def _last_axes(_: Site, strategy: Strategy) -> int:
+    """How many axes split the last of two dims."""
+    return sum(len(spec.axes_of(1)) for spec in (*strategy.inputs, *strategy.outputs))
+
+
+def _rows(width: int = 12) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    return Rows(width), (torch.randn(3, width),)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, Mesh({"a": 4})], ids=str)
+@pytest.mark.parametrize("width", [12, 7])
+def test_pieces_of_rows_equal_one_device(mesh: Mesh, width: int) -> None:
+    """Every operator runs on pieces of its rows, evenly or not; the lowered program is proved."""
+    model, inputs = _rows(width)
+    program = trace(model, inputs)
+    plan = greedy_plan(program, mesh, _last_axes)
+    names = ("native_layer_norm", "rms_norm", "softmax", "cumsum", "max_1", "var", "logsumexp", "argmin")
+    for name in names:
+        found = [node for key, node in plan.nodes.items() if name in key and "getitem" not in key]
+        assert found, name
+        assert any(spec.axes_of(1) for node in found for spec in node.inputs), name
+    check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
+
+
+def check_images_on_processes() -> None:
+    """Halos go through real process groups."""
+    _check_on_processes(*_network(training=False), _spatial_axes)
+
+
+def check_rows_on_processes() -> None:
+    """Gathers and reductions too."""
+    _check_on_processes(*_rows(), _last_axes)
+
+
+def _check_on_processes(model: nn.Module, inputs: tuple[torch.Tensor], score: Callable[[Site, Strategy], int]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    plan = greedy_plan(trace(model, inputs), Mesh({"a": 2, "b": 2}), score)
+    plain = copy.deepcopy(model)
+    found, expected = autoshard.compile(model, mesh, plan=plan)(*inputs), plain(*inputs)
+    found.backward()
+    expected.backward()
+    assert_close(found.detach(), expected.detach(), "loss")
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert (whole(mine.grad) - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max() + 1e-6, name
+
+
+CHECKS = {"images": check_images_on_processes, "rows": check_rows_on_processes}
+
+
+def test_on_processes() -> None:
+    """Four Gloo processes compute what one device computes."""
+    outcomes = run_checks(CHECKS)
+    for name in CHECKS:
+        report(outcomes, name)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
