@@ -10,6 +10,7 @@ import argparse
 import fcntl
 import fnmatch
 import json
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -53,10 +54,16 @@ def _write(result: Result) -> None:
 
 def _write_locked(result: Result) -> None:
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    kept[result.name] = asdict(result) | {"traceback": ""}
+    kept[result.name] = asdict(result) | {"traceback": "", "revision": _revision()}
     kept = {name: kept[name] for name in ARCHITECTURES if name in kept}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     PAGE.write_text(markdown([Result(**fields) for fields in kept.values()], len(ARCHITECTURES)))
+
+
+def _revision() -> str:
+    """The commit that is checked out; nothing where that is not known."""
+    command = ["git", "-C", str(PAGE.parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -65,7 +65,7 @@ class Result:
         rounding: the same of one device in float32 against float64.
         memory: the limit under which it was planned, as a share of the peak of a plan without splits.
         gap: how far the plan's predicted time is from the proven bound, as a share of it; 0 if no search was made.
-        date: when it was run.
+        date, revision: when it was run, and at which commit.
         reason: why it did not pass; empty if it did. `traceback`: of the exception that ended it.
     """
 
@@ -83,6 +83,7 @@ class Result:
     memory: float = 0.0
     gap: float = 0.0
     date: str = ""
+    revision: str = ""
     reason: str = ""
     traceback: str = ""
 

@@ -106,8 +106,9 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def _dates(results: Sequence[Result]) -> str:
-    dates = Counter(result.date or "an earlier day" for result in results)
-    return "Run on " + ", ".join(f"{date} ({count})" for date, count in sorted(dates.items()))
+    """On which days, and at which commits, how many were run."""
+    dates = Counter((result.date or "an earlier day", result.revision or "an unknown commit") for result in results)
+    return "Run on " + ", ".join(f"{date} at {commit} ({count})" for (date, commit), count in sorted(dates.items()))
 
 
 def _ranking(results: Sequence[Result]) -> list[str]:
