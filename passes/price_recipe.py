@@ -98,11 +98,11 @@ def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
     return Groups(
         tensor=along(1, tensor),
         context=along(tensor, recipe.context),
-        expert=along(tensor, recipe.expert),
+        expert=along(recipe.expert_tensor, recipe.expert),
         replicas=along(tensor, replicas),
         zero=along(tensor, shards),
         outer=along(tensor * shards, replicas // shards),
-        expert_replicas=along(tensor * recipe.expert, replicas // recipe.expert),
+        expert_replicas=along(recipe.expert_tensor * recipe.expert, recipe.expert_ranks // recipe.expert),
         neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
     )
 

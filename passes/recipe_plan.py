@@ -1,4 +1,4 @@
-"""The plan of a recipe: specs of the program's values on the recipe's mesh, and what the cost models say of the step."""
+"""The plan of a recipe: specs of the program on the mesh of the recipe, and what the cost models say of the step."""
 
 from __future__ import annotations
 
@@ -85,9 +85,12 @@ def recipe_mesh(recipe: Recipe) -> Mesh:
     The expert axis is the fastest part of data x context, which is then called "data".
     """
     axes = {"pipeline": recipe.pipeline, "data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
-    if recipe.expert > 1:
+    if recipe.expert > 1 and recipe.replicas % recipe.expert == 0:
         outer = recipe.replicas // recipe.expert
         axes = {"pipeline": recipe.pipeline, "data": outer, "expert": recipe.expert, "tensor": recipe.tensor}
+    elif recipe.expert > 1:
+        outer = recipe.expert_ranks // recipe.expert
+        axes = {"pipeline": recipe.pipeline, "data": outer, "expert": recipe.expert, "tensor": recipe.expert_tensor}
     return Mesh({axis: size for axis, size in axes.items() if size > 1} or {"data": 1})
 
 

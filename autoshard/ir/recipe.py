@@ -31,7 +31,7 @@ class Recipe:
         tensor: ranks that split heads, hidden units and the vocabulary of each layer.
         sequence_parallel: between split regions activations are split over `tensor` along the sequence.
         context: ranks that split the sequence.
-        expert: ranks that share out the experts, taken from `data` x `context`.
+        expert: ranks that share out the experts, taken from `data` x `context` x `tensor` / `expert_tensor`.
         expert_tensor: ranks among `tensor` that split each expert.
         pipeline: stages that a micro-batch passes.
         schedule: order of the stages' work: "gpipe", "1f1b" (interleaved where there are virtual stages),
@@ -130,6 +130,11 @@ class Recipe:
         return self.data * self.context
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks of a pipeline stage that hold whole experts, or pieces of the same kind."""
+        return self.replicas * self.tensor // self.expert_tensor
+
+    @property
     def batch(self) -> int:
         """Sequences of a step."""
         return self.micro_batch * self.data if self.global_batch is None else self.global_batch
@@ -156,13 +161,13 @@ class Recipe:
     def _check_axes(self) -> None:
         if self.sequence_parallel and self.tensor == 1:
             raise RecipeError("sequence_parallel=True splits activations over the tensor axis, but tensor=1.")
-        if self.replicas % self.expert:
-            raise RecipeError(
-                f"expert={self.expert} must divide data={self.data} x context={self.context}: experts are shared out "
-                "among the ranks that hold the same dense parameters."
-            )
         if self.tensor % self.expert_tensor:
             raise RecipeError(f"expert_tensor={self.expert_tensor} must divide tensor={self.tensor}.")
+        if self.expert_ranks % self.expert:
+            raise RecipeError(
+                f"expert={self.expert} must divide data={self.data} x context={self.context} x tensor={self.tensor} / "
+                f"expert_tensor={self.expert_tensor}: experts are shared out among the ranks of a pipeline stage."
+            )
         if self.zero_group is not None and self.replicas % self.zero_group:
             raise RecipeError(
                 f"zero_group={self.zero_group} must divide data={self.data} x context={self.context}, over which ZeRO "

@@ -26,6 +26,7 @@ import torch
 import autoshard
 from cost_models import constants
 from cost_models.constants import Constant
+from cost_models.errors import CostModelError
 from cost_models.intervals import Uncertainty, conformal
 from cost_models.step import StepModel, fitted
 from tests.benchmarks.accuracy_metrics import bias, mape, regret, spearman
@@ -95,6 +96,15 @@ def timed_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 Evaluation = tuple[list[Result], list[Result], StepModel]
+
+
+def why_refused(pricer: Pricer, row: Row) -> str:
+    """The first line of the error that a row is refused with; empty where it is priced."""
+    try:
+        pricer.plan(row, None)
+    except (autoshard.AutoshardError, CostModelError) as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
@@ -238,9 +248,10 @@ def write_fit(model: StepModel, uncertainty: Uncertainty, sources: Sequence[str]
 def main(arguments: Sequence[str]) -> str:
     """The report; see the module's docstring."""
     rows = sorted(timed_rows(read_rows()), key=lambda row: str(model_shape(row)))
-    narrow = [row for row in rows if not is_16_bit(row)]
-    wide = [row for row in rows if is_16_bit(row)]
     pricer = Pricer({})
+    refused = {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}
+    narrow = [row for row in rows if not is_16_bit(row) and row["id"] not in refused]
+    wide = [row for row in rows if is_16_bit(row) and row["id"] not in refused]
     evaluate = quick_results if "--quick" in arguments else left_out_results
     results, eight, model = evaluate(pricer, wide, narrow)
     if "--write" in arguments:
@@ -255,6 +266,10 @@ def main(arguments: Sequence[str]) -> str:
         *report(f"16 bits, {how}", results),
         *rank_report(results),
         *report("8 bits, fit to all 16-bit sources", eight),
+        "Rows that could not be priced:",
+        "",
+        *(f"* {name}: {reason}" for name, reason in refused.items()),
+        "",
         "## Peak memory",
         "",
         *memory_report(pricer, read_rows()),

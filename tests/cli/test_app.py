@@ -97,3 +97,12 @@ def test_a_mistake_is_one_sentence(
     assert status == 1
     assert sentence in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
+    """`price` prints the plan of a recipe; a recipe for other devices is one sentence."""
+    command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8")
+    assert _run(monkeypatch, *command, "--recipe", "data=2,zero=1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["mesh"] == {"data": 2}
+    assert _run(monkeypatch, *command, "--recipe", "data=4") == 1
+    assert "the cluster has 2" in capsys.readouterr().err

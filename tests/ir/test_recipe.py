@@ -31,7 +31,7 @@ def test_a_recipe_without_global_batch_runs_one_micro_batch() -> None:
         ({"fused": 1}, "fused=1 must be True or False"),
         ({"data": 2, "micro_batch": 2, "global_batch": 6}, "no multiple of micro_batch=2 x data=2"),
         ({"sequence_parallel": True}, "sequence_parallel=True splits activations over the tensor axis, but tensor=1"),
-        ({"data": 6, "expert": 4}, "expert=4 must divide data=6 x context=1"),
+        ({"data": 6, "expert": 4}, "expert=4 must divide data=6 x context=1 x tensor=1"),
         ({"tensor": 4, "expert_tensor": 3}, "expert_tensor=3 must divide tensor=4"),
         ({"data": 8, "zero": 1, "zero_group": 3}, "zero_group=3 must divide data=8"),
         ({"offload": "optimizer"}, "offload='optimizer' needs zero of at least 1"),
