@@ -26,6 +26,7 @@ from passes.enumerate_strategies import SearchSpace, operands_of
 from passes.fold_program import FoldedProgram, is_layout
 from passes.price import dtype_name, operator_name
 from passes.propagate_axis import AxisLayout, MoveKind
+from passes.trace_values import attention_cores, depending, is_free, makers_of_outputs, readers_of, source_of
 
 _Key = tuple[str, int]
 aten = torch.ops.aten
@@ -153,9 +154,9 @@ class _Counting:
         self.folded, self.space, self.layouts, self.fused = folded, space, layouts, fused
         self.nodes = folded.single.nodes
         self.slots = {slot.node: slot for slot in folded.single.inputs}
-        self.varying = _depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
-        self.gradients = _leaving(folded)
-        self.core = _attention_cores(folded)
+        self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
+        self.gradients = makers_of_outputs(folded)
+        self.core = attention_cores(folded)
         self.recomputed = self._cheap_values() if fused else frozenset()
         self.groups = self._groups()
 
@@ -193,7 +194,7 @@ class _Counting:
     def _works(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.name not in self.varying:
             return False
-        return not _is_free(node) and not self._is_bias(node)
+        return not is_free(node) and not self._is_bias(node)
 
     def _is_bias(self, node: fx.Node) -> bool:
         """Whether a call adds a vector to a product that nobody else reads."""
@@ -210,19 +211,19 @@ class _Counting:
         cheap: set[str] = set()
         for node in self.folded.single.graph.nodes:
             if node.op == "call_function" and node.meta["phase"] == "forward" and self._is_pointwise(node):
-                late = [user for user in _readers(node) if user.meta["phase"] == "backward"]
+                late = [user for user in readers_of(node) if user.meta["phase"] == "backward"]
                 kept = all(self._is_kept(operand, cheap) for operand in node.all_input_nodes)
                 if late and kept and all(_is_memory_bound(user) for user in late):
                     cheap.add(node.name)
         return frozenset(cheap)
 
     def _is_kept(self, operand: fx.Node, cheap: set[str]) -> bool:
-        owner, index = _source(operand)
+        owner, index = source_of(operand)
         return (
             owner.op != "call_function"
             or owner.name not in self.varying
             or owner.name in cheap
-            or any(user.meta["phase"] == "backward" for user in _readers(owner, index))
+            or any(user.meta["phase"] == "backward" for user in readers_of(owner, index))
         )
 
     def _is_pointwise(self, node: fx.Node) -> bool:
@@ -237,7 +238,7 @@ class _Counting:
         for node in reversed(order):
             if not self._is_pointwise(node):
                 continue
-            readers = [item for item in _readers(node) if not self._is_remade(node, item)]
+            readers = [item for item in readers_of(node) if not self._is_remade(node, item)]
             targets = {group.get(item.name, "") for item in readers}
             last = self.nodes.get(next(iter(targets), ""))
             if len(targets) == 1 and last is not None and all(self._joins(node, item) for item in readers):
@@ -259,7 +260,7 @@ class _Counting:
         read: dict[_Key, Sized] = {}
         for node in chain:
             for index, operand in enumerate(operands_of(node)):
-                if _source(operand)[0].name not in inside:
+                if source_of(operand)[0].name not in inside:
                     key = (operand.name, 0) if len(chain) > 1 else (f"{operand.name}/{index}", index)
                     read[key] = self._operand(node, index)
         written = [
@@ -278,7 +279,7 @@ class _Counting:
         )  # fmt: skip
 
     def _is_read_outside(self, node: fx.Node, inside: set[str]) -> bool:
-        readers = _readers(node)
+        readers = readers_of(node)
         return not readers or any(item.name not in inside and not self._is_remade(node, item) for item in readers)
 
     def _is_parameter(self, node: fx.Node) -> bool:
@@ -310,9 +311,9 @@ class _Counting:
 
     def _is_batched(self, node: fx.Node) -> bool:
         """Whether a view, or a copy of layout, is of a value that grows with the batch."""
-        owner, index = _source(node)
+        owner, index = source_of(node)
         if owner is node:
-            owner, index = _source(node.all_input_nodes[0])
+            owner, index = source_of(node.all_input_nodes[0])
         return owner.op == "call_function" and any(self._sized(owner, index).step)
 
     # Memory.
@@ -332,13 +333,13 @@ class _Counting:
         return tuple(found.values())
 
     def _is_read_late(self, node: fx.Node, index: int) -> bool:
-        return any(item.meta["phase"] == "backward" for item in _readers(node, index))
+        return any(item.meta["phase"] == "backward" for item in readers_of(node, index))
 
     def _entering(self, section: str) -> tuple[Sized, ...]:
         found: dict[str, Sized] = {}
         for node in self._calls(section, "forward"):
             for operand in operands_of(node):
-                owner, index = _source(operand)
+                owner, index = source_of(operand)
                 place = self.folded.section_of.get(owner.name)
                 if place not in (section, None) and owner.name in self.varying:
                     found[f"{owner.name}:{index}"] = self._sized(owner, index)
@@ -353,7 +354,7 @@ class _Counting:
                 reader = self.nodes[move.reader]
                 if reader.op == "placeholder" or self.folded.section_of.get(reader.name) != section:
                     continue
-                owner, _ = _source(self.nodes[move.value[0]])
+                owner, _ = source_of(self.nodes[move.value[0]])
                 if reader.meta["phase"] != phase or owner.name not in self.varying:
                     continue
                 value = self._base_value(move.value)
@@ -367,14 +368,14 @@ class _Counting:
         node = self.nodes[key[0]]
         present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
         value = tensor_values(node)[present[key[1]]]
-        owner, index = _source(node)
+        owner, index = source_of(node)
         whole = tensor_values(owner)[index] if owner.op == "call_function" and owner is not node else None
         if whole is None or value is None or value.numel() != whole.numel():
             return self._sized(node, present[key[1]])
         return self._sized(owner, index)
 
     def _reads_weight(self, node: fx.Node) -> bool:
-        return any(self._is_parameter(_source(operand)[0]) for operand in operands_of(node))
+        return any(self._is_parameter(source_of(operand)[0]) for operand in operands_of(node))
 
 
 _ENDS = frozenset({
@@ -399,94 +400,6 @@ def _is_memory_bound(node: fx.Node) -> bool:
     """Whether a call moves bytes and does little else, so that it may be part of a chain."""
     name = operator_name(node)
     return isinstance(node.target, torch._ops.OpOverload) and name not in TABLE and node.target not in _ALONE
-
-
-def _is_free(node: fx.Node) -> bool:
-    """Whether a call makes nothing: a view, a selection, or a copy of layout that kernels can do without."""
-    return node.op == "call_function" and is_layout(node) and not _is_copy(node)
-
-
-def _is_copy(node: fx.Node) -> bool:
-    """Whether a call is a copy of layout that is made: none of its neighbours, views undone, reads strided tensors."""
-    if node.target is not aten.clone.default:
-        return False
-    around: list[fx.Node] = list(node.all_input_nodes)
-    while around and is_layout(around[-1]) and around[-1].all_input_nodes:
-        around.append(around[-1].all_input_nodes[0])
-    waiting = list(node.users)
-    while waiting:
-        user = waiting.pop()
-        around.append(user)
-        waiting += user.users if is_layout(user) else []
-    return not any("attention" in str(item.target) or item.target is aten.bmm.default for item in around)
-
-
-def _source(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that made a value, views undone, and the index of the value among its results."""
-    while _is_free(node) and node.all_input_nodes:
-        parent = node.all_input_nodes[0]
-        if getattr(node.target, "__name__", "") == "getitem" and not is_layout(parent):
-            index = node.args[1]
-            assert isinstance(index, int)
-            return parent, index
-        node = parent
-    return node, 0
-
-
-def _readers(node: fx.Node, index: int | None = None) -> list[fx.Node]:
-    """Calls that read a node's results, or one of them, through views."""
-    found: dict[fx.Node, None] = {}
-    waiting = [user for user in node.users if index is None or not _is_other(user, node, index)]
-    while waiting:
-        user = waiting.pop(0)
-        if _is_free(user):
-            waiting += list(user.users)
-        elif user.op == "call_function":
-            found[user] = None
-    return list(found)
-
-
-def _is_other(user: fx.Node, node: fx.Node, index: int) -> bool:
-    """Whether a user selects another result of a node than `index`."""
-    return len(tensor_values(node)) > 1 and bool(user.args[1] != index)
-
-
-def _depending(folded: FoldedProgram, sources: set[str]) -> frozenset[str]:
-    """Nodes whose value depends on some of the placeholders `sources`."""
-    found = set(sources)
-    for node in folded.single.graph.nodes:
-        if any(item.name in found for item in node.all_input_nodes):
-            found.add(node.name)
-    return frozenset(found)
-
-
-def _leaving(folded: FoldedProgram) -> frozenset[str]:
-    """Nodes that make a parameter's gradient."""
-    nodes = folded.single.nodes
-    return frozenset(_source(nodes[slot.node])[0].name for slot in folded.single.outputs if slot.node in nodes)
-
-
-def _attention_cores(folded: FoldedProgram) -> frozenset[str]:
-    """Forward calls between two batched products of activations: scores, softmax, dropout; the products too."""
-    nodes = [node for node in folded.single.graph.nodes if node.op == "call_function"]
-    forward = [node for node in nodes if node.meta["phase"] == "forward"]
-    products = [node for node in forward if node.target is aten.bmm.default and not _multiplies_weight(node)]
-    after: set[fx.Node] = set()
-    for node in forward:
-        if any(item in after or item in products for item in node.all_input_nodes):
-            section = folded.section_of.get(node.name)
-            if any(folded.section_of.get(item.name) == section for item in node.all_input_nodes):
-                after.add(node)
-    before: set[fx.Node] = set()
-    for node in reversed(forward):
-        if any(user in before or (user in products and user in after) for user in node.users):
-            before.add(node)
-    inside = {node.name for node in forward if node in before and (node in after or node in products)}
-    return frozenset(inside | {node.name for node in forward if node in products and node in after})
-
-
-def _multiplies_weight(node: fx.Node) -> bool:
-    return any(_source(operand)[0].op == "placeholder" for operand in operands_of(node))
 
 
 def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, object]) -> Sized:

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.cluster": _LEAVES,
     "autoshard.api": (*_LEAVES, "passes", "autoshard.cluster"),
     "autoshard.pricing": (*_LEAVES, "passes"),
-    "autoshard.cli": (*_LEAVES, "passes", "autoshard.api", "autoshard.pricing", "autoshard"),
+    "autoshard.cli": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster", "autoshard.pricing", "autoshard"),
     "autoshard.testing": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster"),
     "autoshard": (*_LEAVES, "autoshard.api", "autoshard.cluster", "autoshard.pricing"),
 }
