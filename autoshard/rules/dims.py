@@ -105,10 +105,10 @@ def moves(source: Dims, result: Dims, **options: object) -> Rule:
 def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
     """The rule of an operator whose every element is one of some operand, or zero.
 
-    Maxima and minima pass through any of the operands; of more than five, through one or through all.
+    Maxima and minima pass through any of the operands; of more than six, through one or through all.
     """
     together = tuple(range(len(xs)))
-    largest = len(xs) - 1 if len(xs) <= 5 else 1
+    largest = len(xs) - 1 if len(xs) <= 6 else 1
     some = [group for count in range(1, largest + 1) for group in combinations(together, count)]
     carries = meaningful(xs, [*moving(together), *increasing(*some)])
     return Rule((tuple(operands), (result,)), linear=[together] if is_additive(*xs) else (), carries=carries)

@@ -25,7 +25,7 @@ Linear = Sequence[Sequence[int]]
 _NONLINEAR = """
     __lshift__ __rshift__ __xor__ __and__ __or__ acos asin atan2 atanh bitwise_and.Scalar
     bitwise_and.Scalar_Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor
-    bitwise_left_shift bitwise_right_shift bitwise_xor copysign cos cosh
+    bitwise_left_shift bitwise_right_shift bitwise_xor copysign.Scalar cos cosh
     digamma eq erfinv float_power floor_divide fmod frac gcd gelu hardswish heaviside hypot i0 igamma igammac isfinite
     isinf isnan isneginf isposinf lcm lgamma mvlgamma logical_xor logit mish ne nextafter polygamma
     pow.Tensor_Tensor pow.Scalar remainder silu sin sinc special_airy_ai special_bessel_j0 special_bessel_j1
@@ -120,7 +120,9 @@ _pointwise(_MASKING_BACKWARDS, _in_first, moving((0,)))
 _pointwise(_INCREASING_ABOVE, _never, minima((0,)))
 _pointwise("rsqrt", _never, [carry for carry in decreasing((0,)) if carry.reduction is Reduction.MIN])
 _pointwise("complex.default", _in_both)
-_pointwise("abs reciprocal sgn sign square", _never, products((0,)))
+_pointwise("abs reciprocal square", _never, products((0,)))
+_pointwise("sgn sign", _never, [*products((0,)), *increasing((0,))])
+_pointwise("copysign.Tensor", _never, increasing((1,)))
 _pointwise("ge.Tensor gt.Tensor", _never, [*increasing((0,)), *decreasing((1,))])
 _pointwise("le.Tensor lt.Tensor", _never, [*decreasing((0,)), *increasing((1,))])
 _pointwise("max.other maximum fmax clamp_min.Tensor", _never, [*increasing((0,), (1,)), *maxima((0, 1))])

@@ -48,9 +48,10 @@ def reshape_alias(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -
 
 @sharding_rule(aten.as_strided.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Rule | None:
-    """Only where it reshapes contiguous memory."""
+    """Splits only where it reshapes contiguous memory."""
     is_plain = x.is_contiguous() and x.numel() == math.prod(size) and list(stride) == _contiguous_stride(size)
-    return _reshape(x, size, _local_view) if is_plain and not offset else None
+    whole = moves(all_blocked(x.dim()), all_blocked(len(size)))
+    return (_reshape(x, size, _local_view) or whole) if is_plain and not offset else whole
 
 
 @sharding_rule(aten.flatten.using_ints)
