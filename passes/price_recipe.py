@@ -252,6 +252,11 @@ def slowdown(group: GroupLinks, model: StepModel) -> float:
     return model.network_slowdown if group.inter is not None else model.fabric_slowdown
 
 
+LISTING_S = 2e-5
+"""Host time per rank of a collective that takes a list of tensors: a view and a copy are issued for each, at about
+10 us an operator (device files, dispatch.eager)."""
+
+
 def pieces(total_bytes: float, recipe: Recipe) -> int:
     """In how many collectives so many bytes are exchanged."""
     return max(1, round(total_bytes / recipe.bucket_bytes))
@@ -264,9 +269,10 @@ def _in_pieces(
     recipe: Recipe,
     model: StepModel,
 ) -> float:
-    """Seconds of exchanging bytes in pieces of the recipe's size."""
+    """Seconds of exchanging bytes in pieces of the recipe's size, and of listing a tensor for each rank if it does."""
     count = pieces(total_bytes, recipe)
-    return count * exchange(total_bytes / count, group) * slowdown(group, model)
+    listing_s = group.size * LISTING_S if recipe.listed_collectives and group.size > 1 else 0.0
+    return count * (exchange(total_bytes / count, group) * slowdown(group, model) + listing_s)
 
 
 def sharded_time(price: SectionPrice, recipe: Recipe, groups: Groups, model: StepModel) -> tuple[float, float]:

@@ -236,14 +236,14 @@ class _Propagation:
         return WHOLE if dim is None else _split_at(dim)
 
     def _cost(self, site: Site, strategy: Strategy, read: list[_Key]) -> tuple[float, ...]:
-        """Split parameters first; then bytes moved; then splits out of nothing; then what is split least."""
+        """Split weights first (vectors follow what they meet); then bytes moved; then splits out of nothing."""
         moved, cuts, free = 0.0, 0, 0
         for key, need in zip(read, strategy.inputs, strict=True):
             have = self._have(key)
             if have is None:
                 if need.is_partial or not self._may_split(site, need) or not self._can_settle(key, need):
                     return (math.inf,)
-                free += not need.is_fully_replicated
+                free += len(self.space.sites[key[0]].results[0].shape) > 1 and not need.is_fully_replicated
                 continue
             cost = self._move_cost(key, have, need, site)
             moved += cost

@@ -60,6 +60,8 @@ class Recipe:
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
         bucket_bytes: gradients and parameters are exchanged in pieces of about this size, at least one for each block
             under ZeRO-3.
+        listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
+            by one (torch.distributed.all_gather before torch 1.10).
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
         cuda_graph: kernels are launched from a captured graph.
 
@@ -101,6 +103,7 @@ class Recipe:
     overlap_pipeline: bool = False
     overlap_expert: bool = False
     bucket_bytes: int = 200_000_000
+    listed_collectives: bool = False
     fused: bool = True
     cuda_graph: bool = False
 

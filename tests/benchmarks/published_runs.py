@@ -151,6 +151,7 @@ def recipe_of(row: Row) -> Recipe:
         overlap_pipeline=framework.overlap_pipeline,
         separate_sum=row["source"]["key"] == "bigscience",
         bucket_bytes=framework.bucket_bytes,
+        listed_collectives=row["source"]["key"] == "sc21-table2" and plan["zero_stage"] == 3,
         early_stop=framework.early_stop,
         attention=framework.attention,
         overlap_expert=bool(plan.get("moe_a2a_overlap")),

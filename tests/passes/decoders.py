@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,10 +17,10 @@ SEQUENCE, HIDDEN, VOCAB = 32, 64, 96
 class Layer(nn.Module):
     """Attention and feed-forward; nothing in it says which weights are split how."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads: int = 4, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
         self.heads = heads
-        self.one, self.two = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.one, self.two = norm(HIDDEN), norm(HIDDEN)
         self.mixed, self.back = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.wide, self.narrow = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
@@ -66,10 +68,10 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def dense(depth: int = 5) -> Decoder:
+def dense(depth: int = 5, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> Decoder:
     """A dense decoder on meta."""
     with torch.device("meta"):
-        return Decoder([Layer() for _ in range(depth)]).bfloat16()
+        return Decoder([Layer(norm=norm) for _ in range(depth)]).bfloat16()
 
 
 def sparse() -> Decoder:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+from torch import nn
 
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import P
@@ -56,8 +58,13 @@ def test_tensor_parallelism_reduces_twice_each_way(program: FoldedProgram) -> No
     assert _block_moves(program, layout) == {("forward", "reduce"): 2, ("backward", "reduce"): 2}
 
 
-def test_sequence_parallelism_scatters_and_gathers(program: FoldedProgram) -> None:
-    """Each all-reduce becomes a reduce-scatter and an all-gather; the backward gathers what was saved split again."""
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_sequence_parallelism_scatters_and_gathers(norm: Callable[[int], nn.Module]) -> None:
+    """Each all-reduce becomes a reduce-scatter and an all-gather; the backward gathers what was saved split again.
+
+    Norms stay on the sequence, also where their rule would let them be split along the hidden dim.
+    """
+    program = folded(dense(norm=norm))
     policy = Policy(splits_parameters=True, sequence=_context(program))
     layout = propagate_axis(axis_space(program.single), policy)
     moves = _block_moves(program, layout)
@@ -65,6 +72,7 @@ def test_sequence_parallelism_scatters_and_gathers(program: FoldedProgram) -> No
     assert moves["backward", "scatter"] == 2
     assert moves["backward", "gather"] == 4
     assert not moves["forward", "reduce"]
+    assert not moves["forward", "exchange"]
 
 
 def test_context_parallelism_gathers_keys_and_values(program: FoldedProgram) -> None:
