@@ -1,8 +1,8 @@
-"""Tracing leaves no trace in the model: Python attributes of modules are afterwards what they were before.
+"""Tracing leaves no tensor in the model: attributes of modules that hold some are afterwards what they were before.
 
-Models keep things between calls in plain attributes: a table of biases, the last mask, a counter. A traced call
-computes on fake tensors, and runs more than once; what it keeps must reach neither its next run nor the user's model.
-Parameters, buffers, submodules and hooks are not touched here.
+Models keep tensors between calls in plain attributes: a table of biases, the last mask. A traced call computes on fake
+tensors, and runs more than once; what it keeps must reach neither its next run nor the user's model. Parameters,
+buffers, submodules and hooks are not touched here, nor what holds no tensor: flags, counters, patched methods.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _OWN = frozenset(nn.Module().__dict__)
 """The attributes that every module has."""
@@ -20,7 +20,7 @@ _OWN = frozenset(nn.Module().__dict__)
 
 @contextlib.contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards, attributes of all modules of `model` are as before, and dicts, lists and sets there hold the same.
+    """Afterwards, no attribute of a module of `model`, nor a dict, list or set there, holds a tensor that is new.
 
     What these hold in turn is not looked into.
     """
@@ -44,14 +44,27 @@ def _is_container(value: Any) -> bool:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
-    for name in _own_attributes(module).keys() - attributes.keys():
-        del module.__dict__[name]
-    module.__dict__.update(attributes)
+    for name, value in _own_attributes(module).items():
+        if not _holds_tensors(value) or value is attributes.get(name):
+            continue
+        if name in attributes:
+            module.__dict__[name] = attributes[name]
+        else:
+            del module.__dict__[name]
 
 
 def _refill(value: Any, content: Any) -> None:
+    if not _holds_tensors(value):
+        return
     if isinstance(value, list):
         value[:] = content
         return
     value.clear()
     value.update(content)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set, tuple)) else ()
+    return any(isinstance(item, Tensor) for item in items)
