@@ -269,10 +269,15 @@ def _structure(rule: BoundRule, mesh: Mesh) -> Any:
     """What decides which strategies a rule has on a mesh.
 
     Strategies depend on a size by whether it divides by, equals or exceeds products of axes. All these divide the size
-    of the mesh, so sizes of at least twice that are alike if they leave the same remainder.
+    of the mesh, so sizes of at least twice that are alike if they leave the same remainder. Pieces of a factor over which
+    ranks exchange data have a least size, so there that size on every rank is what has to be exceeded.
     """
-    twice = 2 * mesh.size
-    sizes = tuple((f, size if size < twice else twice + size % mesh.size) for f, size in rule.sizes.items())
+
+    def kind(factor: str, size: int) -> int:
+        enough = mesh.size * max(2, rule.exchanged.get(factor, 0))
+        return size if size < enough else enough + size % mesh.size
+
+    sizes = tuple((factor, kind(factor, size)) for factor, size in rule.sizes.items())
     others = (getattr(rule, item.name) for item in fields(rule) if item.name not in ("sizes", "local"))
     return sizes, *(tuple(value.items()) if isinstance(value, Mapping) else value for value in others)
 
