@@ -269,8 +269,8 @@ def _structure(rule: BoundRule, mesh: Mesh) -> Any:
     """What decides which strategies a rule has on a mesh.
 
     Strategies depend on a size by whether it divides by, equals or exceeds products of axes. All these divide the size
-    of the mesh, so sizes of at least twice that are alike if they leave the same remainder. Pieces of a factor over which
-    ranks exchange data have a least size, so there that size on every rank is what has to be exceeded.
+    of the mesh, so sizes of at least twice that are alike if they leave the same remainder. Pieces of a factor over
+    which ranks exchange data have a least size; there the size is to exceed that on every rank.
     """
 
     def kind(factor: str, size: int) -> int:
