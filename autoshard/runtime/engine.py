@@ -8,7 +8,7 @@ is the engine's too, and nothing but an engine knows which kind of value it has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
