@@ -158,7 +158,8 @@ def _attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
     depth = (shape.depth + shape.value_depth) / 2
     blocks = shape.heads * ceil(shape.queries / curve.block_queries)
     busy = min(1.0, blocks / device.matmul.units)
-    full = shape.flops / (peak * curve.efficiency) / busy
+    padded = curve.block_queries * ceil(shape.queries / curve.block_queries) / shape.queries
+    full = padded * shape.flops / (peak * curve.efficiency) / busy
     return full * (1 + curve.softmax_depth / depth) * (1 + idle_keys / keys)
 
 

@@ -271,10 +271,13 @@ _REDUCED: dict[str, tuple[list[tuple[int, ...]], list[Carry]]] = {
     "sum": ([(0, 2)], increasing((0,))),
     "mean": ([(0, 2)], increasing((0,))),
     "prod": ([], products((0, 2))),
-    "amax": ([], [*increasing((0,), (2,)), *maxima((0, 2))]),
-    "amin": ([], [*increasing((0,), (2,)), *minima((0, 2))]),
+    "amax": ([], [*increasing((0,)), *maxima((2,), (0, 2))]),
+    "amin": ([], [*increasing((0,)), *minima((2,), (0, 2))]),
 }
-"""What passes through a tensor and what is reduced into it, for each way to reduce."""
+"""What passes through a tensor and what is reduced into it, for each way to reduce.
+
+Several elements of operand 2 may meet at one place, so only the reduction itself passes through it.
+"""
 
 
 @sharding_rule(aten.index_reduce.default)

@@ -123,7 +123,7 @@ def find_valid_placements(
     Example:
         >>> x, y = torch.randn(4, 6), torch.randn(6)
         >>> for found in find_valid_placements(torch.ops.aten.mv.default, (x, y), {}).valid:
-        ...     print(found.inputs[0], "->", *found.outputs[0])
+        ...     print(found.inputs[0], "->", *map(repr, found.outputs[0]))
         (Replicate(), Partial(sum)) -> Partial(sum)
         (Shard(dim=0), Replicate()) -> Shard(dim=0)
         (Shard(dim=1), Shard(dim=0)) -> Partial(sum)

@@ -340,4 +340,4 @@ class Unruled(nn.Module):
     """Calls an operator that has no rule."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rot90(x).sum() + x.trace()
+        return torch.linspace(0, 1, 4).mul(x).sum()
