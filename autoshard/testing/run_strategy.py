@@ -184,12 +184,12 @@ def _or_identity(x: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _factors(x: Tensor, count: int) -> list[Tensor]:
-    """Factors of either sign; of integers, one and minus one; others are not below one, or the last might overflow."""
+    """Factors of either sign: one for integers, else one or two, which rounds nothing and cannot overflow."""
     if x.dtype in (torch.bool, torch.uint8):
         return [torch.where(mask, x, torch.ones_like(x)) for mask in _owners(x, count)]
     factors = [torch.randint(0, 2, x.shape, device=x.device).mul(2).sub(1).to(x.dtype) for _ in range(count - 1)]
     if _is_number(x):
-        factors = [factor * (1 + torch.rand(x.shape, device=x.device)).to(x.dtype) for factor in factors]
+        factors = [factor * (1 + torch.randint(0, 2, x.shape, device=x.device)).to(x.dtype) for factor in factors]
         return [*factors, x / math.prod(factors)]
     return [*factors, x * math.prod(factors)]
 
