@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.rules.carries import increasing, meaningful, products, scaled
-from autoshard.rules.dims import broadcast_dims, named
+from autoshard.rules.dims import all_blocked, broadcast_dims, named
 from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Carry, Dims, Rule, parse
 from autoshard.rules.registry import sharding_rule
@@ -118,6 +118,38 @@ def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: boo
     result = (*batch, _, free) if left else (*batch, free, _)
     operands = ((*broadcast_dims(a.shape[:-2], batch), _, _), broadcast_dims(b.shape, result))
     return Rule((operands, (result,)), linear=((1,),))
+
+
+@sharding_rule(aten._scaled_mm.default)
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *_: Any, **kwargs: Any,
+) -> Rule | None:  # fmt: skip
+    """One scale for each operand, or one for each of its rows; blocks of scales are not split.
+
+    Products are summed in a wider type than the operands', so the contracted factor is split unless the result is as
+    narrow as they are.
+    """
+    out_dtype = out_dtype or kwargs.get("out_dtype") or a.dtype
+    scales = (_scale_dims(scale_a, a.shape[0], (("m",), ())), _scale_dims(scale_b, b.shape[1], ((), ("n",))))
+    if None in scales:
+        return None
+    operands: list[Any] = [(("m",), ("k",)), (("k",), ("n",)), *scales]
+    operands += [(("n",),)] if bias is not None else []
+    operands += [all_blocked(scale_result.dim())] if scale_result is not None else []
+    return Rule(
+        (operands, ((("m",), ("n",)),)),
+        reduce={"k": "sum"},
+        added=(4,) if bias is not None else (),
+        blocked=("k",) if out_dtype.itemsize == 1 else (),
+    )
+
+
+def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
+    """The dims of a scale: of one element, or with one for each row of its operand."""
+    if scale.numel() == 1:
+        return ((),) * scale.dim()
+    return by_row if scale.dim() == 2 and scale.numel() == rows and 1 in scale.shape else None
 
 
 # Products of groups of rows with a matrix each: mixtures of experts.

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.rules import strategies
+from autoshard.rules.matmul import scaled_mm
 from tests.rules.recording import check_database, check_splits, tensor
 
 aten = torch.ops.aten
@@ -67,3 +68,28 @@ def test_on_the_samples_of_pytorch() -> None:
     names = ["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "dot", "matmul", "mm", "mv", "nn.functional.linear"]
     tally = check_database([*names, "outer", "linalg.solve_triangular"])
     assert not tally.failures, "\n".join(tally.failures)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_scaled_products(by_row: bool, has_bias: bool) -> None:
+    """Eight-bit operands with one scale, or one for each row; the contracted factor leaves a sum where that is wide."""
+    a, b = tensor(48, 32).to(torch.float8_e4m3fn), tensor(16, 32).to(torch.float8_e4m3fn).t()
+    scales = (torch.rand(48, 1), torch.rand(1, 16)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
+    bias = tensor(16).float() if has_bias else None
+    check_splits(aten._scaled_mm.default, a, b, *scales, bias, out_dtype=torch.float32)
+    specs = [str(inputs[:2]) for inputs, _ in _scaled(a, b, scales, torch.float32)]
+    narrow = [str(inputs[:2]) for inputs, _ in _scaled(a, b, scales, torch.float8_e4m3fn)]
+    assert len(specs) == 4
+    assert set(specs) - set(narrow) == {"(Shard(dim=1), Shard(dim=0))"}
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, ...], out_dtype: torch.dtype) -> list:
+    return strategies(aten._scaled_mm.default, (a, b, *scales), {"out_dtype": out_dtype}, 2)
+
+
+def test_blocks_of_scales_are_not_split() -> None:
+    """A scale for each block of columns says nothing of a piece of them."""
+    a, b = torch.zeros(16, 256, dtype=torch.float8_e4m3fn), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
+    scales = (torch.ones(16, 2), torch.ones(2, 16))
+    assert scaled_mm(a, b, *scales) is None
