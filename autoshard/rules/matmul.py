@@ -130,7 +130,7 @@ def scaled_mm(
     Products are summed in a wider type than the operands', so the contracted factor is split unless the result is as
     narrow as they are.
     """
-    out_dtype = out_dtype or kwargs.get("out_dtype") or a.dtype
+    wide = (out_dtype or kwargs.get("out_dtype") or a.dtype).itemsize > a.dtype.itemsize
     scales = (_scale_dims(scale_a, a.shape[0], (("m",), ())), _scale_dims(scale_b, b.shape[1], ((), ("n",))))
     if None in scales:
         return None
@@ -141,7 +141,7 @@ def scaled_mm(
         (operands, ((("m",), ("n",)),)),
         reduce={"k": "sum"},
         added=(4,) if bias is not None else (),
-        blocked=("k",) if out_dtype.itemsize == 1 else (),
+        blocked=() if wide else ("k",),
     )
 
 
