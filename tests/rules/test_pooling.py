@@ -49,7 +49,8 @@ def pools(draw: st.DrawFn) -> tuple[list[int], tuple[list[int], ...]]:
     sizes, options = [], []
     for _ in range(2):
         stride, kernel, dilation = (draw(st.integers(1, 3)) for _ in range(3))
-        sizes.append(4 * draw(st.integers(1, 2)) * stride)
+        least = -(-(dilation * (kernel - 1) + 1) // (4 * stride))  # a window fits
+        sizes.append(4 * draw(st.integers(least, 2)) * stride)
         options.append((kernel, stride, draw(st.integers(0, kernel // 2)), dilation))
     kernel, stride, padding, dilation = map(list, zip(*options, strict=True))
     return sizes, (kernel, stride, padding, dilation)
