@@ -1,0 +1,31 @@
+"""Rules of optimizer updates: each element of a parameter is updated by itself, whatever the mesh.
+
+The vector of hyper-parameters and the scale of clipping are whole everywhere. An update is not linear in its gradient,
+so that gradients are reduced before it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import autoshard.kernels  # noqa: F401  (defines the operators)
+from autoshard.rules.dims import BLOCKED, elementwise
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import sharding_rule
+
+autoshard_ops = torch.ops.autoshard
+
+
+@sharding_rule(
+    autoshard_ops.sgd_update.default,
+    autoshard_ops.momentum_update.default,
+    autoshard_ops.adam_update.default,
+    autoshard_ops.amsgrad_update.default,
+)
+def update(param: torch.Tensor, grad: torch.Tensor, *rest: object) -> Rule:
+    """Operands and results have the dims of the parameter; all but the gradient are returned updated."""
+    tensors = [index for index, item in enumerate(rest) if isinstance(item, torch.Tensor)]
+    scale = tensors[-1] - 1  # the hyper-parameters are last, and behind the scale, which may be absent
+    count = 2 + len([index for index in tensors if index < scale])
+    operands, results = elementwise([tuple(param.shape)] * count, count - 1)
+    return Rule(((*operands, *[()] * (scale in tensors), (BLOCKED,)), results))

@@ -1,0 +1,106 @@
+"""Updates as operators are torch's own optimizers, in new tensors or in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard.kernels.optimizers import IN_PLACE
+from autoshard.kernels.optimizers import adam_update as adam
+from autoshard.kernels.optimizers import amsgrad_update as amsgrad
+from autoshard.kernels.optimizers import momentum_update as momentum
+from autoshard.kernels.optimizers import sgd_update as sgd
+
+STEPS = 4
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+SGD = {"lr": 0.1, "weight_decay": 0.05, "momentum": 0.0, "dampening": 0.0}
+ADAM = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def _sgd_hyper(options: dict[str, Any], step: int) -> Tensor:
+    names = ("lr", "weight_decay", "momentum", "dampening")
+    return torch.tensor([*(options[name] for name in names), float(step == 0)], dtype=torch.float64)
+
+
+def _adam_hyper(options: dict[str, Any], step: int) -> Tensor:
+    values = [options["lr"], *options["betas"], options["eps"], options["weight_decay"], step]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+CASES = {
+    "sgd": (torch.optim.SGD, SGD, sgd, _sgd_hyper, 0, (False,)),
+    "sgd, ascending": (torch.optim.SGD, {**SGD, "maximize": True}, sgd, _sgd_hyper, 0, (True,)),
+    "momentum": (
+        torch.optim.SGD, {**SGD, "momentum": 0.9, "dampening": 0.3}, momentum, _sgd_hyper, 1, (False, False),
+    ),
+    "nesterov": (
+        torch.optim.SGD, {**SGD, "momentum": 0.9, "nesterov": True}, momentum, _sgd_hyper, 1, (True, False),
+    ),
+    "adam": (torch.optim.Adam, ADAM, adam, _adam_hyper, 2, (False, False)),
+    "adamw": (torch.optim.AdamW, ADAM, adam, _adam_hyper, 2, (True, False)),
+    "adamw, ascending": (torch.optim.AdamW, {**ADAM, "maximize": True}, adam, _adam_hyper, 2, (True, True)),
+    "amsgrad": (torch.optim.AdamW, {**ADAM, "amsgrad": True}, amsgrad, _adam_hyper, 3, (True, False)),
+}  # fmt: skip
+
+
+def _gradients(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 3, generator=generator, dtype=torch.float64).to(dtype) for _ in range(STEPS)]
+
+
+def _expected(case: str, dtype: torch.dtype, scale: float) -> tuple[Tensor, list[Tensor]]:
+    """Parameter and state after some steps of the optimizer itself."""
+    kind, options, *_ = CASES[case]
+    parameter = nn.Parameter(torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).to(dtype))
+    optimizer = kind([parameter], foreach=False, **options)
+    for grad in _gradients(dtype):
+        parameter.grad = grad * scale
+        optimizer.step()
+    return parameter.detach(), [item for name, item in optimizer.state[parameter].items() if name != "step"]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_is_torchs_own(case: str, dtype: torch.dtype, scale: float | None) -> None:
+    """Parameter and state after four steps, and the operands are as they were."""
+    _, options, operator, hyper, states, flags = CASES[case]
+    values = [torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).to(dtype)]
+    values += [torch.zeros(5, 3, dtype=dtype) for _ in range(states)]
+    factor = None if scale is None else torch.tensor(scale, dtype=dtype)
+    for step, grad in enumerate(_gradients(dtype)):
+        before = [value.clone() for value in values]
+        found = operator(values[0], grad, *values[1:], factor, hyper(options, step), *flags)
+        assert all(torch.equal(value, kept) for value, kept in zip(values, before, strict=True))
+        values = [found] if isinstance(found, Tensor) else list(found)
+    parameter, state = _expected(case, dtype, 1.0 if factor is None else float(factor))
+    tolerance = 8 * torch.finfo(dtype).eps  # the fused kernels round otherwise
+    for value, reference in zip(values, [parameter, *state], strict=False):
+        torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_twin_writes_over_its_operands(case: str) -> None:
+    """In place the same bits come out; a gradient laid out by columns is read by its indices."""
+    _, options, operator, hyper, states, flags = CASES[case]
+    grad = _gradients(torch.float32)[0].t().contiguous().t()
+    values = [torch.linspace(-1, 1, 15).view(5, 3), *(torch.full((5, 3), 0.25) for _ in range(states))]
+    expected = operator(values[0], grad, *values[1:], None, hyper(options, 2), *flags)
+    plain = operator(values[0], grad.contiguous(), *values[1:], None, hyper(options, 2), *flags)
+    IN_PLACE[operator](values[0], grad, *values[1:], None, hyper(options, 2), *flags)
+    expected, plain = ([item] if isinstance(item, Tensor) else list(item) for item in (expected, plain))
+    for value, reference, other in zip(values, expected, plain, strict=True):
+        assert torch.equal(value, reference)
+        assert torch.equal(other, reference)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_are_known_without_values(case: str) -> None:
+    """torch's checks of a custom operator: schema, fake tensors, dispatch."""
+    _, options, operator, hyper, states, flags = CASES[case]
+    operands = [torch.randn(5, 3) for _ in range(2 + states)]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (*operands, None, hyper(options, 1), *flags), test_utils=tests)

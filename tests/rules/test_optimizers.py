@@ -1,0 +1,42 @@
+"""Updates of optimizers are split like their parameters, along any dim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.ir.mesh import Mesh
+from autoshard.rules import strategies
+from tests.rules.recording import check_call, check_splits
+
+ops = torch.ops.autoshard
+MESHES = (Mesh({"a": 2}), Mesh({"a": 4}), Mesh({"a": 2, "b": 2}))
+SGD = torch.tensor([0.1, 0.05, 0.9, 0.2, 0.0], dtype=torch.float64)
+ADAM = torch.tensor([0.02, 0.8, 0.95, 1e-6, 0.1, 3.0], dtype=torch.float64)
+CASES = {
+    "sgd": (ops.sgd_update.default, 0, SGD, (False,)),
+    "momentum": (ops.momentum_update.default, 1, SGD, (True, False)),
+    "adam": (ops.adam_update.default, 2, ADAM, (True, False)),
+    "amsgrad": (ops.amsgrad_update.default, 3, ADAM, (False, True)),
+}
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 3), (4,), ()], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_are_updated_apart(case: str, scaled: bool, shape: tuple[int, ...]) -> None:
+    """Every strategy, on shapes that the mesh divides and that it does not, scalars included."""
+    operator, states, hyper, flags = CASES[case]
+    tensors = [torch.rand(shape, dtype=torch.float64) + 0.5 for _ in range(2 + states)]
+    scale = torch.tensor(0.5, dtype=torch.float64) if scaled else None
+    check = check_splits if shape else check_call
+    check(operator, *tensors, scale, hyper, *flags, meshes=MESHES)
+
+
+def test_gradients_are_whole_or_split_never_pending() -> None:
+    """Copied, or split along one of two dims with everything else; no strategy takes a partial gradient."""
+    operator, states, hyper, flags = CASES["adam"]
+    tensors = [torch.empty(8, 6, device="meta") for _ in range(2 + states)]
+    found = strategies(operator, (*tensors, None, hyper, *flags), {}, 2)
+    placements = {(str(inputs[0]), str(inputs[1]), str(outputs[2])) for inputs, outputs in found}
+    assert placements == {("R", "R", "R"), ("S(0)", "S(0)", "S(0)"), ("S(1)", "S(1)", "S(1)")}
