@@ -380,17 +380,16 @@ def embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
     sparse: bool = False, per_sample_weights: torch.Tensor | None = None, *_: Any,
 ) -> Rule | None:  # fmt: skip
-    """Columns of the table are independent; a maximum (mode 2) also yields which rows it came from."""
-    if mode == 2:
-        return None
-    columns = ((BLOCKED, ("d",)),)
+    """Columns of the table are independent; a maximum (mode 2) also yields which row each column of it came from."""
+    columns = (BLOCKED, ("d",))
     others = ((BLOCKED,),) * (2 if per_sample_weights is None else 3)
-    return Rule(((*columns, *others), (*columns, *((BLOCKED,),) * 3)), whole={"d": (1, 2, 3)}, linear=())
+    rows = (columns, (1, 2)) if mode == 2 else ((BLOCKED,), (1, 2, 3))
+    return Rule(((columns, *others), (columns, (BLOCKED,), (BLOCKED,), rows[0])), whole={"d": rows[1]}, linear=())
 
 
 @sharding_rule(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
 def embedding_bag_backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
-    """Columns are independent; all other operands are indices and weights of rows."""
-    others = tensor_operands(args, kwargs)
+    """Columns are independent; all other operands are indices and weights of rows, and for maxima of each element."""
     result = (BLOCKED, ("d",))
-    return Rule(((result, *(all_blocked(x.dim()) for x in others)), (result,)), linear=[(0,)])
+    others = (result if x.dim() == 2 else all_blocked(x.dim()) for x in tensor_operands(args, kwargs))
+    return Rule(((result, *others), (result,)), linear=[(0,)])

@@ -90,12 +90,12 @@ def triangular_solve(b: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> Ru
 def lu_solve(
     lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False
 ) -> Rule:
-    """Right-hand sides are independent: columns of `b`, or its rows for `left=False`."""
+    """Right-hand sides are independent: columns of `b`, or its rows for `left=False`; padding has no pivots."""
     batch = named(max(lu.dim(), b.dim()) - 2)
     result = (*batch, BLOCKED, ("r",)) if left else (*batch, ("r",), BLOCKED)
     of_lu, of_pivots = broadcast_dims(lu.shape[:-2], batch), broadcast_dims(pivots.shape[:-1], batch)
     operands = ((*of_lu, BLOCKED, BLOCKED), (*of_pivots, BLOCKED), broadcast_dims(b.shape, result))
-    return Rule((operands, (result,)), linear=[(2,)])
+    return Rule((operands, (result,)), linear=[(2,)], even=[factor for (factor,) in batch])
 
 
 @sharding_rule(aten._trilinear.default)

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.ir.spec import Reduction
 from autoshard.rules import split_dims
-from autoshard.rules.carries import maxima, meaningful, minima, moving, only_in, products, sums
+from autoshard.rules.carries import maxima, meaningful, minima, moving, only_in, sums
 from autoshard.rules.dims import (
     BLOCKED,
     is_additive,
@@ -186,12 +186,12 @@ def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
 
 @sharding_rule(aten.prod.default)
 def prod_all(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _reduction(x, None, False, "product", fill=1, carries=products((0,)))
+    return _reduction(x, None, False, "product", fill=1)
 
 
 @sharding_rule(aten.prod.dim_int)
 def prod_dim(x: torch.Tensor, dim: int, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _reduction(x, dim, keepdim, "product", fill=1, carries=products((0,)))
+    return _reduction(x, dim, keepdim, "product", fill=1)
 
 
 @sharding_rule(aten.count_nonzero.default)
@@ -386,7 +386,7 @@ def _scan(*, is_product: bool) -> RuleFunction:
     def rule(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
         is_number = x.is_floating_point() or x.is_complex()
         result = dtype or (x.dtype if is_number else torch.int64)
-        carries = [*(products((0,)) if is_product else []), *_of_one(x, dim)]
+        carries = _of_one(x, dim)
         if not can_travel(result):
             return _along(x, dim, is_linear=not is_product, carries=carries)
 

@@ -151,9 +151,9 @@ def check_recorded(function: Callable[[], Any], *, meshes: Iterable[Mesh] = MESH
 
 
 def database_calls(
-    names: Collection[str] | None, limit: int, keep: Callable[[Any], bool] = has_sound_rule
+    names: Collection[str] | None, limit: int | None, keep: Callable[[Any], bool] = has_sound_rule
 ) -> Iterator[tuple[str, Call]]:
-    """The calls that up to `limit` of PyTorch's own samples make, each once, with the name of the sample's operator."""
+    """The calls that PyTorch's samples (up to `limit` of an operator) make, each once, with the sampled operator's name."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     seen: set[str] = set()
@@ -184,7 +184,7 @@ def even_samples() -> Iterator[None]:
             setattr(module, name, size)
 
 
-def _samples(info: Any, limit: int) -> Iterator[Callable[[], Any]]:
+def _samples(info: Any, limit: int | None) -> Iterator[Callable[[], Any]]:
     """Fewer where a sample cannot be drawn in the sizes that are set."""
     dtype = next((dtype for dtype in _DTYPES if dtype in info.dtypes), None)
     if dtype is None:
@@ -200,7 +200,7 @@ def _samples(info: Any, limit: int) -> Iterator[Callable[[], Any]]:
         yield partial(info.op, sample.input, *sample.args, **sample.kwargs)
 
 
-_DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool)
+_DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
 
 
 def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[str, Call]:
@@ -214,7 +214,7 @@ def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[
 def check_database(
     names: Collection[str] | None,
     *,
-    limit: int = 3,
+    limit: int | None = 3,
     meshes: Sequence[Mesh] = DATABASE_MESHES,
     most: int | None = None,
 ) -> Tally:

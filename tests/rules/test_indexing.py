@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.rules import strategies
-from tests.rules.recording import check_database, check_splits, tensor
+from tests.rules.recording import check_database, check_recorded, check_splits, tensor
 
 aten = torch.ops.aten
 
@@ -63,12 +63,21 @@ _INDEX = tensor(4, 2, integers=4)
         (aten.index_put.default, (tensor(4, 2, 4), [_INDEX, None, _INDEX], tensor(2), True)),
         (aten.take.default, (tensor(4, 4), tensor(4, 2, integers=16))),
         (aten._embedding_bag.default, (tensor(8, 4), tensor(6, integers=8), torch.tensor([0, 2, 4]))),
+        (aten._embedding_bag.default, (tensor(8, 4), tensor(6, integers=8), torch.tensor([0, 2, 4]), False, 2)),
     ],
     ids=str,
 )
 def test_indexing(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
     """Every strategy computes what the call computes."""
     check_splits(op, *args)
+
+
+def test_bags_of_maxima() -> None:
+    """Backward: each column of a bag has its own row of the table (found by the samples, at 5 columns on 2 ranks)."""
+    table = torch.randn(8, 5, requires_grad=True)
+    words, bags = tensor(6, integers=8), torch.tensor([0, 2, 4])
+    tried = check_recorded(lambda: torch.nn.functional.embedding_bag(words, table, bags, mode="max"))
+    assert "aten._embedding_bag_backward.default" in tried
 
 
 def test_masks_are_not_split() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.recording import check_database, check_recorded
+from tests.rules.recording import check_database, check_recorded, check_splits
 
 # fmt: off
 _SAMPLED = [
@@ -18,6 +18,12 @@ def test_on_the_samples_of_pytorch() -> None:
     """PyTorch's own samples run under every strategy, forward and backward."""
     tally = check_database(_SAMPLED, limit=2)
     assert not tally.failures, "\n".join(tally.failures)
+
+
+def test_factors_and_pivots_of_batches() -> None:
+    """Three systems on two ranks: padding has no pivots (found by the samples)."""
+    lu, pivots = torch.linalg.lu_factor(torch.randn(3, 2, 2))
+    check_splits(torch.ops.aten.linalg_lu_solve.default, lu, pivots, torch.randn(3, 2, 4))
 
 
 def test_weight_norm() -> None:
