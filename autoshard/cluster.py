@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self, Unpack
 
 import torch
 
@@ -14,8 +17,7 @@ from autoshard.runtime.launch import world_size
 from cost_models.device import Device
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster as PricedCluster
-from cost_models.hardware import NodeType, node_type
-from cost_models.topology import Link
+from cost_models.hardware import NodeParts, NodeType, node_type
 
 # Parts of the name that the driver gives a device, the more specific first, and the node type it is found in.
 _NODES_BY_DEVICE = {
@@ -44,6 +46,15 @@ _NODES_BY_DEVICE = {
 }
 
 
+@contextmanager
+def _errors_of_ours() -> Iterator[None]:
+    """Cost models know nothing of our errors; what they refuse is raised as one of them."""
+    try:
+        yield
+    except CostModelError as error:
+        raise UnknownHardwareError(str(error)) from error
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Cluster(PricedCluster):
     """Nodes of one kind on one network: what plans are priced for.
@@ -65,31 +76,18 @@ class Cluster(PricedCluster):
     """
 
     def __init__(self, node: str | NodeType, nodes: int = 1, devices_per_node: int | None = None) -> None:
-        try:
+        with _errors_of_ours():
             PricedCluster.__init__(self, node, nodes, devices_per_node)
-        except CostModelError as error:
-            raise UnknownHardwareError(str(error)) from error
 
     @classmethod
-    def of(
-        cls,
-        unit: str | Device,
-        devices: int,
-        *,
-        devices_per_node: int,
-        fabric: str | Link | None = None,
-        network: str | Link | None = None,
-        network_bytes_per_s_per_device: float | None = None,
-    ) -> Cluster:
+    def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
         """A cluster of `devices` devices from its parts; fewer than a node's are part of one node.
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `cost_models.device.Device`.
             devices: devices in all.
-            devices_per_node: devices that one node holds.
-            fabric: what joins them ("nvlink3_nvswitch", "pcie4"); default: that of the device's usual boards.
-            network: what joins nodes ("infiniband_hdr200", "roce_v2", "efa_v2", "omni_path"); None for one node.
-            network_bytes_per_s_per_device: a device's share of its node's network cards; default: the network's own.
+            parts: `devices_per_node`, and `fabric`, `network` and `network_bytes_per_s_per_device` where they are not
+                the device's usual ones; see `cost_models.hardware.NodeParts`.
 
         Raises:
             UnknownHardwareError: no such part, several nodes and no network, or counts that cannot be.
@@ -99,26 +97,15 @@ class Cluster(PricedCluster):
             ...            network_bytes_per_s_per_device=25e9).nodes
             8
         """
-        try:
-            found = PricedCluster.of(
-                unit,
-                devices,
-                devices_per_node=devices_per_node,
-                fabric=fabric,
-                network=network,
-                network_bytes_per_s_per_device=network_bytes_per_s_per_device,
-            )
-        except CostModelError as error:
-            raise UnknownHardwareError(str(error)) from error
+        with _errors_of_ours():
+            found = PricedCluster.of(unit, devices, **parts)
         return cls(found.node, found.nodes, found.devices_per_node)
 
     @classmethod
-    def load(cls, path: str | Path) -> Cluster:
+    def load(cls, path: str | Path) -> Self:
         """Read a cluster file, as `save` or `autoshard calibrate` wrote it; `UnknownHardwareError` if it is none."""
-        try:
+        with _errors_of_ours():
             found = PricedCluster.load(path)
-        except CostModelError as error:
-            raise UnknownHardwareError(str(error)) from error
         return cls(found.node, found.nodes, found.devices_per_node)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Required, Self, TypedDict, Unpack
 
 import networkx
 
@@ -23,7 +24,7 @@ from cost_models.errors import HardwareFileError, TopologyError, UnknownHardware
 from cost_models.graph import build_graph
 from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, Protocol, Wiring, group_links
 
-__all__ = ["Cluster", "Device", "MatmulCurve", "NodeType", "assemble_node", "device", "node_type"]
+__all__ = ["Cluster", "Device", "MatmulCurve", "NodeParts", "NodeType", "assemble_node", "device", "node_type"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,23 @@ class NodeType:
         return replace(self, device=device(unit) if isinstance(unit, str) else unit)
 
 
+class NodeParts(TypedDict, total=False):
+    """What a node is made of, besides its device.
+
+    Keys:
+        devices_per_node: devices that one node holds.
+        fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` that all devices are switched by;
+            None: the one that the device's file names, which is that of its usual boards.
+        network: a network of the data files ("infiniband_hdr200", "roce_v2"), or a `Link`; None: nodes are not joined.
+        network_bytes_per_s_per_device: a device's share of its node's cards; default: the network's own.
+    """
+
+    devices_per_node: Required[int]
+    fabric: str | Link | None
+    network: str | Link | None
+    network_bytes_per_s_per_device: float | None
+
+
 def assemble_node(
     unit: str | Device,
     devices_per_node: int,
@@ -113,11 +131,7 @@ def assemble_node(
 
     Args:
         unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
-        devices_per_node: devices that one node holds.
-        fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` that all devices are switched by;
-            None: the one that the device's file names, which is that of its usual boards.
-        network: a network of the data files, or a `Link`; None: nodes are not joined.
-        network_bytes_per_s_per_device: a device's share of its node's cards; default: the network's own.
+        devices_per_node, fabric, network, network_bytes_per_s_per_device: see `NodeParts`.
         name: of the node type; default: made of the parts.
 
     Raises:
@@ -174,17 +188,13 @@ class Cluster:
         object.__setattr__(self, "devices_per_node", per_node)
 
     @classmethod
-    def of(
-        cls,
-        unit: str | Device,
-        devices: int,
-        *,
-        devices_per_node: int,
-        fabric: str | Link | None = None,
-        network: str | Link | None = None,
-        network_bytes_per_s_per_device: float | None = None,
-    ) -> Cluster:
-        """A cluster of `devices` devices from its parts; see `assemble_node`. Fewer than a node's are part of one node.
+    def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
+        """A cluster of `devices` devices from its parts; see `NodeParts`. Fewer than a node's are part of one node.
+
+        Args:
+            unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
+            devices: devices in all.
+            parts: what a node is made of; `devices_per_node` must be given.
 
         Raises:
             UnknownHardwareError: no such part, or several nodes and no network.
@@ -194,18 +204,12 @@ class Cluster:
             >>> Cluster.of("v100_sxm2_32gb", 64, devices_per_node=4, fabric="nvlink2_mesh", network="omni_path").nodes
             16
         """
-        node = assemble_node(
-            unit,
-            devices_per_node,
-            fabric=fabric,
-            network=network,
-            network_bytes_per_s_per_device=network_bytes_per_s_per_device,
-        )
-        if devices < devices_per_node:
+        node, per_node = assemble_node(unit, **parts), parts["devices_per_node"]
+        if devices < per_node:
             return cls(node, 1, devices)
-        if devices % devices_per_node:
-            raise TopologyError(f"{devices} devices do not fill nodes of {devices_per_node}.")
-        return cls(node, devices // devices_per_node)
+        if devices % per_node:
+            raise TopologyError(f"{devices} devices do not fill nodes of {per_node}.")
+        return cls(node, devices // per_node)
 
     @property
     def device(self) -> Device:
@@ -235,7 +239,7 @@ class Cluster:
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Cluster:
+    def load(cls, path: str | Path) -> Self:
         """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
         file = constants.read(Path(path))
         kind = _node(file, read_device(file, file.text("device")))
