@@ -153,7 +153,7 @@ def check_recorded(function: Callable[[], Any], *, meshes: Iterable[Mesh] = MESH
 def database_calls(
     names: Collection[str] | None, limit: int | None, keep: Callable[[Any], bool] = has_sound_rule
 ) -> Iterator[tuple[str, Call]]:
-    """The calls that PyTorch's samples (up to `limit` of an operator) make, each once, with the sampled operator's name."""
+    """The calls that PyTorch's samples (up to `limit` of an operator) make, each once, with the name sampled."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     seen: set[str] = set()
