@@ -70,10 +70,10 @@ def price(
 
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
-    return recipe_plan(_priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
+    return recipe_plan(priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
 
 
-def _priced_model(
+def priced_model(
     model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None
 ) -> PricedModel:
     """The folded form of a model, from before if it was priced with such inputs already."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from cost_models.errors import HardwareFileError, UnknownHardwareError
@@ -82,6 +83,13 @@ class HardwareFile:
 
 def read(path: Path) -> HardwareFile:
     """Parse one TOML file. Raises HardwareFileError for a constant without value, unit, source or date."""
+    state = path.stat()
+    return _read(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
+    """The file as it was at a time: plans are priced by the thousand, and each reads a dozen files."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:

@@ -6,7 +6,7 @@ of that kind; what is left for each recipe is arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -50,6 +50,36 @@ class RecipeKind:
 
 
 @dataclass
+class CountedModel:
+    """What prices need of a model: its blocks, and the sections of each kind of recipe.
+
+    Args:
+        blocks: the section of every block, in order.
+        tokens: elements of the first integer input of one sequence; 0 without such an input.
+        count: the sections under the layouts of a kind of recipe.
+    """
+
+    blocks: tuple[str, ...]
+    tokens: int
+    count: Callable[[RecipeKind], Mapping[str, Section]]
+    _prices: dict[tuple[RecipeKind, Setting], dict[str, SectionPrice]] = field(default_factory=dict)
+
+    def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
+        """The price of each section under a recipe."""
+        kind = RecipeKind.of(recipe)
+        sizes = (("tensor", recipe.tensor), ("context", recipe.context), ("expert", recipe.expert))
+        device = cluster.device if recipe.attention is None else cluster.device.with_attention(recipe.attention)
+        setting = Setting(recipe.micro_batch, sizes, device, recipe.precision)
+        key = (kind, setting)
+        if key not in self._prices:
+            self._prices[key] = {
+                name: price_section(section, setting, is_block=name not in (BEFORE, AFTER))
+                for name, section in self.count(kind).items()
+            }
+        return self._prices[key]
+
+
+@dataclass
 class PricedModel:
     """A folded program with what was found out about it so far."""
 
@@ -57,7 +87,11 @@ class PricedModel:
     _space: SearchSpace | None = None
     _layouts: dict[object, AxisLayout] = field(default_factory=dict)
     _sections: dict[RecipeKind, dict[str, Section]] = field(default_factory=dict)
-    _prices: dict[tuple[RecipeKind, Setting], dict[str, SectionPrice]] = field(default_factory=dict)
+
+    @cached_property
+    def counted(self) -> CountedModel:
+        """What prices need of it."""
+        return CountedModel(self.folded.blocks, self.tokens, self.sections)
 
     @property
     def space(self) -> SearchSpace:
@@ -86,17 +120,7 @@ class PricedModel:
 
     def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""
-        kind = RecipeKind.of(recipe)
-        sizes = (("tensor", recipe.tensor), ("context", recipe.context), ("expert", recipe.expert))
-        device = cluster.device if recipe.attention is None else cluster.device.with_attention(recipe.attention)
-        setting = Setting(recipe.micro_batch, sizes, device, recipe.precision)
-        key = (kind, setting)
-        if key not in self._prices:
-            self._prices[key] = {
-                name: price_section(section, setting, is_block=name not in (BEFORE, AFTER))
-                for name, section in self.sections(kind).items()
-            }
-        return self._prices[key]
+        return self.counted.section_prices(recipe, cluster)
 
     def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
         """How each axis of a kind of recipe splits the program.

@@ -15,7 +15,7 @@ from cost_models.hardware import Cluster
 from cost_models.intervals import step_time_uncertainty
 from cost_models.step import StepModel, fitted
 from passes.price_memory import WEIGHT_BYTES, memory_price
-from passes.price_model import PricedModel, RecipeKind
+from passes.price_model import CountedModel, PricedModel, RecipeKind
 from passes.price_recipe import model_flops, recipe_groups, share_out, step_price
 from passes.propagate_axis import AXIS, AxisLayout
 
@@ -33,7 +33,7 @@ def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: St
         RecipeError: see `autoshard.price`.
     """
     start = time.monotonic()
-    prediction = predict_recipe(priced, recipe, cluster, model)
+    prediction = predict_recipe(priced.counted, recipe, cluster, model)
     kind = RecipeKind.of(recipe)
     mesh = recipe_mesh(recipe)
     layouts = priced.layouts(kind)
@@ -55,15 +55,17 @@ def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: St
     )
 
 
-def predict_recipe(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None) -> Prediction:
+def predict_recipe(
+    priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None
+) -> Prediction:
     """What a step takes under a recipe. See `recipe_plan`."""
     model = fitted() if model is None else model
     groups = recipe_groups(recipe, cluster)
-    stages = share_out(priced.folded.blocks, recipe)
+    stages = share_out(priced.blocks, recipe)
     sections = priced.section_prices(recipe, cluster)
     step = step_price(sections, stages, recipe, groups, cluster, model)
     memory = memory_price(sections, stages, recipe, groups, step.in_flight)
-    flops = model_flops(sections, priced.folded.blocks, recipe)
+    flops = model_flops(sections, priced.blocks, recipe)
     peak = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
     uncertainty = step_time_uncertainty("gpu")
     return Prediction(

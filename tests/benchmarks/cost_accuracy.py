@@ -24,14 +24,17 @@ from pathlib import Path
 import torch
 
 import autoshard
+from autoshard.ir.plan import Prediction
 from cost_models import constants
 from cost_models.constants import Constant
 from cost_models.errors import CostModelError
 from cost_models.intervals import Uncertainty, conformal
 from cost_models.step import StepModel, fitted
+from passes.price_model import RecipeKind
+from passes.recipe_plan import predict_recipe
 from tests.benchmarks.accuracy_metrics import bias, mape, regret, spearman
-from tests.benchmarks.decoder import Decoder, DecoderShape
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
+from tests.benchmarks.section_table import SectionTable
 from tests.benchmarks.step_fit import FITTED, Runs, fit_all, leave_one_out
 
 RUNTIME = Path(constants.__file__).parent / "data" / "runtime"
@@ -41,20 +44,15 @@ LEAST_GROUP = 5
 
 @dataclass
 class Pricer:
-    """Prices rows with `autoshard.price`; models are built once."""
+    """Prices rows as `autoshard.price` does, from kept sections."""
 
-    models: dict[DecoderShape, Decoder]
+    table: SectionTable
 
-    def plan(self, row: Row, step: StepModel | None) -> autoshard.Plan:
-        """The plan of a row's recipe."""
-        shape = model_shape(row)
-        if shape not in self.models:
-            with torch.device("meta"):
-                self.models[shape] = Decoder(shape).bfloat16()
-        tokens = torch.zeros(1, shape.sequence, dtype=torch.int64, device="meta")
-        return autoshard.price(
-            self.models[shape], cluster_of(row), recipe_of(row), example_inputs=(tokens, tokens), step_model=step
-        )
+    def predict(self, row: Row, step: StepModel | None) -> Prediction:
+        """What is predicted for a row's recipe."""
+        recipe = recipe_of(row)
+        model = self.table.model(model_shape(row), RecipeKind.of(recipe))
+        return predict_recipe(model, recipe, cluster_of(row), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ Evaluation = tuple[list[Result], list[Result], StepModel]
 def why_refused(pricer: Pricer, row: Row) -> str:
     """The first line of the error that a row is refused with; empty where it is priced."""
     try:
-        pricer.plan(row, None)
+        pricer.predict(row, None)
     except (autoshard.AutoshardError, CostModelError) as error:
         return str(error).splitlines()[0]
     return ""
@@ -129,7 +127,7 @@ def quick_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> 
 
 
 def _time(pricer: Pricer, row: Row, model: StepModel) -> float:
-    return pricer.plan(row, model).predicted.step_time_s
+    return pricer.predict(row, model).step_time_s
 
 
 def _with_uncertainty(rows: Sequence[Row], times: Sequence[float]) -> list[Result]:
@@ -206,7 +204,7 @@ def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         measured = row["measured"].get("peak_mem_gib")
         if measured is not None and is_16_bit(row):
-            predicted = pricer.plan(row, None).predicted.peak_memory_bytes / GIB
+            predicted = pricer.predict(row, None).peak_memory_bytes / GIB
             by_definition[row["source"]["key"], row["measured"]["mem_definition"]].append((predicted, measured))
     lines = [
         "| source | definition | rows | offset, GiB | mean error | mean error without offset |",
@@ -248,7 +246,7 @@ def write_fit(model: StepModel, uncertainty: Uncertainty, sources: Sequence[str]
 def main(arguments: Sequence[str]) -> str:
     """The report; see the module's docstring."""
     rows = sorted(timed_rows(read_rows()), key=lambda row: str(model_shape(row)))
-    pricer = Pricer({})
+    pricer = Pricer(SectionTable(recount="--write" in arguments))
     refused = {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}
     narrow = [row for row in rows if not is_16_bit(row) and row["id"] not in refused]
     wide = [row for row in rows if is_16_bit(row) and row["id"] not in refused]
