@@ -17,7 +17,7 @@ Stage s of a looped schedule sits on rank s mod p; of a V, on rank s, then back 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -76,7 +76,7 @@ class _Shape:
         return self.micro_batches // self.rounds
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[tuple[Slot, ...], ...]:
     """What each pipeline rank runs, in order.
 
@@ -96,9 +96,24 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
         >>> [" ".join(str(slot[0]) for slot in order) for order in rank_orders("1F1B", 2, 3)]
         ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
+    return tuple(tuple(order) for order in iterate_orders(schedule, ranks, micro_batches, virtual_stages))
+
+
+def iterate_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Iterator[Slot]]:
+    """As `rank_orders`, nothing kept."""
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
-    return tuple(tuple(_ORDERS[schedule](shape, rank)) for rank in range(ranks))
+    return [_ORDERS[schedule](shape, rank) for rank in range(ranks)]
+
+
+def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int | None:
+    """By how many micro-batches a schedule's steady state repeats itself; None where it has none.
+
+    GPipe and LoopedBFS run all forwards of a stage before its backwards, others a round of each, or one of each.
+    """
+    if schedule in _IN_ROUNDS:
+        return _Shape(ranks, 1, micro_batches).round_size
+    return None if schedule in ("GPipe", "LoopedBFS") else 1
 
 
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
@@ -107,6 +122,11 @@ def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int
     if schedule in V_SHAPED:
         return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
     return tuple(stage % ranks for stage in stages)
+
+
+def last_forward_stage(schedule: str, ranks: int, virtual_stages: int) -> int:
+    """The stage of rank 0 whose forwards go on as long as the steady state does: of a V the first, else its last."""
+    return 0 if schedule in V_SHAPED else ranks * (virtual_stages - 1)
 
 
 def peak_in_flight(order: Sequence[Slot], sizes: Mapping[int, float] | None = None) -> float:
@@ -197,7 +217,9 @@ class _Counting:
     """Slots under construction: each stage takes its micro-batches in order."""
 
     slots: list[Slot] = field(default_factory=list)
-    counts: dict[tuple[int, ActionKind], int] = field(default_factory=dict)
+    forwards: Counter[int] = field(default_factory=Counter)
+    backwards: Counter[int] = field(default_factory=Counter)
+    weights: Counter[int] = field(default_factory=Counter)
     owed: deque[tuple[int, int]] = field(default_factory=deque)
 
     def run(self, stage: int, *kinds: ActionKind) -> None:
@@ -216,9 +238,9 @@ class _Counting:
 
     def _next(self, stage: int, kind: ActionKind) -> Action:
         """B counts as the stage's I."""
-        key = (stage, I if kind is B else kind)
-        index = self.counts.get(key, 0)
-        self.counts[key] = index + 1
+        counts = self.forwards if kind is F else self.weights if kind is W else self.backwards
+        index = counts[stage]
+        counts[stage] = index + 1
         if kind is I:
             self.owed.append((stage, index))
         return Action(stage, kind, index)
@@ -235,8 +257,8 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Iterator[Slot]:
         made.run(first, F)
     for _ in range(p - rank):
         made.run(last, F, I, W)
-    while made.counts[last, F] < made.counts[first, F] or made.counts[first, F] < total:
-        if made.counts[first, F] < total:
+    while made.forwards[last] < made.forwards[first] or made.forwards[first] < total:
+        if made.forwards[first] < total:
             made.run(first, F)
         made.run(first, I, W)
         made.run(last, F, I, W)
@@ -245,7 +267,7 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Iterator[Slot]:
         made.run(last, I)
     made.run(first, *[I, W] * (p - rank))
     for stage in (last, first):
-        made.run(stage, *[W] * (total - made.counts.get((stage, W), 0)))
+        made.run(stage, *[W] * (total - made.weights[stage]))
     return (slot for slot in made.slots if slot[0].micro_batch < shape.micro_batches)
 
 

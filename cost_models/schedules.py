@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import Action, ActionKind, Slot, peak_in_flight, rank_orders, stage_ranks
@@ -184,7 +185,7 @@ def simulate_pipeline(
         >>> line.total_s, line.bubble_s, line.in_flight
         (33.0, 9.0, (4, 3, 2, 1))
     """
-    _check(stages, virtual_stages, buckets)
+    check_stages(stages, virtual_stages, buckets)
     ranks = len(stages) // virtual_stages
     orders = rank_orders(schedule, ranks, micro_batches, virtual_stages)
     overlaps = schedule != "1F1B" if overlap_sends is None else overlap_sends
@@ -266,20 +267,12 @@ class _Run:
 
     def finish(self, clips_norm: bool) -> tuple[float, tuple[RankTimes, ...]]:
         """(step, parts by rank) once the updates have run."""
-        ready = [max(times) for times in zip(self.free, self.reduced, strict=True)]
-        updates = [0.0 for _ in ready]
-        for stage, rank in zip(self.stages, self.owners, strict=True):
-            updates[rank] += stage.update_s
-        starts = [max(ready)] * len(ready) if clips_norm else ready
-        total = max(start + update for start, update in zip(starts, updates, strict=True))
-        for rank, (start, update) in enumerate(zip(starts, updates, strict=True)):
-            if update > 0:
-                self.events.append((rank, COMPUTE, "update", start, start + update))
-        return total, tuple(self._parts(rank, total, updates[rank], ready[rank]) for rank in range(len(ready)))
-
-    def _parts(self, rank: int, total: float, update: float, ready: float) -> RankTimes:
-        known = (self.computed[rank], update, self.sends[rank], self.gathers[rank], ready - self.free[rank])
-        return RankTimes(*known, bubble_s=max(0.0, total - sum(known)))
+        known = tuple(zip(self.computed, self.sends, self.gathers, strict=True))
+        end = finish_step(self.stages, self.owners, self.free, self.reduced, known, clips_norm)
+        for rank, (start, times) in enumerate(zip(end.update_starts_s, end.ranks, strict=True)):
+            if times.update_s > 0:
+                self.events.append((rank, COMPUTE, "update", start, start + times.update_s))
+        return end.total_s, end.ranks
 
     def _gather(self, rank: int) -> None:
         """The rank's parameters, stage after stage in the order of their first use."""
@@ -359,10 +352,7 @@ class _Run:
     def _duration(self, slot: Slot) -> float:
         if len(slot) == 1:
             return self.stages[slot[0].stage].action_s(slot[0].kind)
-        forward, backward = (self.stages[action.stage] for action in slot)
-        times = (forward.forward_s, backward.backward_s)
-        sent = (forward.forward_communication_s, backward.backward_communication_s)
-        return max(*times, sum(sent), sum(times) - sum(sent))
+        return pair_s(*(self.stages[action.stage] for action in slot))
 
     def _gathered(self, rank: int, stage: int, start: float, duration: float) -> _Interval:
         """When a stage's first forward runs: after the first bucket, its last part after the last bucket."""
@@ -412,9 +402,58 @@ class _Run:
         """Reduce a stage's gradients, of which the last bucket's come at `end`, the others' evenly since `start`."""
         duration = self.stages[stage].reduce_s
         if duration > 0:
-            begin = max(self.reduced[rank], start + (end - start) / self.buckets)
-            self.reduced[rank] = max(begin + duration, end + duration / self.buckets)
+            begin, self.reduced[rank] = reduction(duration, self.reduced[rank], start, end, self.buckets)
             self.events.append((rank, "reduce", f"reduce {stage}", begin, self.reduced[rank]))
+
+
+def reduction(duration: float, free: float, start: float, end: float, buckets: int) -> tuple[float, float]:
+    """When gradients are reduced that a backward makes from `start` to `end`, on a stream that is free at `free`."""
+    begin = max(free, start + (end - start) / buckets)
+    return begin, max(begin + duration, end + duration / buckets)
+
+
+class StepEnd(NamedTuple):
+    """The end of a step, where it went on each rank, and when the ranks' updates began."""
+
+    total_s: float
+    ranks: tuple[RankTimes, ...]
+    update_starts_s: tuple[float, ...]
+
+
+def finish_step(
+    stages: Sequence[StageTimes],
+    owners: Sequence[int],
+    free: Sequence[float],
+    reduced: Sequence[float],
+    known: Sequence[tuple[float, float, float]],
+    clips_norm: bool,
+) -> StepEnd:
+    """Run the updates.
+
+    Args:
+        stages, owners: the stages, and the rank of each.
+        free, reduced: by rank, when its last slot and its last reduction ended.
+        known: by rank, seconds of computing, of waiting for transfers, of waiting for gathers.
+        clips_norm: whether updates wait for each other.
+    """
+    updates = [0.0 for _ in free]
+    for stage, rank in zip(stages, owners, strict=True):
+        updates[rank] += stage.update_s
+    ready = [max(times) for times in zip(free, reduced, strict=True)]
+    starts = [max(ready)] * len(ready) if clips_norm else ready
+    total = max(start + update for start, update in zip(starts, updates, strict=True))
+    parts = []
+    for rank, (computed, sends, gathers) in enumerate(known):
+        spent = (computed, updates[rank], sends, gathers, ready[rank] - free[rank])
+        parts.append(RankTimes(*spent, bubble_s=max(0.0, total - sum(spent))))
+    return StepEnd(total, tuple(parts), tuple(starts))
+
+
+def pair_s(forward: StageTimes, backward: StageTimes) -> float:
+    """Seconds of a forward and a backward that run as one, each computing while the other communicates."""
+    times = (forward.forward_s, backward.backward_s)
+    sent = (forward.forward_communication_s, backward.backward_communication_s)
+    return max(*times, sum(sent), sum(times) - sum(sent))
 
 
 def _covered(intervals: Sequence[_Interval], begin: float, end: float) -> float:
@@ -426,7 +465,8 @@ def _covered(intervals: Sequence[_Interval], begin: float, end: float) -> float:
     return total
 
 
-def _check(stages: Sequence[StageTimes], virtual_stages: int, buckets: int) -> None:
+def check_stages(stages: Sequence[StageTimes], virtual_stages: int, buckets: int) -> None:
+    """Raises CostArgumentError unless the numbers describe a pipeline."""
     if not stages or virtual_stages < 1 or len(stages) % virtual_stages:
         raise CostArgumentError(
             f"{len(stages)} stages do not lie evenly on ranks with virtual_stages={virtual_stages} each."

@@ -1,0 +1,341 @@
+"""A pipeline schedule as a graph, built once for a shape: what waits for what, whatever the stages take.
+
+It says what `schedules.simulate_pipeline` does step by step. A node is a slot that a rank runs, a transfer, a join that
+takes no time, or the gathering of a stage's parameters; it starts when the two nodes ended that it waits for (often
+one, named twice):
+
+    end(i) = max(end(first(i)), end(second(i))) + duration(kind(i))
+
+1. Nodes and what they wait for are tables, made a column at a time.
+2. They are then put in the order in which rank 0 asks for them: before each of its slots all that the slot waits for.
+   So the nodes before a slot of rank 0 are all that it needs, and where the schedule repeats itself, so does the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.schedule_orders import Action, ActionKind, Slot, iterate_orders, last_forward_stage, stage_ranks
+
+_FORWARD, _WHOLE, _INPUT, _WEIGHT = range(len(ActionKind))
+SEND = len(ActionKind)
+KINDS = SEND + 1
+"""Kinds of nodes per stage: stage * KINDS + the place of its ActionKind, or + SEND for transfers to its next stage or
+back from there. After those of all stages come joins, and then pairs: forward's stage * stages + backward's more."""
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleGraph:
+    """What waits for what.
+
+    Args:
+        ranks, stages: how many there are.
+        first, second: for each node the two that it waits for, both earlier. Node 0 is the start of the step, nodes 1
+            to `stages` gather the parameters of a stage; they wait for nothing.
+        kinds: what each node takes (see KINDS).
+        slots: nodes that are slots, rank by rank in order; likewise `slot_ranks`, `begins` (the slot before on that
+            rank, or node 0), and `transfers` [slots, 2 or 4], what else it waits for (`begins` where nothing).
+        gathers: [stages, 2] by stage, the join of what else its first forward waits for, and the slot of that forward.
+        lasts: by stage, the slot with its last backward.
+        marks: by micro-batch, the forwards of rank 0 that go on until the steady state ends.
+        held: [actions, 3] with rank, stage, and 1 where a micro-batch's activations come, -1 where they go, else 0.
+    """
+
+    ranks: int
+    stages: int
+    first: Integers
+    second: Integers
+    kinds: Integers
+    slots: Integers
+    slot_ranks: Integers
+    begins: Integers
+    transfers: Integers
+    gathers: Integers
+    lasts: Integers
+    marks: Integers
+    held: Integers
+
+
+@lru_cache(maxsize=32)
+def schedule_graph(
+    schedule: str,
+    ranks: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    *,
+    overlap_sends: bool = True,
+    overlap_pairs: bool = False,
+) -> ScheduleGraph:
+    """The graph of a schedule; see `schedules.simulate_pipeline` for the arguments.
+
+    Raises:
+        CostArgumentError: numbers that the schedule does not admit.
+
+    Example:
+        >>> graph = schedule_graph("GPipe", 1, 2)
+        >>> graph.first[2:].tolist(), graph.second[2:].tolist()  # a join; two forwards, the first after the gathering
+        ([0, 2, 3, 4, 5], [0, 1, 3, 4, 5])
+    """
+    owners = np.array(stage_ranks(schedule, ranks, virtual_stages))
+    orders = iterate_orders(schedule, ranks, micro_batches, virtual_stages)
+    actions = _Actions.of(orders, owners, micro_batches, overlap_pairs)
+    waits = _connect(actions, owners, overlap_sends, swaps=schedule == "1F1B" and not overlap_sends)
+    asked = np.r_[: len(owners) + 1, actions.slot_nodes[actions.slot_ranks == 0]]
+    order = _order(waits.nodes[:, 0].tolist(), waits.nodes[:, 1].tolist(), asked.tolist())
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    is_forward = actions.kinds == _FORWARD
+    is_done = (actions.kinds == _WHOLE) | (actions.kinds == _WEIGHT)
+    lasts = np.zeros(len(owners), dtype=np.int64)
+    np.maximum.at(lasts, actions.stages[is_done], actions.slots[is_done])
+    marked = is_forward & (actions.stages == last_forward_stage(schedule, ranks, virtual_stages))
+    return ScheduleGraph(
+        ranks=ranks,
+        stages=len(owners),
+        first=places[waits.nodes[order, 0]],
+        second=places[waits.nodes[order, 1]],
+        kinds=waits.nodes[order, 2],
+        slots=places[actions.slot_nodes],
+        slot_ranks=actions.slot_ranks,
+        begins=places[actions.begins],
+        transfers=places[waits.transfers],
+        gathers=places[waits.gathers],
+        lasts=places[lasts],
+        marks=places[actions.slots[marked]],
+        held=np.stack([owners[actions.stages], actions.stages, is_forward.astype(np.int64) - is_done], axis=1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Actions:
+    """All actions, rank by rank in order, and the slots that they are in.
+
+    A value is what a stage's forward (2 * stage + 1) or backward (2 * stage) makes of a micro-batch, as one number.
+
+    Args:
+        stages, kinds, slots, made, needed, targets: of each action; its slot is a node, `made` and `needed` are values
+            or -1, the target is the stage that needs what it makes, or -1.
+        is_start: of each action, whether it is the first forward of its stage.
+        slot_nodes, slot_ranks, begins: of each slot; `begins` is the slot before on that rank, or node 0.
+        heads, tails: of each slot, its first action, and its second or -1.
+    """
+
+    stages: Integers
+    kinds: Integers
+    slots: Integers
+    made: Integers
+    needed: Integers
+    targets: Integers
+    is_start: NDArray[np.bool_]
+    slot_nodes: Integers
+    slot_ranks: Integers
+    begins: Integers
+    heads: Integers
+    tails: Integers
+
+    @classmethod
+    def of(cls, orders: Iterable[Iterable[Slot]], owners: Integers, micro_batches: int, pairs: bool) -> _Actions:
+        """The tables of the orders; without pairs, each action is a slot of its own."""
+        slots = [slot for order in orders for slot in order]
+        actions = [action for slot in slots for action in slot]
+        stages, kinds, indices = (np.array(column) for column in _columns(actions))
+        is_forward, is_weight = kinds == _FORWARD, kinds == _WEIGHT
+        step = np.where(is_forward, 1, -1)
+        targets, sources = (_within(stages + way * step, len(owners), ~is_weight) for way in (1, -1))
+        widths = np.array([len(slot) for slot in slots]) if pairs else np.ones_like(stages)
+        heads = np.cumsum(widths) - widths
+        slot_nodes = len(owners) + 1 + np.arange(len(heads))
+        slot_ranks = owners[stages[heads]]
+        return cls(
+            stages=stages,
+            kinds=kinds,
+            slots=np.repeat(slot_nodes, widths),
+            made=np.where(is_weight, -1, (2 * stages + is_forward) * micro_batches + indices),
+            needed=np.where(sources < 0, -1, (2 * sources + is_forward) * micro_batches + indices),
+            targets=targets,
+            is_start=is_forward & (indices == 0),
+            slot_nodes=slot_nodes,
+            slot_ranks=slot_ranks,
+            begins=np.where(np.diff(slot_ranks, prepend=-1) != 0, 0, slot_nodes - 1),
+            heads=heads,
+            tails=np.where(widths == 2, heads + 1, -1),
+        )
+
+    def by_slot(self, column: Integers) -> Integers:
+        """[slots, 1 or 2] of what a column has for the actions of each slot, -1 for none."""
+        columns = [column[self.heads]]
+        if (self.tails >= 0).any():
+            columns.append(np.where(self.tails < 0, -1, column[self.tails]))
+        return np.stack(columns, axis=1)
+
+
+def _columns(actions: Sequence[Action]) -> tuple[list[int], list[int], list[int]]:
+    """Stages, places of kinds in ActionKind, micro-batches."""
+    forward, whole, to_input, _ = ActionKind
+    kinds = [
+        _FORWARD if kind is forward else _WHOLE if kind is whole else _INPUT if kind is to_input else _WEIGHT
+        for _, kind, _ in actions
+    ]
+    return [action[0] for action in actions], kinds, [action[2] for action in actions]
+
+
+def _within(stages: Integers, count: int, holds: NDArray[np.bool_]) -> Integers:
+    """Numbers of stages, -1 where there is no such stage or the condition does not hold."""
+    return np.where(holds & (stages >= 0) & (stages < count), stages, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """What waits for what: nodes [n, 3] (first, second, kind) are the start, gathers, slots, transfers, and joins."""
+
+    nodes: Integers
+    transfers: Integers
+    gathers: Integers
+
+
+def _connect(actions: _Actions, owners: Integers, overlap_sends: bool, swaps: bool) -> _Waits:
+    stages = len(owners)
+    sends, sent, arrived = _send(actions, owners, swaps)
+    inputs = actions.by_slot(np.where(actions.needed < 0, -1, arrived[actions.needed]))
+    owed = np.full_like(inputs, -1)
+    if not overlap_sends:
+        owed[1:] = actions.by_slot(sent)[:-1]
+        kinds = actions.kinds[actions.heads]
+        owed[(actions.begins == 0) | (swaps & (np.diff(kinds, prepend=-1) == 0))] = -1
+    begins = actions.begins[:, None]
+    waited = np.hstack([inputs, owed])
+    owed = np.where(owed < 0, begins, owed)
+    inputs = np.where(inputs < 0, owed[:, :1], inputs)
+    joins = _Joins(stages + 1 + len(begins) + len(sends), KINDS * stages, [])
+    slots = np.stack([joins.of(owed), joins.of(inputs), _slot_kinds(actions, stages)], axis=1)
+    (starts,) = np.nonzero(actions.is_start[actions.heads])
+    started = actions.stages[actions.heads[starts]]
+    gathers = np.empty((stages, 2), dtype=np.int64)
+    gathers[started, 0] = joins.of(slots[starts, :2], always=True)
+    gathers[started, 1] = actions.slot_nodes[starts]
+    slots[starts, :2] = np.stack([gathers[started, 0], started + 1], axis=1)
+    fixed = np.tile([0, 0, joins.kind], (stages + 1, 1))
+    return _Waits(
+        nodes=np.concatenate([fixed, slots, sends, *joins.nodes]),
+        transfers=np.where(waited < 0, begins, waited),
+        gathers=gathers,
+    )
+
+
+def _send(actions: _Actions, owners: Integers, swaps: bool) -> tuple[Integers, Integers, Integers]:
+    """(transfers as nodes; by action, the transfer of what it makes, or -1; by value, the node that brings it).
+
+    A transfer waits for the one before it on its link, or, where ranks swap, for its reader to be free.
+    """
+    ranks = owners[actions.stages]
+    (senders,) = np.nonzero((actions.targets >= 0) & (owners[actions.targets] != ranks))
+    made, targets = actions.made[senders], actions.targets[senders]
+    numbers = len(owners) + 1 + len(actions.slot_nodes) + np.arange(len(senders))
+    after = actions.slots[senders]
+    if swaps:
+        reader = np.zeros(actions.made.max() + 2, dtype=np.int64)  # the last for those that need nothing
+        reader[actions.needed] = actions.begins[actions.slots - actions.slot_nodes[0]]
+        after = reader[made]
+    else:
+        links = ranks[senders] * len(owners) + owners[targets]
+        grouped = np.argsort(links, kind="stable")
+        follows = np.diff(links[grouped], prepend=-1) == 0
+        after[grouped[follows]] = numbers[grouped[:-1][follows[1:]]]
+    kinds = np.minimum(actions.stages[senders], targets) * KINDS + SEND
+    sent = np.full(len(actions.stages), -1)
+    sent[senders] = numbers
+    arrived = np.full(actions.made.max() + 2, -1)  # the last for those that make nothing
+    arrived[actions.made] = np.where(sent < 0, actions.slots, sent)
+    return np.stack([actions.slots[senders], after, kinds], axis=1), sent, arrived
+
+
+def _slot_kinds(actions: _Actions, stages: int) -> Integers:
+    heads, tails = actions.heads, actions.tails
+    alone = actions.stages[heads] * KINDS + actions.kinds[heads]
+    pairs = KINDS * stages + 1 + actions.stages[heads] * stages + actions.stages[tails]
+    return np.where(tails < 0, alone, pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joins:
+    """Joins of two nodes, numbered from `start`."""
+
+    start: int
+    kind: int
+    nodes: list[Integers]
+
+    def of(self, ends: Integers, always: bool = False) -> Integers:
+        """What ends with the last of the one or two nodes of each row: a join where they differ, or always."""
+        (rows,) = np.nonzero((ends[:, 0] != ends[:, -1]) | always)
+        start = self.start + sum(len(nodes) for nodes in self.nodes)
+        self.nodes.append(np.hstack([ends[rows][:, [0, -1]], np.full((len(rows), 1), self.kind)]))
+        result = ends[:, 0].copy()
+        result[rows] = start + np.arange(len(rows))
+        return result
+
+
+class Window(NamedTuple):
+    """A part of a graph's list that repeats itself.
+
+    The nodes from `begin` to `place - length` are those `length` later, kinds and what they wait for alike. No node
+    after `place` waits for one before `begin + length`; and none in the period before `place` for one before `begin`.
+    """
+
+    begin: int
+    place: int
+    length: int
+
+
+def steady_window(graph: ScheduleGraph, step: int) -> Window | None:
+    """The end of a schedule's steady state, if it has one that is long enough.
+
+    Args:
+        graph: of a schedule.
+        step: micro-batches of a period (`schedule_orders.repeating_micro_batches`).
+    """
+    if len(graph.marks) <= step:
+        return None
+    place = int(graph.marks[-1])
+    length = place - int(graph.marks[-1 - step])
+    reach = np.arange(place - length, len(graph.first)) - np.minimum(graph.first, graph.second)[place - length :]
+    begin = place - length - int(reach.max())
+    if begin < 0 or graph.lasts.min() < place:
+        return None
+    before, after = slice(begin, place - length), slice(begin + length, place)
+    repeats = all(
+        np.array_equal(column[before] + shift, column[after])
+        for column, shift in ((graph.kinds, 0), (graph.first, length), (graph.second, length))
+    )
+    return Window(begin, place, length) if repeats else None
+
+
+def _order(first: Sequence[int], second: Sequence[int], roots: Sequence[int]) -> Integers:
+    """All nodes, each after the two that it waits for: first the roots' in turn, then the others'."""
+    seen = [True] + [False] * (len(first) - 1)
+    order, waiting = [0], list[int]()
+    add, wait, resume = order.append, waiting.append, waiting.pop
+    for root in (*roots, *range(len(first))):
+        if seen[root]:
+            continue
+        wait(0)
+        node = root
+        while node:
+            if not seen[first[node]]:
+                wait(node)
+                node = first[node]
+            elif not seen[second[node]]:
+                wait(node)
+                node = second[node]
+            else:
+                seen[node] = True
+                add(node)
+                node = resume()
+    return np.array(order)

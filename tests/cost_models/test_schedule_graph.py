@@ -1,0 +1,107 @@
+"""tests cost_models/schedule_graph.py: an order that can run, and a steady state that repeats itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.errors import CostArgumentError
+from cost_models.schedule_graph import KINDS, SEND, schedule_graph, steady_window
+from cost_models.schedule_orders import SCHEDULES, V_SHAPED, rank_orders, repeating_micro_batches, stage_ranks
+
+PERIODIC = tuple(name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS"))
+
+
+@st.composite
+def graphs(draw, schedules=SCHEDULES, rounds=3):
+    """(schedule, ranks, micro-batches, virtual stages) and whether transfers and pairs overlap."""
+    schedule, ranks = draw(st.sampled_from(schedules)), draw(st.integers(1, 4))
+    virtual = 1 if schedule in ("GPipe", "1F1B") else 2 if schedule in V_SHAPED else draw(st.integers(1, 3))
+    micro_batches = ranks * draw(st.integers(2, rounds))
+    if not schedule.startswith("Interleaved"):
+        micro_batches += draw(st.integers(0, ranks - 1))
+    options = {"overlap_sends": draw(st.booleans()), "overlap_pairs": draw(st.booleans())}
+    return (schedule, ranks, micro_batches, virtual), options
+
+
+@given(graphs())
+def test_every_node_stands_behind_what_it_waits_for(drawn):
+    """But for the start, which waits for itself."""
+    graph = schedule_graph(*drawn[0], **drawn[1])
+    numbers = np.arange(1, len(graph.first))
+    assert graph.first[0] == graph.second[0] == 0
+    assert (graph.first[1:] < numbers).all()
+    assert (graph.second[1:] < numbers).all()
+
+
+@given(graphs())
+def test_every_action_and_every_transfer_is_there_once(drawn):
+    """Slots in the order of each rank; a transfer for each value that another rank needs."""
+    (schedule, ranks, micro_batches, virtual), options = drawn
+    graph = schedule_graph(*drawn[0], **options)
+    orders = rank_orders(*drawn[0])
+    for rank, order in enumerate(orders):
+        mine = graph.slots[graph.slot_ranks == rank]
+        assert len(mine) == (len(order) if options["overlap_pairs"] else sum(map(len, order)))
+        assert (np.diff(mine) > 0).all()
+    owners = stage_ranks(schedule, ranks, virtual)
+    crossings = sum(one != two for one, two in pairwise(owners))
+    is_send = (graph.kinds < KINDS * len(owners)) & (graph.kinds % KINDS == SEND)
+    assert is_send.sum() == 2 * micro_batches * crossings
+
+
+@given(graphs(PERIODIC, rounds=9), st.integers(1, 2))
+def test_more_micro_batches_are_more_periods(drawn, periods):
+    """The graph of a longer step is that of a shorter one with periods put in, where its steady state ends."""
+    (schedule, ranks, micro_batches, virtual), options = drawn
+    step = repeating_micro_batches(schedule, ranks, micro_batches)
+    assert step is not None
+    fewer = micro_batches - periods * step
+    if fewer < (2 * ranks if schedule == "DualPipeV" else 1):
+        return
+    graph = schedule_graph(schedule, ranks, fewer, virtual, **options)
+    window = steady_window(graph, step)
+    if window is None:
+        return
+    longer = schedule_graph(schedule, ranks, micro_batches, virtual, **options)
+    place, more = window.place, periods * window.length
+    assert len(longer.first) == len(graph.first) + more
+    for name, shift in (("kinds", 0), ("first", window.length), ("second", window.length)):
+        column, expected = getattr(longer, name), getattr(graph, name)
+        period = [expected[place - window.length : place] + shift * number for number in range(1, periods + 1)]
+        assert column[:place].tolist() == expected[:place].tolist()
+        assert column[place : place + more].tolist() == np.concatenate(period).tolist()
+        assert column[place + more :].tolist() == (expected[place:] + shift * periods).tolist()
+    assert longer.lasts.tolist() == (graph.lasts + more).tolist()
+    assert set(longer.slots) >= {slot + (more if slot >= place else 0) for slot in graph.slots.tolist()}
+
+
+@pytest.mark.parametrize("schedule", PERIODIC)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_steady_states_are_found(schedule, ranks):
+    """Four micro-batches a rank are enough, six where the V turns back."""
+    virtual = 2 if schedule in V_SHAPED else 1
+    graph = schedule_graph(schedule, ranks, 6 * ranks, virtual)
+    step = repeating_micro_batches(schedule, ranks, 6 * ranks)
+    assert step is not None
+    assert steady_window(graph, step) is not None
+
+
+def test_a_step_of_one_period_has_no_steady_state():
+    """There is nothing to compare it with."""
+    assert steady_window(schedule_graph("Interleaved1F1B", 4, 4, 2), 4) is None
+
+
+def test_graphs_that_are_kept_are_few():
+    """Each may have some ten thousand nodes."""
+    assert schedule_graph.cache_info().maxsize is not None
+
+
+def test_what_a_schedule_does_not_admit_is_refused():
+    """As where it is simulated."""
+    with pytest.raises(CostArgumentError, match="one stage a rank"):
+        schedule_graph("1F1B", 2, 4, 2)
