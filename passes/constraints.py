@@ -1,7 +1,7 @@
 """Apply a user's constraints: which strategies of parameters, inputs and results remain.
 
 A constraint maps a glob of qualified names ("layers.*.up_proj.weight", "input:0", "output:0") to the spec that the
-value must have.
+value must have. Optimizer state ("exp_avg:layers.0.weight") is meant only by patterns with a colon.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from autoshard.errors import InvalidSpecError
-from autoshard.ir.program import OutputKind
+from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.spec import PartitionSpec
 from passes.build_assignment import PlanningProblem
 from passes.enumerate_strategies import SearchSpace, Site
@@ -25,9 +25,10 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
         InvalidSpecError: a pattern matches nothing, or a spec cannot be had by what it matches.
     """
     names = constrainable(planning.space)
+    state = {slot.name for slot in planning.space.program.inputs_of(InputKind.STATE)}
     allowed: dict[int, np.ndarray] = {}
     for pattern, spec in constraints.items():
-        matches = [name for name in names if fnmatchcase(name, pattern)]
+        matches = [name for name in names if fnmatchcase(name, pattern) and (":" in pattern or name not in state)]
         if not matches:
             raise InvalidSpecError(
                 f"constraints[{pattern!r}] matches no parameter, buffer, input or output; there are: "

@@ -17,8 +17,9 @@ from torch import fx
 
 from autoshard.errors import NoShardingRuleError
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, tensor_values
+from autoshard.ir.program import OWNERS, InputKind, OutputKind, OutputSlot, Program, tensor_values
 from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.kernels.optimizers import IN_PLACE
 from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicated
 from autoshard.rules.hub import hub
 from autoshard.rules.notation import BoundRule
@@ -63,11 +64,11 @@ class Site:
 
     @property
     def is_alias(self) -> bool:
-        """Whether its result shares its operand's memory."""
+        """Whether its results share its operands' memory: an optimizer's update writes over what it updates."""
         return (
             self.node is not None
             and self.node.op == "call_function"
-            and (self.node.target is hub or is_view(self.node))
+            and (self.node.target is hub or self.node.target in IN_PLACE or is_view(self.node))
         )
 
     @property
@@ -81,7 +82,7 @@ class Link:
     """Result `result` of site `tail`, read by site `head`.
 
     `operand` is the index of the tensor operand of `head`; -1 if `head` is a placeholder whose spec the value must
-    end in: a gradient that leaves the program lies like its parameter.
+    end in: a gradient that leaves the program lies like its parameter, and so does the updated parameter.
     """
 
     tail: str
@@ -102,7 +103,7 @@ class SearchSpace:
 
     def owner(self, slot: OutputSlot) -> str:
         """The placeholder that a gradient or a buffer update belongs to."""
-        return _owners(self.program)[_OWNER_KINDS[slot.kind], slot.name]
+        return _owners(self.program)[OWNERS[slot.kind], slot.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class EnumerateStrategies:
 
     def _input_site(self, node: fx.Node, kind: InputKind | None) -> Site:
         value = node.meta["val"]
-        splittable = kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT, InputKind.TANGENT)
+        splittable = kind in _SPLITTABLE
         key = ("input", tuple(value.shape) if splittable else None)
         if key not in self._cache:
             specs = self.placements(tuple(value.shape)) if splittable else (PartitionSpec(),)
@@ -204,7 +205,7 @@ class EnumerateStrategies:
     ) -> tuple[Site | None, Link]:
         tail, result = resolve(program.nodes[slot.node])
         if slot.kind != OutputKind.OUTPUT:
-            return None, Link(tail.name, result, owners[_OWNER_KINDS[slot.kind], slot.name], -1)
+            return None, Link(tail.name, result, owners[OWNERS[slot.kind], slot.name], -1)
         shape = tuple(program.nodes[slot.node].meta["val"].shape)
         specs = self.placements(shape)
         strategies = tuple(Strategy((spec,), (), ()) for spec in specs)
@@ -307,11 +308,9 @@ def _spec_of(mesh: Mesh, ndim: int, option: tuple[int | None, ...]) -> Partition
     return PartitionSpec(*dims)
 
 
-_OWNER_KINDS = {
-    OutputKind.GRADIENT: InputKind.PARAMETER,
-    OutputKind.INPUT_GRADIENT: InputKind.INPUT,
-    OutputKind.BUFFER_UPDATE: InputKind.BUFFER,
-}
+_SPLITTABLE = (
+    InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT, InputKind.TANGENT, InputKind.STATE,
+)  # fmt: skip
 
 
 def _owners(program: Program) -> dict[tuple[InputKind, str], str]:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
+from autoshard.ir.program import InputKind, InputSlot
+from autoshard.ir.update import parameter_of
 from passes.enumerate_strategies import SearchSpace, Site, operands_of, resolve
 
 _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "attention")
@@ -61,7 +63,7 @@ def _module_paths(space: SearchSpace) -> dict[str, str]:
 
     Sums of gradients carry no module; they go with the last of their operands.
     """
-    slots = {slot.node: slot.name for slot in space.program.inputs}
+    slots = {slot.node: _name(slot) for slot in space.program.inputs}
     paths: dict[str, str] = {}
     for name, site in space.sites.items():
         if site.node is None:
@@ -71,6 +73,13 @@ def _module_paths(space: SearchSpace) -> dict[str, str]:
         else:
             paths[name] = site.node.meta.get("module", "") or _path_of_operands(site.node, paths)
     return paths
+
+
+def _name(slot: InputSlot) -> str:
+    """The slot's name as a path: that of optimizer state begins with its parameter's."""
+    if slot.kind != InputKind.STATE:
+        return slot.name
+    return f"{parameter_of(slot.name)}.{slot.name.partition(':')[0]}"
 
 
 def _path_of_operands(node: fx.Node, paths: Mapping[str, str]) -> str:

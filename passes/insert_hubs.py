@@ -4,6 +4,10 @@ Before → after: a value `x` with at least two uses gets `h = hub(x)` before it
 forward users read, and, where several backward nodes use it, `g = hub(h)` before the first of these. A hub is an
 identity whose strategies are all specs. The planner may then place one reshard on the edge into the hub, shared by
 all users, and private ones behind it. Problems become pairwise: a cost never depends on more than two nodes.
+
+An optimizer's update reads a parameter where it lies, not by way of the hub, so that nothing is kept for it. A gradient
+that it reads gets a hub of its own at once, in the backward: what is reduced there is not held in full until the
+update, and where micro-batches add up it is what they add.
 """
 
 from __future__ import annotations
@@ -17,6 +21,13 @@ from torch import fx
 from autoshard.ir.program import Program
 from autoshard.rules.hub import hub
 from passes.rewriting import copy_program, insert_call
+
+_GRADIENT = "gradient"
+
+
+def is_gradient_hub(node: fx.Node | None) -> bool:
+    """Whether a node is the hub by way of which an optimizer's update reads a gradient."""
+    return node is not None and _GRADIENT in node.meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,10 @@ class InsertHubs:
 
 def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_result: bool) -> None:
     users = sorted((user for user in node.users if user.op == "call_function"), key=order.__getitem__)
+    late = [user for user in users if user.meta["phase"] == "update"]
+    if late and node.meta["phase"] == "backward":
+        _gradient_hub(graph, node, late)
+    users = [user for user in users if user not in late]
     if len(users) + is_result < 2:
         return
     forward = [user for user in users if user.meta["phase"] == "forward"]
@@ -45,6 +60,15 @@ def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_
         node = _hub(graph, node, users)
     if len(backward) >= 2:
         _hub(graph, node, backward)
+
+
+def _gradient_hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
+    """A hub of a gradient as soon as it is computed, for the update."""
+    with graph.inserting_after(node):
+        inserted = insert_call(graph, hub, (node,), like=node)
+    inserted.meta[_GRADIENT] = True
+    for user in users:
+        user.replace_input_with(node, inserted)
 
 
 def _hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:

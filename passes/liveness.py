@@ -4,8 +4,8 @@ Each owned value occupies memory from the node that computes it to its last use,
 Parameters, buffers and inputs are there from the start; parameters also carry optimizer state. A value that is
 resharded on its way into a node is a copy, which lives for that node, or, if the node is a view or a hub, as long as
 the view's own result does. What leaves the program is resharded as soon as it is computed, and what comes of that stays
-to the end; where there is nothing to reshard, the value itself stays. Points are program positions; folded blocks keep
-their own.
+to the end; where there is nothing to reshard, the value itself stays. An update is written over what it updates, so
+that nothing stays of it. Points are program positions; folded blocks keep their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from autoshard.ir.program import InputKind
 from passes.enumerate_strategies import Link, SearchSpace, Site
+
+UPDATE = "update"
+"""The phase of an optimizer's update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,10 @@ def find_lifetimes(space: SearchSpace, state_bytes_per_parameter_byte: float) ->
                 values[name, result] = Interval(birth, deaths[name, result])
     kept = {}
     for index, link in enumerate(space.links):
-        copies[index] = _copy_lifetime(space.sites[link.head], link, order, deaths, last)
+        copies[index] = _copy_lifetime(space, link, order, deaths, last)
         end = deaths[link.tail, link.result]
-        if leaves_program(space.sites[link.head], link) and end < last:
+        is_update = space.sites[link.tail].phase == UPDATE
+        if leaves_program(space.sites[link.head], link) and end < last and not is_update:
             kept[index] = Interval(end + 1, last)
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
     return Liveness(last + 1, values, copies, kept, state_bytes_per_parameter_byte, parameters)
@@ -108,8 +112,12 @@ def _use(head: Site, link: Link, order: Mapping[str, int], deaths: Mapping[tuple
 
 
 def _copy_lifetime(
-    head: Site, link: Link, order: Mapping[str, int], deaths: Mapping[tuple[str, int], int], last: int
+    space: SearchSpace, link: Link, order: Mapping[str, int], deaths: Mapping[tuple[str, int], int], last: int
 ) -> Interval:
+    head = space.sites[link.head]
+    if UPDATE in (space.sites[link.tail].phase, head.phase):
+        point = order[link.tail if leaves_program(head, link) else head.name]
+        return Interval(point, point)
     if leaves_program(head, link):
         return Interval(order[link.tail], last)
     return Interval(order[head.name], _use(head, link, order, deaths))

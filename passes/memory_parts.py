@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from autoshard.ir.program import InputKind
 from passes.build_assignment import PlanningProblem
+from passes.insert_hubs import is_gradient_hub
 from passes.price import local_bytes
 
 PARTS = ("parameters", "optimizer state", "gradients", "inputs", "activations")
+
+_PART_OF = {InputKind.PARAMETER: "parameters", InputKind.STATE: "optimizer state"}
 
 _Integers = NDArray[np.int64]
 
@@ -66,6 +69,7 @@ def memory_parts(planning: PlanningProblem) -> MemoryParts:
 
 def _find_parts(planning: PlanningProblem) -> MemoryParts:
     kinds = {slot.node: slot.kind for slot in planning.space.program.inputs}
+    gradients = _gradients(planning)
     numbers: dict[object, int] = {}
     groups: list[_Group] = []
     intervals, members = [], []
@@ -78,19 +82,34 @@ def _find_parts(planning: PlanningProblem) -> MemoryParts:
 
     for (name, result), interval in planning.liveness.values.items():
         kind = kinds.get(name)
-        part = "parameters" if kind == InputKind.PARAMETER else "activations" if kind is None else "inputs"
+        part = _PART_OF.get(kind, "inputs") if kind is not None else "activations"
+        part = "gradients" if (name, result) in gradients else part
         intervals.append(interval)
         value = planning.space.sites[name].results[result]
         add((part, planning.classes[name], result, value), _Group(part, name, result))
     for index, moved, interval in planning.on_links():
         link = planning.space.links[index]
-        part = "gradients" if link.operand < 0 else "activations"
+        is_gradient = link.operand < 0 or is_gradient_hub(planning.space.sites[link.head].node)
+        part = "gradients" if is_gradient else "activations"
         intervals.append(interval)
         value = planning.space.sites[link.tail].results[link.result]
         add((part, *planning.link_key(link), value, moved), _Group(part, "", index, moved))
     births = np.array([interval.birth for interval in intervals], dtype=np.int64)
     deaths = np.array([interval.death for interval in intervals], dtype=np.int64)
     return MemoryParts(births, deaths, np.array(members, dtype=np.int64), tuple(groups))
+
+
+def _gradients(planning: PlanningProblem) -> set[tuple[str, int]]:
+    """The values that an optimizer's update reads by way of a hub: gradients, and what they are views of."""
+    sites = planning.space.sites
+    viewed = {link.head: link for link in planning.space.links if link.operand == 0 and sites[link.head].is_alias}
+    found = set()
+    for name, site in sites.items():
+        above = viewed.get(name) if is_gradient_hub(site.node) else None
+        while above is not None:
+            found.add((above.tail, above.result))
+            above = viewed.get(above.tail)
+    return found
 
 
 def _size(planning: PlanningProblem, choice: Sequence[int], group: _Group) -> float:

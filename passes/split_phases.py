@@ -1,12 +1,13 @@
-"""Cut a lowered joint program into what the forward call runs and what the backward call runs.
+"""Cut a lowered joint program into what the forward call runs, what the backward call runs, and what the update does.
 
 The forward holds every node that its outputs and buffer updates need, and everything of phase "forward" that the
-backward reads; what the backward reads of it is saved. Backward nodes keep their order.
+backward reads; what the backward reads of it is saved. The update, which only the program of a training step has, holds
+the nodes of phase "update"; what it reads of the others but for inputs is carried. Nodes keep their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,10 @@ from torch import fx
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 
-_FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
+FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
+UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
+UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER)
+"""Inputs that only an update reads; it reads parameters too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +27,25 @@ class SplitPhases:
     """See the module's docstring."""
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """The two programs, sharing constants with `lowered`."""
+        """The programs, sharing constants with `lowered`."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
-        is_tangent = [slot.slot.kind == InputKind.TANGENT for slot in lowered.inputs]
-        is_forward_result = [slot.slot.kind in _FORWARD_RESULTS for slot in lowered.outputs]
-        forward = _forward_nodes(nodes, [r for r, flag in zip(results, is_forward_result, strict=True) if flag])
-        saved = _saved(nodes, forward, [r for r, flag in zip(results, is_forward_result, strict=True) if not flag])
-        forward_in, backward_in = _indices(is_tangent, False), _indices(is_tangent, True)
-        forward_out, backward_out = _indices(is_forward_result, True), _indices(is_forward_result, False)
+        kinds = [slot.slot.kind for slot in lowered.inputs]
+        found = [slot.slot.kind for slot in lowered.outputs]
+        forward_out = _indices(kind in FORWARD_RESULTS for kind in found)
+        update_out = _indices(kind in UPDATE_RESULTS for kind in found)
+        backward_out = _indices(kind not in (*FORWARD_RESULTS, *UPDATE_RESULTS) for kind in found)
+        forward_in = _indices(kind not in (InputKind.TANGENT, *UPDATE_INPUTS) for kind in kinds)
+        backward_in = _indices(kind == InputKind.TANGENT for kind in kinds)
+
+        update = {node for node in nodes if node.op != "placeholder" and node.meta.get("phase") == "update"}
+        forward = _forward_nodes(nodes, [results[index] for index in forward_out])
+        backward = {node for node in nodes if node not in forward and node not in update}
+        read = _read_by(update, [results[index] for index in update_out])
+        update_in = tuple(index for index, node in enumerate(placeholders) if node in read)
+        carried = [node for node in nodes if node in read and node not in update and _is_carried(node)]
+        saved = _saved(nodes, forward, _read_by(backward, [*(results[index] for index in backward_out), *carried]))
         return PhasedProgram(
             lowered=lowered,
             forward=_extract(
@@ -44,19 +57,27 @@ class SplitPhases:
             backward=_extract(
                 lowered,
                 [*saved, *(placeholders[i] for i in backward_in)],
-                {node for node in nodes if node not in forward},
-                [results[i] for i in backward_out],
+                backward,
+                [*(results[i] for i in backward_out), *carried],
             ),
             forward_inputs=forward_in,
             forward_outputs=forward_out,
             backward_inputs=backward_in,
             backward_outputs=backward_out,
             saved=tuple(node.name for node in saved),
+            update=_extract(
+                lowered, [*carried, *(placeholders[i] for i in update_in)], update, [results[i] for i in update_out]
+            )
+            if update_out
+            else None,
+            update_inputs=update_in,
+            update_outputs=update_out,
+            carried=tuple(node.name for node in carried),
         )
 
 
-def _indices(flags: Sequence[bool], wanted: bool) -> tuple[int, ...]:
-    return tuple(index for index, flag in enumerate(flags) if flag == wanted)
+def _indices(flags: Iterable[bool]) -> tuple[int, ...]:
+    return tuple(index for index, flag in enumerate(flags) if flag)
 
 
 def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
@@ -71,12 +92,20 @@ def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[
     return forward
 
 
-def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
+def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+    """What nodes read and return."""
+    read = {operand for node in members if node.op != "output" for operand in node.all_input_nodes}
+    return read | set(results)
+
+
+def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], read: set[fx.Node]) -> list[fx.Node]:
     """Forward values that the backward reads, in program order: tensors only, rank integers are made again."""
-    read = set(results) | {
-        operand for node in nodes if node not in forward and node.op != "output" for operand in node.all_input_nodes
-    }
     return [node for node in nodes if node in forward and node in read and _is_tensor(node)]
+
+
+def _is_carried(node: fx.Node) -> bool:
+    """Whether the update is handed a value: tensors that are computed, and the tangents."""
+    return _is_tensor(node) and (node.op != "placeholder" or node.meta.get("phase") == "backward")
 
 
 def _is_tensor(node: fx.Node) -> bool:

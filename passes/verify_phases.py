@@ -1,9 +1,10 @@
-"""Verify that a forward and a backward program together are the joint program that they were cut from.
+"""Verify that a forward, a backward and an update program together are the joint program that they were cut from.
 
 The joint program is numbered (`passes.number_values`). The forward is walked next: its placeholders have the numbers of
 the joint inputs that they take, every node must make a call that the joint program makes, and its results must be the
-joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents.
-Where all numbers agree the two compute what the joint program does, whatever their nodes are called.
+joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents;
+the update from those of the values that the backward carries into it, and of the inputs that it reads.
+Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from autoshard.ir.program import InputKind, OutputKind
 from passes.number_values import Numbering, number_graph
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
+_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
+_UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER)
 
 
 def verify_phases(phased: PhasedProgram) -> None:
-    """Prove that `phased.forward` and `phased.backward` compute what `phased.lowered` does.
+    """Prove that `phased.forward`, `phased.backward` and `phased.update` compute what `phased.lowered` does.
 
     Raises:
         VerificationError: a node, a saved value or a result differs; the message names it.
@@ -36,25 +39,36 @@ def verify_phases(phased: PhasedProgram) -> None:
     count = len(phased.forward_outputs)
     _check_equal(phased.forward, forward[:count], [results[index] for index in phased.forward_outputs])
     saved = forward[count:]
-    _check_saved(names, phased, saved)
+    _check_kept(names, phased.saved, saved, "forward")
     taken = [*saved, *(inputs[index] for index in phased.backward_inputs)]
     backward = _walk(joint, phased.backward, taken, "backward")
-    _check_equal(phased.backward, backward, [results[index] for index in phased.backward_outputs])
+    count = len(phased.backward_outputs)
+    _check_equal(phased.backward, backward[:count], [results[index] for index in phased.backward_outputs])
+    carried = backward[count:]
+    _check_kept(names, phased.carried, carried, "backward")
+    if phased.update is not None:
+        taken = [*carried, *(inputs[index] for index in phased.update_inputs)]
+        update = _walk(joint, phased.update, taken, "update")
+        _check_equal(phased.update, update, [results[index] for index in phased.update_outputs])
 
 
 def _check_parts(phased: PhasedProgram) -> None:
     """The phases share out the joint program's inputs and outputs: tangents and gradients are the backward's."""
-    lowered = phased.lowered
-    is_tangent = [slot.slot.kind == InputKind.TANGENT for slot in lowered.inputs]
-    is_forward = [slot.slot.kind in _FORWARD_RESULTS for slot in lowered.outputs]
+    takes = [slot.slot.kind for slot in phased.lowered.inputs]
+    gives = [slot.slot.kind for slot in phased.lowered.outputs]
+    others = (*_FORWARD_RESULTS, *_UPDATE_RESULTS)
     for word, indices, expected in (
-        ("forward_inputs", phased.forward_inputs, [i for i, flag in enumerate(is_tangent) if not flag]),
-        ("backward_inputs", phased.backward_inputs, [i for i, flag in enumerate(is_tangent) if flag]),
-        ("forward_outputs", phased.forward_outputs, [i for i, flag in enumerate(is_forward) if flag]),
-        ("backward_outputs", phased.backward_outputs, [i for i, flag in enumerate(is_forward) if not flag]),
+        ("forward_inputs", phased.forward_inputs, [k not in (InputKind.TANGENT, *_UPDATE_INPUTS) for k in takes]),
+        ("backward_inputs", phased.backward_inputs, [kind == InputKind.TANGENT for kind in takes]),
+        ("forward_outputs", phased.forward_outputs, [kind in _FORWARD_RESULTS for kind in gives]),
+        ("backward_outputs", phased.backward_outputs, [kind not in others for kind in gives]),
+        ("update_outputs", phased.update_outputs, [kind in _UPDATE_RESULTS for kind in gives]),
     ):
-        if list(indices) != expected:
-            raise VerificationError(f"{word}={indices!r} of the phases should be {tuple(expected)!r}.")
+        wanted = tuple(index for index, flag in enumerate(expected) if flag)
+        if indices != wanted:
+            raise VerificationError(f"{word}={indices!r} of the phases should be {wanted!r}.")
+    if bool(phased.update_outputs) != (phased.update is not None):
+        raise VerificationError(f"the joint program has {len(phased.update_outputs)} updates, not {phased.update!r}.")
 
 
 def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
@@ -87,12 +101,10 @@ def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: S
     raise VerificationError(f"{len(found)} results are returned; the joint program has {len(expected)} of them.")
 
 
-def _check_saved(names: Mapping[str, int], phased: PhasedProgram, saved: Sequence[int]) -> None:
-    """The names of the saved values tell the runtime what they are."""
-    if [names.get(name) for name in phased.saved] != list(saved):
-        raise VerificationError(
-            f"the forward program's last {len(saved)} results are not {list(phased.saved)}, in order."
-        )
+def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[int], phase: str) -> None:
+    """The names of what one phase keeps for the next tell the runtime what it is."""
+    if [names.get(name) for name in kept] != list(found):
+        raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
 
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:

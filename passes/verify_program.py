@@ -7,7 +7,7 @@ collective over another axis, a missing wait, another offset or a factor that is
 without a proof, and each such node is an error, even where no result depends on it.
 
 What is promised and checked: the slots are those of the traced program, in order; each result is held under its slot's
-spec; what belongs to a parameter, a buffer or an input (gradients, updates) lies as that does.
+spec; what belongs to a parameter, a buffer, an input or optimizer state (gradients, updates) lies as that does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import fx
 
 from autoshard.errors import InvalidSpecError, VerificationError
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
-from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.ir.program import OWNERS, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.rules.registry import inferred_operators
 from passes.derive_values import Derivation
 from passes.number_values import draws_numbers
@@ -80,14 +80,6 @@ def verify_program(program: Program, lowered: LoweredProgram) -> VerificationRep
     )
 
 
-_OWNER_KINDS = {
-    OutputKind.GRADIENT: InputKind.PARAMETER,
-    OutputKind.INPUT_GRADIENT: InputKind.INPUT,
-    OutputKind.BUFFER_UPDATE: InputKind.BUFFER,
-}
-"""What a result lies like, if it does not leave the program on its own."""
-
-
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
     """The slots are the traced program's, with its shapes, and as many as the graph has."""
     nodes = list(lowered.graph_module.graph.nodes)
@@ -123,7 +115,7 @@ def _check_slot(program: Program, lowered: LoweredProgram, slot: LocalSlot) -> N
 def _check_owners(lowered: LoweredProgram) -> None:
     owners = {(slot.slot.kind, slot.slot.name): slot.spec for slot in lowered.inputs}
     for slot in lowered.outputs:
-        kind = _OWNER_KINDS.get(OutputKind(slot.slot.kind))
+        kind = OWNERS.get(OutputKind(slot.slot.kind))
         if kind is not None and owners.get((kind, slot.slot.name)) != slot.spec:
             raise VerificationError(
                 f"{_slot_text(slot.slot)} is promised as {slot.spec!r}; what it belongs to lies as "

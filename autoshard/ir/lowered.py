@@ -50,15 +50,19 @@ class LoweredProgram:
 
 @dataclass(frozen=True, slots=True)
 class PhasedProgram:
-    """A lowered program cut into what runs in the forward and in the backward call.
+    """A lowered program cut into what runs in the forward and in the backward call, and in an optimizer's update.
 
     Args:
         lowered: the whole.
         forward: takes `forward_inputs` (indices into `lowered.inputs`: all but the tangents), returns a flat tuple of
             `forward_outputs` (indices into `lowered.outputs`: outputs and buffer updates), then the saved values.
         backward: takes the saved values, then `backward_inputs` (the tangents); returns `backward_outputs`
-            (gradients).
+            (gradients), then the values carried into the update: gradients as the update reads them, each a sum, or an
+            addend of one, so that those of micro-batches add up.
         saved: names of the forward's nodes that are kept for the backward, in order.
+        update: takes the carried values, then `update_inputs` (parameters, optimizer state, hyper-parameters); returns
+            `update_outputs` (the parameters and the state, updated). None in programs without one.
+        carried: names of the backward's nodes that the update reads, in order.
     """
 
     lowered: LoweredProgram
@@ -69,3 +73,7 @@ class PhasedProgram:
     backward_inputs: tuple[int, ...]
     backward_outputs: tuple[int, ...]
     saved: tuple[str, ...]
+    update: fx.GraphModule | None = None
+    update_inputs: tuple[int, ...] = ()
+    update_outputs: tuple[int, ...] = ()
+    carried: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ functional: no node changes its operands. Its placeholders come in the order of 
 node returns a flat tuple in the order of `outputs`. Node metadata:
 
 * `val`: a fake or meta tensor of global shape (a tuple of them for operators with several results);
-* `phase`: "forward" or "backward";
+* `phase`: "forward", "backward" or "update", which only the program of a whole training step has;
 * `module`: qualified path of the user's module that issued the operator, or "";
 * `source`: the user's line, "model.py:12 in forward", or "".
 """
@@ -13,9 +13,10 @@ node returns a flat tuple in the order of `outputs`. Node metadata:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class InputKind(StrEnum):
     INPUT = "input"
     TANGENT = "tangent"
     SEED = "seed"
+    STATE = "state"
+    HYPER = "hyper"
 
 
 class OutputKind(StrEnum):
@@ -40,6 +43,8 @@ class OutputKind(StrEnum):
     GRADIENT = "gradient"
     INPUT_GRADIENT = "input_gradient"
     BUFFER_UPDATE = "buffer_update"
+    PARAMETER_UPDATE = "parameter_update"
+    STATE_UPDATE = "state_update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,24 @@ class OutputSlot:
     """One result: the node that yields it, what it is, and the name of what it belongs to.
 
     `name` is "output:0" for outputs, the parameter's name for gradients, "input:0" for gradients of
-    inputs, the buffer's name for updates. A gradient with `None` as its node does not exist.
+    inputs, for updates the name of what is updated ("exp_avg:wte.weight" for optimizer state).
     """
 
     node: str
     kind: OutputKind
     name: str
+
+
+OWNERS: Mapping[OutputKind, InputKind] = MappingProxyType(
+    {
+        OutputKind.GRADIENT: InputKind.PARAMETER,
+        OutputKind.INPUT_GRADIENT: InputKind.INPUT,
+        OutputKind.BUFFER_UPDATE: InputKind.BUFFER,
+        OutputKind.PARAMETER_UPDATE: InputKind.PARAMETER,
+        OutputKind.STATE_UPDATE: InputKind.STATE,
+    }
+)
+"""What a result belongs to, and lies like: an input of this kind and its name; outputs belong to nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ triton.
 from autoshard.kernels.attention import attention, attention_backward, attention_composite
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.dropout import dropout
-from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update
+from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
@@ -35,5 +35,6 @@ __all__ = [
     "rnn",
     "rnn_backward",
     "sgd_update",
+    "sum_of_squares",
     "uniform",
 ]

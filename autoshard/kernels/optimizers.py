@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch._ops import OpOverload
 from torch.optim.adam import adam as run_adam
 from torch.optim.sgd import sgd as run_sgd
 
-from autoshard.kernels.library import define
+from autoshard.kernels.library import accumulation_dtype, define
 
 SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
@@ -148,7 +149,7 @@ def _run_adam(
     )
 
 
-def _values(names: Sequence[str], hyper: Tensor) -> dict[str, float]:
+def _values(names: Sequence[str], hyper: Tensor) -> dict[str, Any]:
     return dict(zip(names, hyper.tolist(), strict=True))
 
 
@@ -210,6 +211,18 @@ def _define(
     twin = define(f"{name}_", f"({', '.join([*mutated, *rest])}) -> ()", in_place, lambda *args: None)
     return update, twin
 
+
+def sum_of_squares_reference(x: Tensor) -> Tensor:
+    """The squared Euclidean norm of all elements: a scalar, float32 for narrower floats."""
+    return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype)).square()
+
+
+sum_of_squares = define(
+    "sum_of_squares",
+    "(Tensor x) -> Tensor",
+    sum_of_squares_reference,
+    lambda x: x.new_empty((), dtype=accumulation_dtype(x.dtype)),
+)
 
 _SGD = _define("sgd_update", sgd_, (), ("maximize",))
 _MOMENTUM = _define("momentum_update", momentum_, ("momentum_buffer",), ("nesterov", "maximize"))

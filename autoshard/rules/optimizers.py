@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 import autoshard.kernels  # noqa: F401  (defines the operators)
-from autoshard.rules.dims import BLOCKED, elementwise
+from autoshard.rules.dims import BLOCKED, elementwise, named, names
 from autoshard.rules.notation import Rule
 from autoshard.rules.registry import sharding_rule
 
@@ -29,3 +29,10 @@ def update(param: torch.Tensor, grad: torch.Tensor, *rest: object) -> Rule:
     count = 2 + len([index for index in tensors if index < scale])
     operands, results = elementwise([tuple(param.shape)] * count, count - 1)
     return Rule(((*operands, *[()] * (scale in tensors), (BLOCKED,)), results))
+
+
+@sharding_rule(autoshard_ops.sum_of_squares.default)
+def sum_of_squares(x: torch.Tensor) -> Rule:
+    """Pieces' sums add up; zeros add nothing."""
+    dims = named(x.dim())
+    return Rule(((dims,), ((),)), reduce=dict.fromkeys(names(dims), "sum"), padding=dict.fromkeys(names(dims), 0))

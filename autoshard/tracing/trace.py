@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import Program
+from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.calling import Call, LossCall, call_model, count_targets, take_apart, warn_of_dropped
 from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.provenance import line_of_error
+from autoshard.tracing.update import append_update
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ def trace(
     loss_fn: Callable[..., Any] | None = None,
     grad: bool = True,
     all_tangents: bool = False,
+    update: Update | None = None,
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
 
@@ -51,6 +54,7 @@ def trace(
         grad: whether to trace the backward; a model without parameters that require grad has none.
         all_tangents: take a tangent for every differentiable output. By default only losses (floating 0-dim
             outputs that require grad) get one where there are any, and the other outputs are detached.
+        update: what an optimizer does with the gradients; the program is then that of the whole training step.
 
     Returns:
         The program; see `autoshard.ir.program`.
@@ -62,7 +66,8 @@ def trace(
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=_model_call(model, args, loss_fn))
     joint = _capture(model, call, options)
     warn_of_dropped(joint.result)
-    return assemble_program(joint, model, call)
+    program = assemble_program(joint, model, call)
+    return program if update is None else append_update(program, update)
 
 
 def _model_call(model: nn.Module, args: tuple[Any, ...], loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.kernels.optimizers import IN_PLACE
+from autoshard.kernels.optimizers import IN_PLACE, sum_of_squares
 from autoshard.kernels.optimizers import adam_update as adam
 from autoshard.kernels.optimizers import amsgrad_update as amsgrad
 from autoshard.kernels.optimizers import momentum_update as momentum
@@ -104,3 +104,13 @@ def test_shapes_are_known_without_values(case: str) -> None:
     operands = [torch.randn(5, 3) for _ in range(2 + states)]
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, (*operands, None, hyper(options, 1), *flags), test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_squares_are_summed_wide(dtype: torch.dtype) -> None:
+    """Numbers that are narrower than float32 are squared and summed in it."""
+    x = torch.full((3, 100), 300.0, dtype=dtype)
+    found = sum_of_squares(x)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert found.item() == pytest.approx(300 * float(x[0, 0]) ** 2, rel=1e-6)
+    torch.library.opcheck(sum_of_squares, (x,), test_utils=("test_schema", "test_faketensor"))

@@ -40,3 +40,9 @@ def test_gradients_are_whole_or_split_never_pending() -> None:
     found = strategies(operator, (*tensors, None, hyper, *flags), {}, 2)
     placements = {(str(inputs[0]), str(inputs[1]), str(outputs[2])) for inputs, outputs in found}
     assert placements == {("R", "R", "R"), ("S(0)", "S(0)", "S(0)"), ("S(1)", "S(1)", "S(1)")}
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 3), (4,)], ids=str)
+def test_squares_of_pieces_add_up(shape: tuple[int, ...]) -> None:
+    """The norm of a split gradient awaits a sum."""
+    check_splits(ops.sum_of_squares.default, torch.randn(shape, dtype=torch.float64), meshes=MESHES)

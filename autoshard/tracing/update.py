@@ -1,0 +1,161 @@
+"""Append the update of an optimizer to a traced program: clipping, new parameters, new state.
+
+Before → after: parameters, ..., gradients become
+
+    parameters, ..., state, hyper-parameters → ..., updated parameters, updated state
+
+1. Without a limit on the gradients' norm there is no scale. With one it is min(1, limit / (norm + 1e-6)), as in
+   `torch.nn.utils.clip_grad_norm_`, of the norm over all gradients.
+2. Each parameter that has a gradient and is in a group of the update goes through the update operator of its group
+   (`autoshard.kernels.optimizers`).
+3. Gradients are no results any more; what only they needed stays, as the update needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import autoshard.kernels  # noqa: F401  (defines the operators)
+from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.ir.update import Update, UpdateRule, hyper_slot, state_slot
+
+_aten = torch.ops.aten
+_autoshard = torch.ops.autoshard
+_EPSILON = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to the norm."""
+
+_DROPPED = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
+
+
+def append_update(program: Program, update: Update) -> Program:
+    """The program of the whole step; its graph is `program`'s, extended.
+
+    Args:
+        program: a joint program with gradients, as traced.
+        update: what the optimizer does.
+    """
+    return _Appending(program, update).run()
+
+
+@dataclass(slots=True)
+class _Appending:
+    program: Program
+    update: Update
+    inputs: list[InputSlot] = field(init=False)
+    values: dict[object, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.inputs = list(self.program.inputs)
+
+    def run(self) -> Program:
+        graph = self.program.graph
+        nodes = self.program.nodes
+        output = graph.output_node()
+        gradients = {slot.name: nodes[slot.node] for slot in self.program.outputs_of(OutputKind.GRADIENT)}
+        kept = [slot for slot in self.program.outputs if slot.kind not in _DROPPED]
+        results = [nodes[slot.node] for slot in kept]
+        with graph.inserting_before(output):
+            scale = self._scale(gradients)
+            for slot, node in self._updates(gradients, scale):
+                kept.append(slot)
+                results.append(node)
+        output.args = (tuple(results),)
+        graph.lint()
+        self.program.graph_module.recompile()
+        return replace(self.program, inputs=tuple(self.inputs), outputs=tuple(kept))
+
+    def _scale(self, gradients: dict[str, fx.Node]) -> fx.Node | None:
+        """What all gradients are multiplied by, a scalar; None where they are not clipped."""
+        limit = self.update.max_grad_norm
+        if limit is None or not gradients:
+            return None
+        squares = [self._call(_autoshard.sum_of_squares.default, node, of=name) for name, node in gradients.items()]
+        total = functools.reduce(lambda one, two: self._call(_aten.add.Tensor, one, two, of=_module(two)), squares)
+        norm = self._call(_aten.sqrt.default, total)
+        ratio = self._call(_aten.mul.Tensor, self._call(_aten.reciprocal.default, self._more(norm)), limit)
+        return self._call(_aten.clamp.default, ratio, None, 1.0)
+
+    def _more(self, norm: fx.Node) -> fx.Node:
+        return self._call(_aten.add.Tensor, norm, _EPSILON)
+
+    def _updates(self, gradients: dict[str, fx.Node], scale: fx.Node | None) -> Iterator[tuple[OutputSlot, fx.Node]]:
+        """The results of the update, parameter by parameter in the order of the model."""
+        groups, hypers = self.update.group_of(), dict[int, fx.Node]()
+        for slot in self.program.inputs_of(InputKind.PARAMETER):
+            number = groups.get(slot.name)
+            if slot.name not in gradients or number is None:
+                continue
+            parameter = self.program.nodes[slot.node]
+            rule = self.update.groups[number].rule
+            if number not in hypers:
+                hypers[number] = self._hyper(number, rule, parameter)
+            state = [self._state(name, slot.name, parameter) for name in rule.state]
+            updated = self._update(rule, slot.name, [parameter, gradients[slot.name], *state, scale, hypers[number]])
+            yield OutputSlot(updated[0].name, OutputKind.PARAMETER_UPDATE, slot.name), updated[0]
+            for name, node in zip(rule.state, updated[1:], strict=True):
+                yield OutputSlot(node.name, OutputKind.STATE_UPDATE, state_slot(name, slot.name)), node
+
+    def _update(self, rule: UpdateRule, name: str, operands: Sequence[fx.Node | None]) -> list[fx.Node]:
+        """The updated parameter, then its updated state."""
+        call = self._call(getattr(_autoshard, rule.operator).default, *operands, *rule.flags, of=name)
+        if not rule.state:
+            return [call]
+        return [self._call(operator.getitem, call, index, of=name) for index in range(1 + len(rule.state))]
+
+    def _hyper(self, number: int, rule: UpdateRule, parameter: fx.Node) -> fx.Node:
+        mode = parameter.meta["val"].fake_mode
+        with mode:
+            value = torch.empty(len(rule.hyper), dtype=torch.float64, device="cpu")
+        return self._placeholder(InputKind.HYPER, hyper_slot(number), value)
+
+    def _state(self, state: str, name: str, parameter: fx.Node) -> fx.Node:
+        value: Tensor = parameter.meta["val"]
+        key = ("state", _form(value))
+        if key not in self.values:
+            self.values[key] = value.new_empty(value.shape)
+        return self._placeholder(InputKind.STATE, state_slot(state, name), self.values[key])
+
+    def _placeholder(self, kind: InputKind, slot_name: str, value: Tensor) -> fx.Node:
+        """One more input, behind all others."""
+        graph, name = self.program.graph, re.sub(r"\W", "_", slot_name)
+        with graph.inserting_after(self.values.get("last") or self.program.nodes[self.inputs[-1].node]):
+            node = graph.create_node("placeholder", name, (), {}, name=name)
+        node.meta = {"val": value, "phase": "update", "module": "", "source": ""}
+        self.inputs.append(InputSlot(node.name, kind, slot_name))
+        self.values["last"] = node
+        return node
+
+    def _call(self, target: Any, *args: Any, of: str = "") -> fx.Node:
+        """A call of the update, for the parameter `of`."""
+        node = self.program.graph.call_function(target, args)
+        module = of.rpartition(".")[0]
+        node.meta = {"phase": "update", "module": module, "source": f"{self.update.optimizer}.step"}
+        node.meta["val"] = self._value(target, args)
+        return node
+
+    def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """The fake value of a call; calls on operands of the same form share it."""
+        values = fx.map_arg(args, lambda node: node.meta["val"])
+        if target is operator.getitem:
+            return values[0][values[1]]
+        key = (target, tuple(_form(value) if isinstance(value, Tensor) else value for value in values))
+        if key not in self.values:
+            self.values[key] = target(*values)
+        return self.values[key]
+
+
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _module(node: fx.Node) -> str:
+    """A name in the module that a node belongs to."""
+    return f"{node.meta['module']}."

@@ -1,0 +1,36 @@
+"""What an optimizer does, as data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.ir.update import Update, UpdateGroup, UpdateRule, parameter_of, state_slot
+
+PLAIN = UpdateRule("sgd_update", (), (False,), ("lr",))
+HEAVY = UpdateRule("momentum_update", ("momentum_buffer",), (False, False), ("lr",))
+UPDATE = Update("SGD", (UpdateGroup(PLAIN, ("a", "b")), UpdateGroup(HEAVY, ("c",))), 1.0)
+
+
+def test_a_program_serves_updates_that_group_alike() -> None:
+    """The same, or finer on the program's side; what has no gradient may be in any group."""
+    finer = replace(UPDATE, groups=(UpdateGroup(PLAIN, ("a",)), UpdateGroup(PLAIN, ("b",)), UPDATE.groups[1]))
+    assert UPDATE.serves(UPDATE, {"a", "b", "c"})
+    assert finer.serves(UPDATE, {"a", "b", "c"})
+    assert not UPDATE.serves(finer, {"a", "b", "c"})
+    assert UPDATE.serves(finer, {"a", "c"})
+
+
+def test_a_program_serves_no_other_update() -> None:
+    """Another limit, another rule, a parameter that is not updated any more or now is."""
+    names = {"a", "b", "c"}
+    assert not UPDATE.serves(replace(UPDATE, max_grad_norm=None), names)
+    assert not UPDATE.serves(replace(UPDATE, optimizer="Adam"), names)
+    assert not UPDATE.serves(replace(UPDATE, groups=(UpdateGroup(HEAVY, ("a", "b")), UPDATE.groups[1])), names)
+    assert not UPDATE.serves(replace(UPDATE, groups=UPDATE.groups[:1]), names)
+    assert not replace(UPDATE, groups=UPDATE.groups[:1]).serves(UPDATE, names)
+
+
+def test_slots_of_state_name_their_parameter() -> None:
+    """The state's name, a colon, the parameter's."""
+    assert state_slot("exp_avg", "layers.0.weight") == "exp_avg:layers.0.weight"
+    assert parameter_of("exp_avg:layers.0.weight") == "layers.0.weight"
