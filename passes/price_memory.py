@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from autoshard.ir.recipe import Recipe
 from cost_models.memory import MOMENTS
 from passes.fold_program import AFTER, BEFORE
-from passes.price_recipe import GRADIENT_BYTES, Groups, Stage
+from passes.pipeline_stages import Stage, rank_stages
+from passes.price_recipe import GRADIENT_BYTES, Groups
 from passes.price_sections import SectionPrice
 
 WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
@@ -46,13 +47,13 @@ def memory_price(
 
     Args:
         sections: price of each section.
-        stages: how often each stage has each section; stage s is on rank s mod pipeline.
+        stages: how often each stage has each section.
         recipe: what is kept, sharded and computed again.
         groups: how many ranks share.
         in_flight: by pipeline rank, micro-batches that each of its stages holds at its peak.
     """
     ranks = [
-        _rank_memory(sections, _merged(stages[rank :: recipe.pipeline]), recipe, groups, in_flight[rank])
+        _rank_memory(sections, _merged(rank_stages(stages, recipe, rank)), recipe, groups, in_flight[rank])
         for rank in range(recipe.pipeline)
     ]
     return max(ranks, key=lambda memory: memory.total)

@@ -1,12 +1,10 @@
 """Price a recipe: from the prices of a model's sections to the time and memory of a training step.
 
-1. Blocks are shared out over the pipeline's stages; the first stage also has what comes before them, the last what
-   comes after. Blocks of one kind are priced once.
+1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
 2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: collectives of
    the tensor axis (in the backward, beside the products of weight gradients), of the context axis (beside attention),
    of the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead.
-3. The schedule runs them (`cost_models.schedules`). A long run of micro-batches is periodic, so a few rounds of the
-   pipeline are simulated and the rest is extrapolated.
+3. The schedule runs them.
 4. Once per step gradients are reduced, parameters are updated and gathered.
 """
 
@@ -15,8 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
@@ -29,18 +25,15 @@ from cost_models.collectives import (
 )
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
-from cost_models.schedules import StageTimes, simulate_pipeline
+from cost_models.schedules import StageTimes
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
 from passes.fold_program import AFTER, BEFORE
+from passes.pipeline_stages import Stage, rank_stages, run_stages
 from passes.price_sections import Busy, PhasePrice, SectionPrice, Traffic
 from passes.propagate_axis import MoveKind
 
 GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-_SCHEDULES = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,50 +98,6 @@ def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
         expert_replicas=along(recipe.expert_tensor * recipe.expert, recipe.expert_ranks // recipe.expert),
         neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage: how often it has each section."""
-
-    sections: tuple[tuple[str, int], ...]
-
-
-def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
-    """The stages of a model's blocks, in order; the ends go with the first and the last."""
-    counts = _block_counts(len(blocks), recipe)
-    stages, start = [], 0
-    for index, count in enumerate(counts):
-        names = list(blocks[start : start + count])
-        start += count
-        names = [BEFORE] * (index == 0) + names + [AFTER] * (index == len(counts) - 1)
-        stages.append(Stage(tuple((name, names.count(name)) for name in dict.fromkeys(names))))
-    return tuple(stages)
-
-
-def _block_counts(blocks: int, recipe: Recipe) -> list[int]:
-    """Blocks on each stage, as even as can be; with `split_ends` the ends count as blocks."""
-    if recipe.stage_blocks is not None:
-        if sum(recipe.stage_blocks) != blocks:
-            found = sum(recipe.stage_blocks)
-            raise RecipeError(
-                f"stage_blocks={recipe.stage_blocks!r} shares out {found} blocks; the model has {blocks}."
-            )
-        return list(recipe.stage_blocks)
-    stages = recipe.stages
-    if stages == 1:
-        return [blocks]
-    slots = blocks + (2 if recipe.split_ends else 0)
-    if slots < stages:
-        raise RecipeError(
-            f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
-            f"{blocks} blocks."
-        )
-    bounds = [round(index * slots / stages) for index in range(stages + 1)]
-    counts = [after - before for before, after in pairwise(bounds)]
-    if recipe.split_ends:
-        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
-    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,15 +258,15 @@ def step_price(
         for name, price in sections.items()
     }
     stage_times = [_stage_times(stage, times, sections, recipe, groups, model) for stage in stages]
-    pipe_s, bubble_s, in_flight = _run(stage_times, recipe, model)
+    pipe_s, bubble_s, in_flight = run_stages(stage_times, recipe)
     ends = [
         _end_times(index, stages, sections, times, recipe, groups, cluster, model) for index in range(recipe.pipeline)
     ]
     end = max(ends, key=lambda parts: sum(parts.values()))
     total = pipe_s + sum(end.values()) + model.step_overhead_s
     breakdown: dict[str, float] = {}
-    for rank_stages in (_rank_stages(stages, recipe, rank) for rank in range(recipe.pipeline)):
-        for stage in rank_stages:
+    for rank in range(recipe.pipeline):
+        for stage in rank_stages(stages, recipe, rank):
             for name, count in stage.sections:
                 for axis, value in times[name].communication.items():
                     key = f"communication over {axis}"
@@ -332,10 +281,6 @@ def step_price(
         breakdown["overhead"] = model.step_overhead_s
     compute = total - sum(breakdown.values())
     return StepPrice(total, {"compute": compute, **breakdown}, in_flight)
-
-
-def _rank_stages(stages: Sequence[Stage], recipe: Recipe, rank: int) -> list[Stage]:
-    return [stages[index] for index in range(rank, len(stages), recipe.pipeline)]
 
 
 def _stage_times(
@@ -368,37 +313,6 @@ def _send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Gro
     return sent
 
 
-_EXACT_ROUNDS = 2
-"""Micro-batches per pipeline rank up to which a step is simulated whole."""
-
-
-def _run(stages: Sequence[StageTimes], recipe: Recipe, model: StepModel) -> tuple[float, float, tuple[float, ...]]:
-    """Seconds of the pipeline, of its bubble, and micro-batches in flight on each rank."""
-    if recipe.pipeline == 1:
-        (only,) = stages
-        return recipe.micro_batches * (only.forward_s + only.backward_s), 0.0, (1.0,)
-    name = _SCHEDULES[recipe.schedule or "1f1b"]
-    name = "Interleaved1F1B" if name == "1F1B" and recipe.virtual_stages > 1 else name
-    count = recipe.micro_batches
-    few = _EXACT_ROUNDS * recipe.pipeline + count % recipe.pipeline
-    short = _simulate(name, tuple(stages), min(count, few), recipe.virtual_stages, recipe.overlap_pipeline)
-    if count <= few:
-        return short
-    longer = _simulate(name, tuple(stages), few + recipe.pipeline, recipe.virtual_stages, recipe.overlap_pipeline)
-    rounds = (count - few) / recipe.pipeline
-    total = short[0] + (longer[0] - short[0]) * rounds
-    bubble = short[1] + (longer[1] - short[1]) * rounds
-    return total, bubble, short[2]
-
-
-@lru_cache(maxsize=4096)
-def _simulate(
-    name: str, stages: tuple[StageTimes, ...], micro_batches: int, virtual_stages: int, overlaps: bool
-) -> tuple[float, float, tuple[float, ...]]:
-    line = simulate_pipeline(name, stages, micro_batches, virtual_stages, overlap_sends=overlaps)
-    return line.total_s, line.bubble_s, tuple(item / virtual_stages for item in line.in_flight)
-
-
 def _end_times(
     rank: int,
     stages: Sequence[Stage],
@@ -410,7 +324,7 @@ def _end_times(
     model: StepModel,
 ) -> dict[str, float]:
     """What a pipeline rank does once per step: reduce gradients, update, gather parameters."""
-    mine = [(sections[name], times[name], count) for stage in _rank_stages(stages, recipe, rank)
+    mine = [(sections[name], times[name], count) for stage in rank_stages(stages, recipe, rank)
             for name, count in stage.sections]  # fmt: skip
     dense = sum(price.parameters * count for price, _, count in mine)
     expert = sum(price.expert_parameters * count for price, _, count in mine)

@@ -76,14 +76,6 @@ def test_a_pipeline_has_a_bubble_that_micro_batches_shrink() -> None:
     assert shares[0] > 2 * shares[1] > 0
 
 
-def test_extrapolated_pipelines_equal_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long run of micro-batches is periodic."""
-    recipe = Recipe(pipeline=4, global_batch=50)
-    short = _price(recipe).predicted.step_time_s
-    monkeypatch.setattr("passes.price_recipe._EXACT_ROUNDS", 100)
-    assert _price(recipe).predicted.step_time_s == pytest.approx(short, rel=1e-3)
-
-
 def test_experts_are_shared_out_and_tokens_exchanged() -> None:
     """Each rank keeps its experts, and pays for sending tokens."""
     recipe = Recipe(data=4, expert=4, micro_batch=4)

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from autoshard import Cluster, Recipe
+from passes.pipeline_stages import share_out
 from passes.price_memory import MemoryPrice, memory_price
 from passes.price_model import PricedModel
-from passes.price_recipe import recipe_groups, share_out
+from passes.price_recipe import recipe_groups
 from tests.passes.decoders import dense, folded
 
 PRICED = PricedModel(folded(dense(8)))

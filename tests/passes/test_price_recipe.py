@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from autoshard import Cluster, Recipe, RecipeError
+from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
+from passes.pipeline_stages import share_out
 from passes.price_model import PricedModel
 from passes.price_recipe import (
     accumulation_bytes,
@@ -15,7 +16,6 @@ from passes.price_recipe import (
     pieces,
     recipe_groups,
     section_time,
-    share_out,
     step_price,
 )
 from tests.passes.decoders import dense, folded
@@ -34,28 +34,6 @@ def _seconds(recipe: Recipe, model: StepModel = MODEL) -> float:
     prices = PRICED.section_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
     return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster, model).time_s
-
-
-def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
-    """The first stage has what comes before the blocks, the last what comes after."""
-    stages = share_out(("b",) * 10, Recipe(pipeline=4))
-    assert [dict(stage.sections).get("b") for stage in stages] == [2, 3, 3, 2]
-    assert stages[0].sections[0] == ("before", 1)
-    assert stages[-1].sections[-1] == ("after", 1)
-
-
-def test_ends_count_as_blocks_where_they_are_split() -> None:
-    """Seventy blocks on twelve stages are five on the first and the last, and six between."""
-    stages = share_out(("b",) * 70, Recipe(pipeline=12, split_ends=True))
-    assert [dict(stage.sections)["b"] for stage in stages] == [5, *[6] * 10, 5]
-
-
-def test_given_counts_are_kept() -> None:
-    """And must be as many as there are blocks."""
-    stages = share_out(("b",) * 5, Recipe(pipeline=2, stage_blocks=(4, 1)))
-    assert [dict(stage.sections)["b"] for stage in stages] == [4, 1]
-    with pytest.raises(RecipeError, match="shares out 5 blocks; the model has 6"):
-        share_out(("b",) * 6, Recipe(pipeline=2, stage_blocks=(4, 1)))
 
 
 def test_groups_follow_megatrons_order_of_ranks() -> None:

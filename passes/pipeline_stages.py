@@ -1,0 +1,105 @@
+"""The stages of a recipe's pipeline: which blocks each has, on which rank it is, and how its schedule runs them.
+
+The first stage also has what comes before the blocks, the last what comes after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import Recipe
+from cost_models.errors import CostArgumentError
+from cost_models.schedule_orders import stage_ranks
+from cost_models.schedule_times import pipeline_times
+from cost_models.schedules import StageTimes
+from passes.fold_program import AFTER, BEFORE
+
+_SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage: how often it has each section."""
+
+    sections: tuple[tuple[str, int], ...]
+
+
+def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages of a model's blocks, in order; the ends go with the first and the last."""
+    counts = _block_counts(len(blocks), recipe)
+    stages, start = [], 0
+    for index, count in enumerate(counts):
+        names = list(blocks[start : start + count])
+        start += count
+        names = [BEFORE] * (index == 0) + names + [AFTER] * (index == len(counts) - 1)
+        stages.append(Stage(tuple((name, names.count(name)) for name in dict.fromkeys(names))))
+    return tuple(stages)
+
+
+def _block_counts(blocks: int, recipe: Recipe) -> list[int]:
+    """Blocks on each stage, as even as can be; with `split_ends` the ends count as blocks."""
+    if recipe.stage_blocks is not None:
+        if sum(recipe.stage_blocks) != blocks:
+            found = sum(recipe.stage_blocks)
+            raise RecipeError(
+                f"stage_blocks={recipe.stage_blocks!r} shares out {found} blocks; the model has {blocks}."
+            )
+        return list(recipe.stage_blocks)
+    stages = recipe.stages
+    if stages == 1:
+        return [blocks]
+    slots = blocks + (2 if recipe.split_ends else 0)
+    if slots < stages:
+        raise RecipeError(
+            f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
+            f"{blocks} blocks."
+        )
+    bounds = [round(index * slots / stages) for index in range(stages + 1)]
+    counts = [after - before for before, after in pairwise(bounds)]
+    if recipe.split_ends:
+        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    return counts
+
+
+def rank_stages(stages: Sequence[Stage], recipe: Recipe, rank: int) -> list[Stage]:
+    """The stages on a pipeline rank, as its schedule lays them out."""
+    owners = stage_ranks(schedule_name(recipe), recipe.pipeline, recipe.virtual_stages)
+    return [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
+
+
+def schedule_name(recipe: Recipe) -> str:
+    """The name of a recipe's schedule in `cost_models.schedule_orders`."""
+    name = _SCHEDULES[recipe.schedule or "1f1b"]
+    return "Interleaved1F1B" if name == "1F1B" and recipe.virtual_stages > 1 else name
+
+
+def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, float, tuple[float, ...]]:
+    """Seconds of the pipeline, of its bubble, and micro-batches in flight on each rank.
+
+    Raises:
+        RecipeError: the schedule does not take so many micro-batches or virtual stages.
+    """
+    if recipe.pipeline == 1:
+        (only,) = stages
+        return recipe.micro_batches * (only.forward_s + only.backward_s), 0.0, (1.0,)
+    try:
+        return _pipeline(
+            schedule_name(recipe), tuple(stages), recipe.micro_batches, recipe.virtual_stages, recipe.overlap_pipeline
+        )
+    except CostArgumentError as error:
+        raise RecipeError(f"pipeline={recipe.pipeline}, virtual_stages={recipe.virtual_stages}: {error}") from error
+
+
+@lru_cache(maxsize=4096)
+def _pipeline(
+    schedule: str, stages: tuple[StageTimes, ...], micro_batches: int, virtual_stages: int, overlaps: bool
+) -> tuple[float, float, tuple[float, ...]]:
+    times = pipeline_times(schedule, stages, micro_batches, virtual_stages, overlap_sends=overlaps)
+    return times.total_s, times.bubble_s, tuple(held / virtual_stages for held in times.in_flight)
