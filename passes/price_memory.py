@@ -18,10 +18,8 @@ from autoshard.ir.recipe import Recipe
 from cost_models.memory import MOMENTS
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, rank_stages
-from passes.price_recipe import GRADIENT_BYTES, Groups
+from passes.price_recipe import GRADIENT_BYTES, WEIGHT_BYTES, Groups
 from passes.price_sections import SectionPrice
-
-WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from cost_models.collectives import (
     all_gather_time,
     all_reduce_time,
     all_to_all_time,
+    broadcast_time,
     point_to_point_time,
     reduce_scatter_time,
 )
@@ -34,6 +35,7 @@ from passes.price_sections import Busy, PhasePrice, SectionPrice, Traffic
 from passes.propagate_axis import MoveKind
 
 GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,14 @@ def _sum(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]
 
 
 def computing_time(busy: Busy, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
-    """Seconds of computation, or of issuing it where that takes longer."""
+    """Seconds of computation, or of issuing it where that takes longer; both where the host waits for each kernel."""
     device_s = (
         busy.matmul_s * model.matmul_slowdown
         + busy.attention_s * model.attention_slowdown
         + busy.memory_s * model.memory_slowdown
     )
+    if recipe.blocking_launches:
+        return device_s + busy.kernels * cluster.device.dispatch("blocking")
     issue_s = busy.kernels * cluster.device.dispatch("graph" if recipe.cuda_graph else "eager")
     return max(device_s, issue_s)
 
@@ -331,6 +335,9 @@ def _end_times(
     backward = sum((time.backward_s + time.recompute_s) * count for _, time, count in mine)
     forward = sum(time.forward_s * count for _, time, count in mine)
     reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, model)
+    if recipe.whole_tensors:
+        tensors = sum(price.tensors * count for price, _, count in mine)
+        gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
     if recipe.overlap_gradients:
         reduce_s = model.beside(backward, reduce_s) - backward
     if recipe.overlap_parameters:
@@ -347,7 +354,7 @@ def exchange_times(
     """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements."""
     gradient = GRADIENT_BYTES[recipe.gradient_dtype]
     reduce_s = gather_s = 0.0
-    if recipe.zero in (1, 2) and groups.zero.size == groups.replicas.size:
+    if recipe.zero in (1, 2) and groups.zero.size == groups.replicas.size and not recipe.whole_tensors:
         reduce_s = _in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, model)
     elif recipe.zero < 3:
         reduce_s = _in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, model)
@@ -359,6 +366,18 @@ def exchange_times(
     elif expert:
         reduce_s += _in_pieces(all_reduce_time, expert * gradient, groups.expert_replicas, recipe, model)
     return reduce_s, gather_s
+
+
+def broadcasts_time(elements: float, tensors: int, recipe: Recipe, groups: Groups, model: StepModel) -> float:
+    """Seconds in which every rank broadcasts the parameters that it updated: one message a rank, of whole tensors.
+
+    Where there are more ranks than tensors, as many messages as tensors. Each passes the whole ring, so latency grows
+    with ranks times messages.
+    """
+    group = groups.zero
+    count = max(1, min(tensors, group.size))
+    each = broadcast_time(WEIGHT_BYTES[recipe.precision] * elements / count, group)
+    return count * each * slowdown(group, model)
 
 
 def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:

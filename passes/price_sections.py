@@ -80,6 +80,7 @@ class SectionPrice:
         entering_bytes: of what comes in.
         largest_bytes: of the largest value that it makes.
         parameters: elements on each rank before ZeRO, of those that all replicas hold.
+        tensors: how many tensors these are.
         expert_parameters: elements on each rank of those that the expert axis splits.
     """
 
@@ -90,6 +91,7 @@ class SectionPrice:
     entering_bytes: int
     largest_bytes: int
     parameters: int
+    tensors: int
     expert_parameters: int
 
 
@@ -130,6 +132,7 @@ def price_section(section: Section, setting: Setting, *, is_block: bool) -> Sect
         entering_bytes=sum(item.local_bytes(setting.batch, alone) for item in section.entering),
         largest_bytes=max(outputs, default=0),
         parameters=dense,
+        tensors=len(section.parameters) - len(section.expert_parameters),
         expert_parameters=expert,
     )
 

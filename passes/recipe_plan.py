@@ -15,9 +15,9 @@ from cost_models.hardware import Cluster
 from cost_models.intervals import step_time_uncertainty
 from cost_models.step import StepModel, fitted
 from passes.pipeline_stages import share_out
-from passes.price_memory import WEIGHT_BYTES, memory_price
+from passes.price_memory import memory_price
 from passes.price_model import CountedModel, PricedModel, RecipeKind
-from passes.price_recipe import model_flops, recipe_groups, step_price
+from passes.price_recipe import WEIGHT_BYTES, model_flops, recipe_groups, step_price
 from passes.propagate_axis import AXIS, AxisLayout
 
 

@@ -62,8 +62,11 @@ class Recipe:
             under ZeRO-3.
         listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
             by one (torch.distributed.all_gather before torch 1.10).
+        whole_tensors: ZeRO-1 keeps each parameter whole on one rank: gradients are reduced to all, updated parameters
+            broadcast one by one (InternEvo's hybrid optimizer), not scattered and gathered.
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
         cuda_graph: kernels are launched from a captured graph.
+        blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
 
     Raises:
         RecipeError: a field is out of range, or two fields contradict each other; names them.
@@ -104,8 +107,10 @@ class Recipe:
     overlap_expert: bool = False
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
+    whole_tensors: bool = False
     fused: bool = True
     cuda_graph: bool = False
+    blocking_launches: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -171,6 +176,8 @@ class Recipe:
                 f"expert={self.expert} must divide data={self.data} x context={self.context} x tensor={self.tensor} / "
                 f"expert_tensor={self.expert_tensor}: experts are shared out among the ranks of a pipeline stage."
             )
+        if self.whole_tensors and self.zero != 1:
+            raise RecipeError(f"whole_tensors=True says how ZeRO-1 shares parameters out, but zero={self.zero}.")
         if self.zero_group is not None and self.replicas % self.zero_group:
             raise RecipeError(
                 f"zero_group={self.zero_group} must divide data={self.data} x context={self.context}, over which ZeRO "

@@ -192,7 +192,7 @@ def rank_report(results: Sequence[Result]) -> list[str]:
             label = " ".join(map(str, group))
             lines.append(f"| {label} | {len(items)} | {found[-1][0]:.2f} | {found[-1][1]:.1%} |")
     if found:
-        good = sum(rho >= 0.9 for rho, _ in found)
+        good = sum(rho >= 0.9 - 1e-9 for rho, _ in found)
         lines.append(f"| **{good} of {len(found)} groups at 0.9** | | {statistics.fmean(r for r, _ in found):.2f} | "
                      f"{statistics.fmean(r for _, r in found):.1%} |")  # fmt: skip
     return [*lines, ""]

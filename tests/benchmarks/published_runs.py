@@ -31,7 +31,10 @@ class Framework:
         gradient_dtype: None: that of the model.
         early_stop, attention: see `Recipe`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
             reentrant (scripts/train/benchmarking/submit_benchmarks.py @12a63191).
-        bucket_bytes: see `Recipe`. InternEvo broadcasts each tensor by itself, FSDP gathers a block at a time.
+        bucket_bytes: see `Recipe`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 MiB.
+        whole_tensors: see `Recipe` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py).
+        blocking_launches: see `Recipe` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
+            beside it: without it the training hung).
     """
 
     dropout: float = 0.0
@@ -45,6 +48,8 @@ class Framework:
     bucket_bytes: int = 200_000_000
     early_stop: bool = False
     attention: str | None = None
+    whole_tensors: bool = False
+    blocking_launches: bool = False
 
 
 _MEGATRON_2020 = Framework(
@@ -54,12 +59,12 @@ _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_paramet
 _MEGATRON_CORE = Framework(overlap_pipeline=True)
 FRAMEWORKS: Mapping[str, Framework] = {
     "mosaicml": Framework(fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton"),
-    "bigscience": _MEGATRON_2020,
+    "bigscience": replace(_MEGATRON_2020, blocking_launches=True),
     "megatron-2020": _MEGATRON_2020,
     "sc21-table1": _MEGATRON_2020,
     "sc21-table2": replace(_MEGATRON_2020, bucket_bytes=900_000_000),
     "korthikanti": _MEGATRON_2022,
-    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=45_000_000),
+    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=2**29, whole_tensors=True),
     "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
@@ -156,6 +161,8 @@ def recipe_of(row: Row) -> Recipe:
         attention=framework.attention,
         overlap_expert=bool(plan.get("moe_a2a_overlap")),
         fused=framework.fused,
+        whole_tensors=framework.whole_tensors,
+        blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )
 
