@@ -54,12 +54,16 @@ def strategies(
 
     Args:
         op: a `torch.ops` overload, or a custom operator.
-        args, kwargs: its arguments; tensors may be real, fake or on "meta", only their shapes and dtypes count.
+        args, kwargs: its arguments; tensors may be real, fake or on "meta": only shapes and dtypes count, but for an
+            operator whose result's shape depends on values.
         axis_size: the number of ranks along the axis.
 
     Returns:
         Pairs of placements for the tensor operands and for the tensor results, in order; the replicated
         strategy first, and alone where the operator has no rule.
+
+    Raises:
+        NotImplementedError: a result's shape depends on values, and an operand has none.
 
     Example:
         >>> import torch

@@ -86,11 +86,15 @@ def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Seque
 
 @sharding_rule(aten.put.default)
 def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Rule:
+    """What is added to is linear in both, and keeps the order of the target only: a maximum of sums is not a sum."""
     target = all_blocked(x.dim())
-    if not accumulate or not is_additive(x) or index.shape != source.shape:
-        return _written(((target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)), x, source, 2)
-    places = named(index.dim(), "i")
+    whole = (target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)
+    if not accumulate:
+        return _written(whole, x, source, 2)
     carries = meaningful([x], increasing((0,)))
+    if not is_additive(x) or index.shape != source.shape:
+        return Rule(whole, linear=[(0, 2)] if is_additive(x) else (), carries=carries)
+    places = named(index.dim(), "i")
     reduce = dict.fromkeys(names(places), "sum")
     return Rule(((target, places, places), (target,)), reduce=reduce, added=(0,), linear=[(0, 2)], carries=carries)
 

@@ -339,7 +339,7 @@ def index_put(
     target, index_dims, selected = dims
     sides = ((target, *index_dims, broadcast_dims(values.shape, selected)), (target,))
     linear = [(0, len(index_dims) + 1)] if is_additive(x, values) else ()
-    of_index = {factor for operand in index_dims for factor in names(operand)}
+    of_index = {factor for operand in index_dims for factor in names(operand)}  # none of masks
     last = len(index_dims) + 1
     if not accumulate or not linear:
         return Rule(sides, linear=linear, blocked=of_index, carries=_beside(x, values, last))
@@ -348,22 +348,38 @@ def index_put(
 
 
 def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Dims, tuple[Dims, ...], Dims] | None:
-    """The dims of the operand, of each index, and of what they select; None for masks, whose counts depend on data."""
-    present = [position for position, index in enumerate(indices) if index is not None]
+    """The dims of the operand, of each index, and of what they select; None where there is no index.
+
+    A mask stands for the indices of as many dims as it has, one vector each. How long they are depends on its values.
+    """
     tensors = [index for index in indices if index is not None]
-    if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
+    if not tensors:
         return None
-    shape = broadcast_shape([index.shape for index in tensors])
-    of_index = named(len(shape), "i")
+    has_mask = any(map(_is_mask, tensors))
+    present = _indexed_dims(indices)
+    shape = broadcast_shape([(1,) if _is_mask(index) else index.shape for index in tensors])
+    of_index = all_blocked(len(shape)) if has_mask else named(len(shape), "i")
     source = with_blocked(named(x.dim()), present)
     kept = [source[dim] for dim in range(x.dim()) if dim not in present]
     is_adjacent = present == list(range(present[0], present[-1] + 1))
     before = present[0] if is_adjacent else 0
-    return (
-        source,
-        tuple(broadcast_dims(index.shape, of_index) for index in tensors),
-        (*kept[:before], *of_index, *kept[before:]),
-    )
+    of_each = (all_blocked(index.dim()) if has_mask else broadcast_dims(index.shape, of_index) for index in tensors)
+    return source, tuple(of_each), (*kept[:before], *of_index, *kept[before:])
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _indexed_dims(indices: Sequence[torch.Tensor | None]) -> list[int]:
+    """The dims that indices stand for; a mask stands for several, and all behind it move on."""
+    found: list[int] = []
+    dim = 0
+    for index in indices:
+        width = index.dim() if index is not None and _is_mask(index) else 1
+        found += range(dim, dim + width) if index is not None else ()
+        dim += width
+    return found
 
 
 @sharding_rule(aten.take.default)

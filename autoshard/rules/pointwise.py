@@ -6,6 +6,7 @@ linear, a maximum where it keeps the order of numbers, a product where it is a p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -173,10 +174,21 @@ def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> 
     return _rule([x], (), _if(x.is_floating_point(), scaled(other, 0)))
 
 
+def _keeps_type(x: torch.Tensor, number: Any) -> bool:
+    """Whether arithmetic with a number stays in the type of `x`: integers wrap round, what they become does not."""
+    return x.is_floating_point() or x.is_complex() or isinstance(number, int)
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, int | float) and math.isfinite(number)
+
+
 @sharding_rule(aten.add.Scalar, aten.sub.Scalar)
 def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
     """No sums: the number would be added once per rank. No order of integers: the identity of a maximum wraps round."""
-    return _rule([x], (), _if(x.is_floating_point(), increasing((0,))))
+    if other == 0 and _keeps_type(x, other):
+        return _rule([x], _in_first([x]), moving((0,)))
+    return _rule([x], (), _if(x.is_floating_point() and _is_finite(other), increasing((0,))))
 
 
 @sharding_rule(aten.rsub.Scalar)
@@ -202,14 +214,17 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
     """The weighted sum of two tensors, or of a tensor and a number.
 
-    A tensor may hold -inf (a mask), and what awaits a minimum +inf on a rank with nothing: their sum is no number.
+    A tensor may hold -inf (a mask). So may what awaits a maximum, on a rank with nothing; what awaits a minimum, +inf.
+    Where the two become infinities of different signs, their sum is no number.
     """
-    operands = tensors(x, other)
-    linear = [(0, 1)] if len(operands) == 2 and is_additive(*operands) else ()
-    carries = [*scaled(scale, 0), *scaled(other_scale, 1)]
-    if len(operands) == 2:
-        carries = [carry for carry in carries if carry.result(0) is Reduction.MAX]
-    return _rule(operands, linear, _if(all(operand.is_floating_point() for operand in operands), carries))
+    if not isinstance(other, torch.Tensor):
+        is_ordered = x.is_floating_point() and _is_finite(other)
+        return shift(x, other) if scale == 1 else _rule([x], (), _if(is_ordered, scaled(scale, 0)))
+    is_real = all(isinstance(factor, int | float) for factor in (scale, other_scale))
+    awaited = Reduction.MAX if is_real and (scale > 0) == (other_scale > 0) else Reduction.MIN
+    carries = [carry for carry in [*scaled(scale, 0), *scaled(other_scale, 1)] if carry.reduction is awaited]
+    linear = [(0, 1)] if is_additive(x, other) else ()
+    return _rule([x, other], linear, _if(x.is_floating_point() and other.is_floating_point(), carries))
 
 
 @sharding_rule(aten.lerp.Scalar)
@@ -219,10 +234,12 @@ def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
 
 @sharding_rule(aten.pow.Tensor_Scalar)
 def power(x: torch.Tensor, exponent: Any) -> Rule:
-    """An integer power of a product is the product of the powers; odd ones keep the order."""
+    """An integer power of a product is the product of the powers; odd ones keep the order; the first is the operand."""
     number = 0.0 if isinstance(exponent, complex) else float(exponent)
     is_whole = number.is_integer() and number != 0
     is_odd = is_whole and number > 0 and number % 2 == 1
+    if number == 1 and _keeps_type(x, exponent):
+        return _rule([x], _in_first([x]), moving((0,)))
     return _rule([x], (), [*_if(is_whole, products((0,))), *_if(is_odd and x.is_floating_point(), increasing((0,)))])
 
 

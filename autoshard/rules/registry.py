@@ -118,13 +118,28 @@ def _without_order(rule: Rule) -> Rule:
 
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensor results of one call, on the "meta" device: shapes and dtypes, nothing is computed."""
+    """The tensor results of one call, on the "meta" device: shapes and dtypes, nothing is computed.
+
+    Where shapes depend on values (a mask as an index), the call is made as it is, if there are values.
+
+    Raises:
+        NotImplementedError: they depend on values, and an operand is on "meta" or fake.
+    """
     named: dict[str, Any] = dict(_on_meta(kwargs))
     if any(argument.name == "device" for argument in operator._schema.arguments):
         named["device"] = torch.device("meta")
     with torch.no_grad():
-        result = operator(*_on_meta(args), **named)
+        try:
+            result = operator(*_on_meta(args), **named)
+        except NotImplementedError:
+            if not all(map(_has_values, tensor_operands(args, kwargs))):
+                raise
+            result = operator(*args, **kwargs)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _on_meta(values: Any) -> Any:

@@ -46,7 +46,7 @@ def reshape_alias(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -
     return _reshape(x, size, _local_view)
 
 
-@sharding_rule(aten.as_strided.default)
+@sharding_rule(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Rule | None:
     """Splits only where it reshapes contiguous memory."""
     is_plain = x.is_contiguous() and x.numel() == math.prod(size) and list(stride) == _contiguous_stride(size)

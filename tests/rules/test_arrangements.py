@@ -29,6 +29,8 @@ _CALLS: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = [
     (aten.masked_scatter_backward.default, (_X, _MASK, [4, 8])),
     (aten.put.default, (_X, torch.randperm(4), tensor(4))),
     (aten.put.default, (_X, _INDEX, tensor(4), True)),
+    (aten.put.default, (_X, _INDEX, tensor(2, 2), True)),
+    (aten.put.default, (_X, _INDEX, tensor(2, 2))),
     (aten._unsafe_masked_index.default, (_X, _MASK[:, 0], [_INDEX % 4, _INDEX], 0)),
     (aten._unsafe_masked_index.default, (_X, _MASK[:, 0], [_INDEX % 4, _INDEX], 3)),
     (aten._unsafe_masked_index_put_accumulate.default, (_X, _MASK[:, 0], [_INDEX % 4, _INDEX], tensor(4))),

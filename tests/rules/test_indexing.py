@@ -80,10 +80,29 @@ def test_bags_of_maxima() -> None:
     assert "aten._embedding_bag_backward.default" in tried
 
 
-def test_masks_are_not_split() -> None:
-    """How much a mask selects depends on the data, so a boolean index is refused."""
-    x = tensor(4, 4)
-    assert len(strategies(aten.index_put.default, (x, [x > 0], tensor(1)), {}, 2)) == 1
+_ROWS = torch.tensor([True, False, True, True])
+_CELLS = torch.tensor([[True, False], [False, True], [True, True], [False, False]])
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.index.Tensor, (tensor(4, 8), [_ROWS])),
+        (aten.index.Tensor, (tensor(2, 4, 6), [None, _ROWS])),
+        (aten.index.Tensor, (tensor(4, 2, 6), [_CELLS])),
+        (aten.index.Tensor, (tensor(4, 2, 6), [_ROWS, torch.tensor([1, 0, 1])])),
+        (aten.index.Tensor, (tensor(4, 6, 4, 2), [_ROWS, None, torch.tensor([1, 0, 1])])),
+        (aten.index_put.default, (tensor(4, 8), [_ROWS], tensor(3, 8))),
+        (aten.index_put.default, (tensor(4, 8), [_ROWS], tensor(8))),
+        (aten.index_put.default, (tensor(6, 4, 2), [None, _CELLS], tensor(6, 4), True)),
+    ],
+    ids=str,
+)
+def test_masks_are_not_split(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
+    """How much a mask selects depends on the data, so what it masks stays whole; other dims are free."""
+    check_splits(op, *args)
+    masked = [tuple(inputs[1:-1] if len(inputs) > 2 else inputs[1:]) for inputs, _ in strategies(op, args, {}, 2)]
+    assert not any(placement.is_shard() for inputs in masked for placement in inputs)
 
 
 def test_additions_need_a_partial_target() -> None:

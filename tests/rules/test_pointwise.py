@@ -93,7 +93,7 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.mul.Scalar, (_X, -2), "0max>min 0min>max"),
     (aten.mul.Scalar, (_X, 0), ""),
     (aten.sin.default, (_X,), ""),
-    (aten.sub.Tensor, (_X, _X), "0max>max 1min>max"),
+    (aten.sub.Tensor, (_X, _X), "0min>min 1min>max"),
     (aten.add.Tensor, (_X, _MASK), "0max>max 1max>max"),
     (aten.maximum.default, (_X, _X), "01max>max 0max>max 0min>min 1max>max 1min>min"),
     (aten.ge.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),

@@ -82,6 +82,7 @@ def test_view_of_a_strided_piece() -> None:
         (aten.view_as_real.default, (torch.complex(tensor(4, 2), tensor(4, 2)),)),
         (aten.view_as_complex.default, (tensor(4, 2),)),
         (aten.as_strided.default, (tensor(4, 8), [4, 2, 4], [8, 4, 1], 0)),
+        (aten.as_strided_copy.default, (tensor(4, 8), [4, 2, 4], [8, 4, 1], 0)),
     ],
     ids=str,
 )
