@@ -131,7 +131,7 @@ def section_time(
     elif is_block and recipe.recompute == "selective":
         recompute = computing_time(price.forward.core, recipe, cluster, model)
         again = {"compute": recompute}
-    gathering = sharded_time(price, recipe, groups, model)
+    gathering = sharded_time(price, recipe, groups, cluster, model)
     parts = {"forward": (forward, gathering[0]), "backward": (_sum(backward, again), gathering[1])}
     shown: dict[str, float] = {}
     totals = {}
@@ -170,6 +170,8 @@ def _phase_time(
 ) -> dict[str, float]:
     """Seconds of a phase: "compute", and what of each axis's communication is exposed."""
     times = {"compute": computing_time(phase.busy, recipe, cluster, model)}
+    if recipe.blocking_launches:
+        times["compute"] += len(phase.traffic) * cluster.device.dispatch("blocking")
     budgets = {
         "tensor": phase.busy.weight_gradient_s * model.matmul_slowdown
         if recipe.overlap_tensor and is_backward
@@ -205,9 +207,8 @@ def slowdown(group: GroupLinks, model: StepModel) -> float:
     return model.network_slowdown if group.inter is not None else model.fabric_slowdown
 
 
-LISTING_S = 2e-5
-"""Host time per rank of a collective that takes a list of tensors: a view and a copy are issued for each, at about
-10 us an operator (device files, dispatch.eager)."""
+_LISTING_OPERATORS = 2
+"""What the host issues for each rank of a collective that takes a list of tensors: a view, and a copy."""
 
 
 def pieces(total_bytes: float, recipe: Recipe) -> int:
@@ -220,22 +221,33 @@ def _in_pieces(
     total_bytes: float,
     group: GroupLinks,
     recipe: Recipe,
+    cluster: Cluster,
     model: StepModel,
+    *,
+    count: int | None = None,
 ) -> float:
-    """Seconds of exchanging bytes in pieces of the recipe's size, and of listing a tensor for each rank if it does."""
-    count = pieces(total_bytes, recipe)
-    listing_s = group.size * LISTING_S if recipe.listed_collectives and group.size > 1 else 0.0
+    """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
+    count = pieces(total_bytes, recipe) if count is None else count
+    listing_s = 0.0
+    if recipe.listed_collectives and group.size > 1:
+        listing_s = group.size * _LISTING_OPERATORS * cluster.device.dispatch("eager")
     return count * (exchange(total_bytes / count, group) * slowdown(group, model) + listing_s)
 
 
-def sharded_time(price: SectionPrice, recipe: Recipe, groups: Groups, model: StepModel) -> tuple[float, float]:
-    """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after."""
+def sharded_time(
+    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+) -> tuple[float, float]:
+    """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after.
+
+    Where collectives take lists, each matrix is gathered by itself, and vectors stay whole (DeepSpeed's ZeRO-3).
+    """
     if recipe.zero < 3:
         return 0.0, 0.0
     weights, gradients = price.parameters * 2, price.parameters * GRADIENT_BYTES[recipe.gradient_dtype]
-    gather = _in_pieces(all_gather_time, weights, groups.zero, recipe, model)
-    scatter = _in_pieces(reduce_scatter_time, gradients, groups.zero, recipe, model)
-    outer = _in_pieces(all_reduce_time, gradients / groups.zero.size, groups.outer, recipe, model)
+    each = max(1, price.matrices) if recipe.listed_collectives else None
+    gather = _in_pieces(all_gather_time, weights, groups.zero, recipe, cluster, model, count=each)
+    scatter = _in_pieces(reduce_scatter_time, gradients, groups.zero, recipe, cluster, model)
+    outer = _in_pieces(all_reduce_time, gradients / groups.zero.size, groups.outer, recipe, cluster, model)
     return gather, gather + scatter + outer
 
 
@@ -334,7 +346,7 @@ def _end_times(
     expert = sum(price.expert_parameters * count for price, _, count in mine)
     backward = sum((time.backward_s + time.recompute_s) * count for _, time, count in mine)
     forward = sum(time.forward_s * count for _, time, count in mine)
-    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, model)
+    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, cluster, model)
     if recipe.whole_tensors:
         tensors = sum(price.tensors * count for price, _, count in mine)
         gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
@@ -349,22 +361,22 @@ def _end_times(
 
 
 def exchange_times(
-    dense: float, expert: float, recipe: Recipe, groups: Groups, model: StepModel
+    dense: float, expert: float, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
 ) -> tuple[float, float]:
     """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements."""
     gradient = GRADIENT_BYTES[recipe.gradient_dtype]
     reduce_s = gather_s = 0.0
     if recipe.zero in (1, 2) and groups.zero.size == groups.replicas.size and not recipe.whole_tensors:
-        reduce_s = _in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, model)
+        reduce_s = _in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
     elif recipe.zero < 3:
-        reduce_s = _in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, model)
+        reduce_s = _in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, cluster, model)
     if recipe.zero in (1, 2):
-        gather_s = _in_pieces(all_gather_time, dense * 2, groups.zero, recipe, model)
+        gather_s = _in_pieces(all_gather_time, dense * 2, groups.zero, recipe, cluster, model)
     if expert and recipe.zero in (1, 2):
-        reduce_s += _in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe, model)
-        gather_s += _in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, model)
+        reduce_s += _in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
+        gather_s += _in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
     elif expert:
-        reduce_s += _in_pieces(all_reduce_time, expert * gradient, groups.expert_replicas, recipe, model)
+        reduce_s += _in_pieces(all_reduce_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
     return reduce_s, gather_s
 
 

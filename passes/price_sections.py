@@ -80,7 +80,7 @@ class SectionPrice:
         entering_bytes: of what comes in.
         largest_bytes: of the largest value that it makes.
         parameters: elements on each rank before ZeRO, of those that all replicas hold.
-        tensors: how many tensors these are.
+        tensors: how many tensors these are; `matrices` of them with two dims or more.
         expert_parameters: elements on each rank of those that the expert axis splits.
     """
 
@@ -92,6 +92,7 @@ class SectionPrice:
     largest_bytes: int
     parameters: int
     tensors: int
+    matrices: int
     expert_parameters: int
 
 
@@ -133,6 +134,9 @@ def price_section(section: Section, setting: Setting, *, is_block: bool) -> Sect
         largest_bytes=max(outputs, default=0),
         parameters=dense,
         tensors=len(section.parameters) - len(section.expert_parameters),
+        matrices=sum(
+            len(value.first) > 1 for name, value in section.parameters.items() if name not in section.expert_parameters
+        ),
         expert_parameters=expert,
     )
 

@@ -251,7 +251,7 @@ class _Propagation:
         if math.isinf(moved):
             return (math.inf,)
         if self.policy.exchanges:
-            return self._exchange_cost(strategy, read, moved)
+            return self._exchange_cost(site, strategy, read, moved)
         if not free and all(self._have(key) in (None, WHOLE) for key in read):
             cuts += any(spec.axes for spec in strategy.outputs)
         is_split = sum(bool(spec.dims) for spec in strategy.outputs)
@@ -259,13 +259,17 @@ class _Propagation:
         is_late = self._carries_on(site, strategy)
         return (-free, is_astray, is_late, moved, cuts, is_split if _is_lookup(site) else -is_split)
 
-    def _exchange_cost(self, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
-        """Only what reads something split is split, and nothing is partial: experts keep to themselves."""
+    def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
+        """Only what reads something split is split, and nothing is partial: experts keep to themselves.
+
+        A gradient is made where its parameter lies.
+        """
         specs = (*strategy.inputs, *strategy.outputs)
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
+        is_astray = any(self._is_astray((site.name, index), spec) for index, spec in enumerate(strategy.outputs))
         if any(spec.is_partial for spec in specs) or (not is_inside and any(spec.dims for spec in specs)):
             return (math.inf,)
-        return (moved, sum(bool(spec.dims) for spec in specs))
+        return (is_astray, moved, sum(bool(spec.dims) for spec in specs))
 
     def _carries_on(self, site: Site, strategy: Strategy) -> bool:
         """Whether activations stay partial through more than views and sums: they are reduced where they are made."""

@@ -198,7 +198,9 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)  # [T, H]
         weights, chosen = self.router(tokens).softmax(-1).topk(self.experts.active)  # [T, K]
         order = chosen.flatten().argsort()
-        rows = tokens.index_select(0, order // self.experts.active)  # [T * K, H], by expert
+        sources = order // self.experts.active
+        missing = -len(sources) % self.experts.count  # experts see as many tokens each, the last ones perhaps padding
+        rows = tokens.index_select(0, F.pad(sources, (0, missing)) if missing else sources)  # [T * K, H], by expert
         grouped = rows.unflatten(0, (self.experts.count, -1))  # [E, T * K / E, H]
         up, gate = torch.bmm(grouped, self.up).chunk(2, -1)
         done = torch.bmm(F.silu(gate) * up, self.down).flatten(0, 1)
