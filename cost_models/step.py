@@ -6,7 +6,7 @@ after), collectives reach less than in a benchmark (they start when the last ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from cost_models import constants
@@ -18,7 +18,7 @@ class StepModel:
     """Factors on what the parts of a step take alone.
 
     Args:
-        matmul_slowdown: time of matrix products in a step over their time alone; likewise
+        matmul_slowdown: time of matrix products in a step over their time alone, at the same clock; likewise
         attention_slowdown: of fused attention;
         memory_slowdown: of memory-bound kernels;
         fabric_slowdown: of collectives within nodes;
@@ -46,6 +46,14 @@ class StepModel:
         """
         shared = min(computation_s, communication_s)
         return max(communication_s, computation_s + self.interference * shared)
+
+    def at_speed(self, speed: float) -> StepModel:
+        """The same with products and attention `speed` times as fast (see `cost_models.power`)."""
+        return replace(
+            self,
+            matmul_slowdown=self.matmul_slowdown / speed,
+            attention_slowdown=self.attention_slowdown / speed,
+        )
 
     def interval(self, time_s: float) -> tuple[float, float]:
         """The 90 % interval around a predicted time: a factor of exp(1.645 * spread) each way."""

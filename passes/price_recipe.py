@@ -26,6 +26,7 @@ from cost_models.collectives import (
 )
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
+from cost_models.power import power_limit
 from cost_models.schedules import StageTimes
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
@@ -268,7 +269,37 @@ def step_price(
     cluster: Cluster,
     model: StepModel,
 ) -> StepPrice:
-    """The time of a step."""
+    """The time of a step; on a device with a power limit, at the clock that the step leaves products."""
+    first = _step_price(sections, stages, recipe, groups, cluster, model)
+    if cluster.device.matmul.units == 1:
+        return first
+    duty = min(1.0, products_time(sections, stages, recipe, model) / first.time_s)
+    return _step_price(sections, stages, recipe, groups, cluster, model.at_speed(power_limit().speed(duty)))
+
+
+def products_time(
+    sections: Mapping[str, SectionPrice], stages: Sequence[Stage], recipe: Recipe, model: StepModel
+) -> float:
+    """Seconds of matrix products and attention in a step, mean over pipeline ranks, recomputed ones included."""
+    total = 0.0
+    for name, count in (item for stage in stages for item in stage.sections):
+        price = sections[name]
+        phases = [price.forward.busy, price.backward.busy]
+        if name not in (BEFORE, AFTER) and recipe.recompute != "none":
+            phases.append(price.forward.busy if recipe.recompute == "full" else price.forward.core)
+        for busy in phases:
+            total += count * (busy.matmul_s * model.matmul_slowdown + busy.attention_s * model.attention_slowdown)
+    return total * recipe.micro_batches / recipe.pipeline
+
+
+def _step_price(
+    sections: Mapping[str, SectionPrice],
+    stages: Sequence[Stage],
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+) -> StepPrice:
     times = {
         name: section_time(price, recipe, groups, cluster, model, is_block=name not in (BEFORE, AFTER))
         for name, price in sections.items()

@@ -161,7 +161,7 @@ def recipe_of(row: Row) -> Recipe:
         attention=framework.attention,
         overlap_expert=bool(plan.get("moe_a2a_overlap")),
         fused=framework.fused,
-        whole_tensors=framework.whole_tensors,
+        whole_tensors=framework.whole_tensors and plan["zero_stage"] == 1,
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )
