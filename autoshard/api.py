@@ -6,13 +6,8 @@ first needed) and the runtime.
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,24 +15,23 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard import tracing
-from autoshard.cluster import candidate_meshes, local_cluster
-from autoshard.errors import (
-    AutoshardError,
-    InvalidSpecError,
-    MeshError,
-    NotAvailableError,
-    PlanMismatchError,
-    TraceError,
-)
-from autoshard.ir.lowered import PhasedProgram
+from autoshard.cluster import candidate_meshes
+from autoshard.errors import InvalidSpecError, NotAvailableError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.spec import PartitionSpec
-from autoshard.runtime.engine import Engine, SimulatorEngine
-from autoshard.runtime.executable import CompiledProgram
-from autoshard.runtime.launch import make_engine, share_among_processes, world_size
+from autoshard.ir.update import Update
+from autoshard.planner import (
+    ExampleInputs,
+    LossFunction,
+    Planner,
+    check_optimizer_arguments,
+    choose_mesh,
+    split_inputs,
+    update_of,
+)
+from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.launch import make_engine
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.runtime.train_step import TrainStep
@@ -45,11 +39,6 @@ from cost_models.hardware import Cluster
 
 if TYPE_CHECKING:
     from passes.verify_program import VerificationReport
-
-_LOGGER = logging.getLogger(__name__)
-
-ExampleInputs = Sequence[Any] | Mapping[str, Any]
-LossFunction = Callable[..., torch.Tensor]
 
 
 def compile(
@@ -81,7 +70,9 @@ def compile(
             (needs `example_inputs`).
         example_inputs: positional (a tuple) or keyword (a dict) arguments to plan for now; default: at the
             first call. Any later call of another kind is planned when it comes.
-        optimizer: makes the result a `TrainStep`; over the model's parameters, and fresh.
+        optimizer: makes the result a `TrainStep`; over the model's parameters, and fresh. The update of SGD, Adam
+            and AdamW is part of the program: where gradients and state lie is the planner's choice (ZeRO). Others
+            take their own step, on parameters and gradients as they lie.
         loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last
             positional arguments of a call.
         plan: a plan, or a path to a saved one, for calls that train: no search.
@@ -91,7 +82,8 @@ def compile(
         precision: None: the model's own types. Nothing else is available yet.
         micro_batches: with an optimizer: cut each batch in so many parts; see `TrainStep`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
-        strict: refuse operators without a sharding rule, instead of running them on every rank.
+        strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
+            update is not traced.
         backend: "eager"; "inductor" (with processes); "triton" for fused kernels, which on a CPU stand back for their
             references unless Triton's interpreter is asked for (TRITON_INTERPRET=1); "auto" is "eager".
         verify: check that the program to run equals the traced one.
@@ -107,8 +99,9 @@ def compile(
     """
     _check_model(model)
     _check_precision(model, precision)
-    _check_optimizer_arguments(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
-    planner = _Planner(
+    check_optimizer_arguments(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
+    update = _update_for(model, optimizer, max_grad_norm, _read_plan(plan), strict=strict)
+    planner = Planner(
         cluster=mesh if isinstance(mesh, Cluster) else None,
         fixed=_read_plan(plan),
         loss_fn=loss_fn,
@@ -120,7 +113,7 @@ def compile(
         time_budget_s=time_budget_s,
     )
     if isinstance(mesh, Cluster):
-        planner, mesh = _choose_mesh(model, mesh, planner, example_inputs)
+        planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)
     before = dict(model.named_parameters())
     device = _device_of(model)
     engine = make_engine(mesh, device, *_backend(backend, device))
@@ -129,13 +122,20 @@ def compile(
     sharded = ShardedModule(model, engine, planner)
     if optimizer is not None:
         rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))
+    step = sharded
+    if optimizer is not None:
+        step = TrainStep(
+            sharded,
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            micro_batches=micro_batches or 1,
+            traced=update is not None,
+        )
     if example_inputs is not None:
-        args, kwargs = _split_inputs(example_inputs)
+        args, kwargs = split_inputs(example_inputs)
         with torch.enable_grad():
-            sharded.compile_for(*args, **kwargs)
-    if optimizer is None:
-        return sharded
-    return TrainStep(sharded, optimizer, max_grad_norm=max_grad_norm, micro_batches=micro_batches or 1)
+            step.compile_for(*args, **kwargs)
+    return step
 
 
 def plan(
@@ -145,6 +145,7 @@ def plan(
     example_inputs: ExampleInputs,
     mesh: Mesh | None = None,
     optimizer: str | torch.optim.Optimizer | None = None,
+    max_grad_norm: float | None = None,
     loss_fn: LossFunction | None = None,
     global_batch: int | None = None,
     constraints: Mapping[str, PartitionSpec] | None = None,
@@ -160,7 +161,9 @@ def plan(
         model, example_inputs, loss_fn, constraints, memory_budget, strict, time_budget_s: see `compile`.
         mesh_or_cluster: a mesh, priced for this machine; or a cluster, and the planner picks the axes.
         mesh: with a cluster: the axes, instead of the planner's choice.
-        optimizer: whose state counts as memory: a name in torch.optim ("adamw"), or an optimizer.
+        optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
+            Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
+        max_grad_norm: with an optimizer: clip gradients to this norm.
         global_batch, recipe: not available yet.
         precision: None: the model's own types.
 
@@ -171,8 +174,9 @@ def plan(
     _refuse("global_batch", global_batch, "the batch is the one of example_inputs")
     _refuse("recipe", recipe, "recipes cannot be priced yet; use constraints")
     if isinstance(optimizer, str):
-        optimizer = named_optimizer(optimizer)
-    planner = _Planner(
+        optimizer = named_optimizer(optimizer, model.parameters())
+    update = update_of(optimizer, model, max_grad_norm, strict=strict)
+    planner = Planner(
         cluster=mesh_or_cluster if isinstance(mesh_or_cluster, Cluster) else None,
         loss_fn=loss_fn,
         constraints=_checked_constraints(constraints),
@@ -181,8 +185,9 @@ def plan(
         strict=strict,
         time_budget_s=time_budget_s,
     )
-    args, kwargs = _split_inputs(example_inputs)
-    request = Request(model, args, kwargs, grad=any(parameter.requires_grad for parameter in model.parameters()))
+    args, kwargs = split_inputs(example_inputs)
+    grad = any(parameter.requires_grad for parameter in model.parameters())
+    request = Request(model, args, kwargs, grad, update=update if grad else None)
     program = planner.trace(request)
     if isinstance(mesh_or_cluster, DeviceMesh):
         mesh_or_cluster = Mesh.from_device_mesh(mesh_or_cluster)
@@ -219,189 +224,6 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
     return reports[lowered.index(last.phased.lowered)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Planner:
-    """The runtime's `Compiler`: traces a call, plans it and lowers it, with what the user asked of `compile`.
-
-    Args:
-        cluster: what to price for; None: this machine.
-        fixed: the plan that calls which train must use.
-        made: a plan that is made already, for calls of its program on its mesh.
-        state_ratio: bytes of optimizer state per byte of parameters.
-        others: see `compile`.
-    """
-
-    cluster: Cluster | None = None
-    fixed: Plan | None = None
-    made: Plan | None = None
-    loss_fn: LossFunction | None = None
-    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
-    memory_budget: int | None = None
-    state_ratio: float = 0.0
-    strict: bool = False
-    verify: bool = True
-    time_budget_s: float = 60.0
-
-    def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """See `Compiler`. The first rank plans for all."""
-        start = time.perf_counter()
-        program = self._trace_together(request, engine)
-        chosen = engine.share(lambda: self._plan_for(program, request, engine.mesh))
-        phased = self._lower(program, chosen)
-        engine.agree(lambda: {"compiled program": _digest(phased), "traced program": program.digest()})
-        _LOGGER.info(
-            "compiled %s for %s in %.1f s, predicted step time %.3g s",
-            request.signature,
-            engine.mesh,
-            time.perf_counter() - start,
-            chosen.predicted.step_time_s,
-        )
-        return CompiledProgram(phased, chosen, self._constrained_outputs(program))
-
-    def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """See `Compiler`."""
-        return tracing.check_guards(program, inputs, state)
-
-    def trace(self, request: Request) -> Program:
-        """The program of a call."""
-        return tracing.trace(
-            request.model,
-            request.args,
-            dict(request.kwargs),
-            loss_fn=self.loss_fn,
-            grad=request.grad,
-            all_tangents=request.all_tangents,
-        )
-
-    def search(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> Plan:
-        """The plan of a program on a mesh, with parameters where they already are."""
-        from passes.pipeline import PlanOptions, plan_program
-
-        cluster = self.cluster_for(mesh)
-        budget = self.memory_budget if self.memory_budget is not None else cluster.device.memory_bytes
-        options = PlanOptions(
-            constraints={**self._constraints_of(program), **placed},
-            memory_budget=budget,
-            time_budget_s=self.time_budget_s,
-            state_bytes_per_parameter_byte=self.state_ratio,
-            strict=self.strict,
-        )
-        return plan_program(program, mesh, cluster, options)
-
-    def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
-        """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
-        part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
-        plans, failure = [], None
-        for mesh in meshes:
-            try:
-                plans.append(part.search(program, mesh, {}))
-            except AutoshardError as error:
-                failure = error
-        if not plans and failure is not None:
-            raise failure
-        return min(plans, key=lambda plan: plan.predicted.step_time_s)
-
-    def cluster_for(self, mesh: Mesh) -> Cluster:
-        """What to price for."""
-        return self.cluster if self.cluster is not None else local_cluster(mesh)
-
-    def _trace_together(self, request: Request, engine: Engine) -> Program:
-        """Trace on each rank; if one cannot, all raise."""
-        program: Program | None = None
-        failure: AutoshardError | None = None
-        try:
-            program = self.trace(request)
-        except AutoshardError as error:
-            failure = error
-        engine.agree(lambda: {"tracing": "succeeded" if failure is None else f"failed ({failure})"})
-        if program is None:
-            assert failure is not None
-            raise failure
-        return program
-
-    def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
-        if self.fixed is None:
-            return self._made_for(program, request, mesh) or self.search(program, mesh, request.placed)
-        _check_plan_fits(self.fixed, program, mesh, compare_inputs=request.grad)
-        if request.grad and not request.all_tangents:
-            return self.fixed
-        return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
-
-    def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
-        from passes.pipeline import prepare
-
-        if self.made is None or self.made.mesh != mesh or request.placed:
-            return None
-        return self.made if self.made.program_digest == prepare(program).digest() else None
-
-    def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
-        from passes.pipeline import lower_program
-        from passes.verify_phases import verify_phases
-        from passes.verify_preparation import verify_preparation
-        from passes.verify_program import verify_program
-
-        phased = lower_program(program, chosen, self.cluster_for(chosen.mesh))
-        if self.verify:
-            prepared = phased.lowered.traced
-            verify_preparation(program, prepared)
-            _LOGGER.debug("%s", verify_program(prepared, phased.lowered))
-            verify_phases(phased)
-        return phased
-
-    def _constraints_of(self, program: Program) -> dict[str, PartitionSpec]:
-        """The constraints, without those on outputs that this program (an evaluation, say) does not have."""
-        outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
-        return {
-            pattern: spec
-            for pattern, spec in self.constraints.items()
-            if not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs)
-        }
-
-    def _constrained_outputs(self, program: Program) -> frozenset[str]:
-        names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
-        return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.constraints))
-
-
-def _choose_mesh(
-    model: nn.Module, cluster: Cluster, planner: _Planner, example_inputs: ExampleInputs | None
-) -> tuple[_Planner, Mesh]:
-    """The mesh that suits a model on a cluster, and a planner that keeps the plan made for it."""
-    if planner.fixed is not None:
-        return planner, planner.fixed.mesh
-    if example_inputs is None:
-        raise MeshError(
-            "compile(model, Cluster(...)) must plan to pick the axes of the mesh: pass example_inputs=, or a mesh."
-        )
-    processes = world_size()
-    if 1 < processes != cluster.size:
-        raise MeshError(f"{cluster} has {cluster.size} devices, but this run has {processes} processes.")
-    args, kwargs = _split_inputs(example_inputs)
-    request = Request(model, args, kwargs, grad=any(parameter.requires_grad for parameter in model.parameters()))
-    chosen = share_among_processes(lambda: planner.search_meshes(planner.trace(request), candidate_meshes(cluster)))
-    return replace(planner, made=chosen), chosen.mesh
-
-
-def _check_plan_fits(plan: Plan, program: Program, mesh: Mesh, *, compare_inputs: bool) -> None:
-    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
-    if plan.mesh != mesh:
-        raise PlanMismatchError(f"The plan is for {plan.mesh}, the model runs on {mesh}. Plan again for this mesh.")
-    nodes = program.nodes
-    shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
-    planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
-    for name in dict.fromkeys([*shapes, *planned]):
-        if shapes.get(name) != planned.get(name):
-            raise PlanMismatchError(
-                f"The plan is of another model: parameter {name!r} has shape={planned.get(name)} in the plan and "
-                f"shape={shapes.get(name)} in the model. Plan again for this model."
-            )
-    inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
-    if compare_inputs and inputs != dict(plan.inputs):
-        raise PlanMismatchError(
-            f"The plan is for inputs {dict(plan.inputs)}, the call has {inputs}. Call with those shapes, or plan "
-            "again for these (leave plan= out, and each kind of call is planned when it comes)."
-        )
-
-
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TraceError(f"model={model!r} is a {type(model).__name__}; pass a torch.nn.Module.")
@@ -427,19 +249,6 @@ def _check_precision(model: nn.Module, precision: str | None) -> None:
             f"{sorted(map(str, types))}: autoshard runs a model in its own types. Cast it with model.to(dtype), and "
             "leave precision out."
         )
-
-
-def _check_optimizer_arguments(optimizer: Any, **arguments: Any) -> None:
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TraceError(
-            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim optimizer over "
-            "model.parameters()."
-        )
-    for name, value in arguments.items():
-        if value is not None and optimizer is None:
-            raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
-        if value is not None and value <= 0:
-            raise NotAvailableError(f"{name}={value!r} must be positive.")
 
 
 def _checked_constraints(constraints: Mapping[str, PartitionSpec] | None) -> dict[str, PartitionSpec]:
@@ -475,25 +284,24 @@ def _backend(name: str, device: torch.device) -> tuple[_Wrap | None, _Rewrite | 
     return FuseKernels(), FuseKernels()
 
 
+def _update_for(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    max_grad_norm: float | None,
+    fixed: Plan | None,
+    *,
+    strict: bool,
+) -> Update | None:
+    """What is traced of an optimizer; nothing where the plan to use is one of forward and backward alone."""
+    if fixed is not None and not fixed.updates:
+        return None
+    return update_of(optimizer, model, max_grad_norm, strict=strict)
+
+
 def _read_plan(plan: Plan | str | Path | None) -> Plan | None:
     return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-
-
-def _split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, Mapping):
-        return (), dict(sorted(example_inputs.items()))
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    raise TraceError(
-        f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional arguments, "
-        "(tokens, targets), or a dict of keyword arguments."
-    )
 
 
 def _device_of(model: nn.Module) -> torch.device:
     tensor = next(iter([*model.parameters(), *model.buffers()]), None)
     return torch.device("cpu") if tensor is None else tensor.device
-
-
-def _digest(phased: PhasedProgram) -> str:
-    return hashlib.sha256(f"{phased.forward.graph}\n{phased.backward.graph}".encode()).hexdigest()[:16]

@@ -163,6 +163,11 @@ class Plan:
         }
 
     @property
+    def updates(self) -> bool:
+        """Whether it is the plan of a whole training step, an optimizer's update included."""
+        return any(name.startswith("parameter_update ") for name in self.outputs)
+
+    @property
     def gap(self) -> float | None:
         """Relative distance of the objective to its proven lower bound, or None where there is no bound."""
         if self.lower_bound is None:

@@ -26,9 +26,10 @@ from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.boundary import matches_dtensor, pad_local, unpad_local
-from autoshard.runtime.engine import Loaded
+from autoshard.runtime.engine import NOTHING, Loaded
 from autoshard.runtime.parameters import replace_parameters, swap_parameter
 from autoshard.runtime.process_groups import ProcessGroups, bind, taking_from_a_list
+from autoshard.runtime.write_in_place import write_in_place
 
 T = TypeVar("T")
 
@@ -66,9 +67,9 @@ class DistributedEngine:
     def _control(self) -> ControlGroup:
         return ControlGroup(self.device_mesh.mesh.flatten().tolist())
 
-    def load(self, graph_module: fx.GraphModule) -> Loaded:
-        """See `Engine`."""
-        bound = bind(graph_module, self.groups)
+    def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
+        """See `Engine`: what is written over is written over."""
+        bound = bind(write_in_place(graph_module, written) if written else graph_module, self.groups)
         run_bound = taking_from_a_list(bound) if self._wrap is None else _spread(self._wrap(bound))
         coordinates = self.groups.coordinates
 
@@ -103,6 +104,41 @@ class DistributedEngine:
         if not isinstance(like, DTensor):
             return self.write(value, slot)
         return self._put_in(value, slot, PartitionSpec.from_placements(like.placements, self.mesh))
+
+    @torch.no_grad()
+    def store(self, tensor: torch.Tensor, value: torch.Tensor, slot: LocalSlot) -> None:
+        """See `Engine`: where the program wrote over the tensor's own memory, it is done."""
+        if not isinstance(tensor, DTensor):
+            tensor.copy_(self.write(value, slot))
+            return
+        found, local = self.write_like(value, slot, tensor), tensor.to_local()
+        assert isinstance(found, DTensor), "a value that is written like a DTensor is one"
+        if found.to_local().data_ptr() != local.data_ptr():
+            local.copy_(found.to_local())
+
+    def zeros(self, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        spec = storage_spec(slot.spec, self.mesh)
+        local = torch.zeros(spec.local_shape(slot.shape, self.mesh), dtype=slot.dtype, device=self.device)
+        local = unpad_local(local, spec, self.mesh, slot.shape, self.groups.rank)
+        return self._from_local(local, slot.shape, spec.to_placements(self.mesh))
+
+    def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        placements = storage_spec(slot.spec, self.mesh).to_placements(self.mesh)
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh == self.device_mesh and tensor.placements == placements:
+                return tensor
+            tensor = whole(tensor)
+        tensor = tensor.detach().to(self.device)
+        shards = distribute_tensor(tensor, self.device_mesh, placements, src_data_rank=None)
+        local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
+        return self._from_local(local, tuple(tensor.shape), placements)
+
+    @torch.no_grad()
+    def add(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """See `Engine`."""
+        return first + second
 
     def adopt(self, model: nn.Module) -> None:
         """See `Engine`: parameters become DTensors, for now with a copy on each rank."""

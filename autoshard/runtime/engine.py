@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 LocalValue = Any
 """`torch.Tensor` in a process of its own; `list[torch.Tensor]`, one per rank, in the simulator."""
+
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
 """A graph made ready to run: local values of its placeholders to local values of its results."""
@@ -44,11 +47,32 @@ class Engine(Protocol):
         """The device on which values live."""
         ...
 
-    def load(self, graph_module: fx.GraphModule) -> Loaded:
+    def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """Make a lowered graph ready to run; the graph itself is not changed.
 
         What it gives takes its list of values over and empties it, so that each value is freed after its last use.
+
+        Args:
+            graph_module: the graph.
+            written: index of a result to that of the placeholder which nobody needs afterwards: the result may be
+                written over it. What then becomes of both is for `store`.
         """
+        ...
+
+    def store(self, tensor: torch.Tensor, value: LocalValue, slot: LocalSlot) -> None:
+        """Give `tensor`, which a user holds, the local value that stands for what `slot` says; in place."""
+        ...
+
+    def zeros(self, slot: LocalSlot) -> torch.Tensor:
+        """A tensor of zeros for a user to hold, that lies as `slot` says."""
+        ...
+
+    def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
+        """`tensor`, which lies as `slot` says, or else a tensor with its value that does."""
+        ...
+
+    def add(self, first: LocalValue, second: LocalValue) -> LocalValue:
+        """The sum of two local values under one spec, sums or addends of sums; `first` may be written over."""
         ...
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
@@ -99,8 +123,8 @@ class SimulatorEngine:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rewrite: Callable[[fx.GraphModule], fx.GraphModule] | None = None
 
-    def load(self, graph_module: fx.GraphModule) -> Loaded:
-        """See `Engine`."""
+    def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
+        """See `Engine`: here results are new tensors."""
         rewritten = graph_module if self.rewrite is None else self.rewrite(graph_module)
 
         def run(values: list[LocalValue]) -> tuple[LocalValue, ...]:
@@ -127,6 +151,27 @@ class SimulatorEngine:
     def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
         return self.write(value, slot)
+
+    @torch.no_grad()
+    def store(self, tensor: torch.Tensor, value: LocalValue, slot: LocalSlot) -> None:
+        """See `Engine`."""
+        tensor.copy_(self.write(value, slot))
+
+    def zeros(self, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        return torch.zeros(slot.shape, dtype=slot.dtype, device=self.device)
+
+    def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`: all tensors lie alike here."""
+        return tensor
+
+    def add(self, first: LocalValue, second: LocalValue) -> LocalValue:
+        """See `Engine`; copies are added once."""
+        sums: dict[tuple[int, int], torch.Tensor] = {}
+        for one, two in zip(first, second, strict=True):
+            if (id(one), id(two)) not in sums:
+                sums[id(one), id(two)] = one + two
+        return [sums[id(one), id(two)] for one, two in zip(first, second, strict=True)]
 
     def adopt(self, model: nn.Module) -> None:
         """See `Engine`: the simulator leaves parameters as they are."""

@@ -10,7 +10,8 @@ import torch
 
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import OutputKind
+from autoshard.ir.program import OWNERS, OutputKind
+from autoshard.ir.update import Update
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
 
 
@@ -23,11 +24,13 @@ class CompiledProgram:
         plan: the plan it was lowered from, or None for a program written by hand.
         sharded_outputs: names of the outputs ("output:0") whose layout the user asked for: they are handed
             out as they lie, not gathered.
+        update: what the program's update was traced for, if it is that of a whole training step.
     """
 
     phased: PhasedProgram
     plan: Plan | None = None
     sharded_outputs: frozenset[str] = frozenset()
+    update: Update | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,35 @@ class Executable:
     def _backward(self) -> Loaded:
         return self.engine.load(self.phased.backward)
 
+    @cached_property
+    def updated(self) -> tuple[LocalSlot, ...]:
+        """The slots that an update yields, in order."""
+        return tuple(self.phased.lowered.outputs[index] for index in self.phased.update_outputs)
+
+    @cached_property
+    def read_by_update(self) -> tuple[LocalSlot, ...]:
+        """The slots that an update takes besides what the backward carries into it, in order."""
+        return tuple(self.phased.lowered.inputs[index] for index in self.phased.update_inputs)
+
+    @cached_property
+    def updated_parameters(self) -> frozenset[str]:
+        """Names of the parameters that an update changes."""
+        kinds = (OutputKind.PARAMETER_UPDATE,)
+        return frozenset(slot.slot.name for slot in self.updated if slot.slot.kind in kinds)
+
+    @cached_property
+    def _update(self) -> Loaded:
+        assert self.phased.update is not None, "only the program of a whole training step updates"
+        first = len(self.phased.carried)
+        places = {(slot.slot.kind, slot.slot.name): first + i for i, slot in enumerate(self.read_by_update)}
+        owners = [(OWNERS[OutputKind(slot.slot.kind)], slot.slot.name) for slot in self.updated]
+        return self.engine.load(self.phased.update, {index: places[owner] for index, owner in enumerate(owners)})
+
     def load(self) -> None:
-        """Load both phases now; they may bind process groups, which all ranks do together."""
+        """Load all phases now; they may bind process groups, which all ranks do together."""
         _ = self._forward, self._backward
+        if self.phased.update is not None:
+            _ = self._update
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
         """The global outputs, in the order of `outputs`, and the local values kept for the backward."""
@@ -108,6 +137,31 @@ class Executable:
             for value, slot in zip(results, self.gradients, strict=True)
             if slot.slot.name in likes
         }
+
+    def run_to_gradients(self, saved: list[LocalValue], tangents: Mapping[str, torch.Tensor]) -> list[LocalValue]:
+        """The local values that the backward carries into the update: gradients, as the update reads them.
+
+        Args:
+            saved: what `run_forward` kept; emptied.
+            tangents: as for `run_backward`.
+        """
+        values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
+        saved.clear()
+        return list(self._backward(values))[len(self.gradients) :]
+
+    def run_update(self, carried: list[LocalValue], held: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Update what users hold, in place.
+
+        Args:
+            carried: what `run_to_gradients` gave; emptied.
+            held: parameters, optimizer state and hyper-parameters by kind and name.
+        """
+        slots = self.read_by_update
+        values = [*carried, *(self.engine.read(held[slot.slot.kind, slot.slot.name], slot) for slot in slots)]
+        carried.clear()
+        results = self._update(values)
+        for value, slot in zip(results, self.updated, strict=True):
+            self.engine.store(held[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name], value, slot)
 
     def _write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
         if slot.slot.name in self.compiled.sharded_outputs:

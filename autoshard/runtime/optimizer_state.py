@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -28,20 +28,26 @@ def rebind_optimizer(
     """
     taken = {id(parameter): after[name] for name, parameter in before.items()}
     kept = {id(parameter) for parameter in after.values()}
-    for number, group in enumerate(optimizer.param_groups):
-        strangers = [item for item in group["params"] if id(item) not in taken and id(item) not in kept]
-        if strangers:
-            raise TraceError(
-                f"optimizer={type(optimizer).__name__} holds {len(strangers)} parameters in group {number} that "
-                f"are not the model's, the first of shape={tuple(strangers[0].shape)}. Make it with "
-                "model.parameters()."
-            )
+    check_parameters(optimizer, {*taken, *kept})
+    for group in optimizer.param_groups:
         group["params"] = [taken.get(id(item), item) for item in group["params"]]
     if any(id(parameter) not in kept for parameter in optimizer.state):
         raise TraceError(
             f"optimizer={type(optimizer).__name__} has already taken steps on the unsharded model. Compile with "
             "a fresh optimizer, then load its state with load_state_dict."
         )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) -> None:
+    """Raise `TraceError` unless all parameters of an optimizer are among those whose `id` is `known`."""
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [item for item in group["params"] if id(item) not in known]
+        if strangers:
+            raise TraceError(
+                f"optimizer={type(optimizer).__name__} holds {len(strangers)} parameters in group {number} that "
+                f"are not the model's, the first of shape={tuple(strangers[0].shape)}. Make it with "
+                "model.parameters()."
+            )
 
 
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
@@ -60,8 +66,8 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
     return sum(item.nbytes for item in held if item.numel() > 1) / parameter.nbytes
 
 
-def named_optimizer(name: str) -> torch.optim.Optimizer:
-    """The torch optimizer of that name ("adamw", "SGD") with its default options, over a small parameter.
+def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The torch optimizer of that name ("adamw", "SGD") with its default options, over `parameters` if there are any.
 
     Raises:
         TraceError: torch.optim has no optimizer of this name.
@@ -73,7 +79,7 @@ def named_optimizer(name: str) -> torch.optim.Optimizer:
     }
     if name.lower() not in known:
         raise TraceError(f"optimizer={name!r} is not in torch.optim; use one of {', '.join(sorted(known))}.")
-    return known[name.lower()]([nn.Parameter(torch.zeros(_SIDE, _SIDE))])
+    return known[name.lower()](list(parameters) or [nn.Parameter(torch.zeros(_SIDE, _SIDE))])
 
 
 _SIDE = 64

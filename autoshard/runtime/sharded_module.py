@@ -25,6 +25,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.update import Update
 from autoshard.runtime.autograd import Call, ProgramFunction
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram, Executable
@@ -44,8 +45,9 @@ class Request:
         args, kwargs: example inputs, global.
         grad: whether the program needs a backward.
         all_tangents: whether each output gets a tangent, not only losses.
-        placed: specs that parameters already have, by qualified name; empty for the first program.
+        placed: specs that parameters and optimizer state already have, by qualified name; empty for the first program.
         signature: text of the call, for messages.
+        update: what an optimizer does; the program is then that of the whole training step.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class Request:
     all_tangents: bool = False
     placed: Mapping[str, PartitionSpec] = field(default_factory=dict)
     signature: str = ""
+    update: Update | None = None
 
 
 class Compiler(Protocol):
@@ -123,7 +126,13 @@ class ShardedModule(nn.Module):
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:
         """Where parameters lie, by qualified name; empty until the first program is planned."""
-        return dict(self._placed)
+        names = {name for name, _ in self.named_parameters()}
+        return {name: spec for name, spec in self._placed.items() if name in names}
+
+    @property
+    def engine(self) -> Engine:
+        """Where the programs run."""
+        return self._engine
 
     def train(self, mode: bool = True) -> ShardedModule:
         """See `nn.Module.train`."""
@@ -144,9 +153,9 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
         executable, call = self._find(FlatCall.of(args, kwargs))
-        tensors = self._gather_inputs(executable, call)
+        tensors = self.gather_inputs(executable, call)
         outputs = ProgramFunction.apply(Call(executable, lambda: self._find_with_all_tangents(call)), *tensors)
-        return self._hand_out(executable, outputs)
+        return self.hand_out(executable, outputs)
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program for a call now, without running it; returns its plan."""
@@ -157,16 +166,21 @@ class ShardedModule(nn.Module):
         tensors = (*self.parameters(), *call.tensors.values())
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
-    def _find(self, call: FlatCall) -> tuple[Executable, FlatCall]:
+    def find_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update) -> tuple[Executable, FlatCall]:
+        """The program of a whole training step, compiled now if there is none, and the call as it flattens it."""
+        with torch.enable_grad():
+            return self._find(FlatCall.of(args, kwargs), update)
+
+    def _find(self, call: FlatCall, update: Update | None = None) -> tuple[Executable, FlatCall]:
         """The program for a call, compiled now if there is none, and the call as the program flattens it."""
         grad = self._wants_grad(call)
-        for executable in self._known(call, grad):
-            if self._serves(executable, call):
+        for executable in self._known(call, grad, update=update):
+            if self._serves(executable, call, update):
                 self._last = executable
                 return executable, call
-        executable = self._compile(call, grad, all_tangents=False)
+        executable = self._compile(call, grad, all_tangents=False, update=update)
         call = call.flattened_again()  # tracing may have made more types known to pytrees
-        self._known(call, grad).append(executable)
+        self._known(call, grad, update=update).append(executable)
         self._last = executable
         return executable, call
 
@@ -180,18 +194,23 @@ class ShardedModule(nn.Module):
             known.append(self._compile(call, grad=True, all_tangents=True))
         return known[-1]
 
-    def _known(self, call: FlatCall, grad: bool, all_tangents: bool = False) -> list[Executable]:
-        key = (signature_of(call, self._original[0], grad=grad), all_tangents)
+    def _known(
+        self, call: FlatCall, grad: bool, all_tangents: bool = False, update: Update | None = None
+    ) -> list[Executable]:
+        key = (signature_of(call, self._original[0], grad=grad), all_tangents, update is not None)
         return self._executables.setdefault(key, [])
 
-    def _serves(self, executable: Executable, call: FlatCall) -> bool:
+    def _serves(self, executable: Executable, call: FlatCall, update: Update | None = None) -> bool:
+        mine = executable.compiled.update
+        if update is not None and mine is not None and not mine.serves(update, executable.updated_parameters):
+            return False
         program = executable.phased.lowered.traced
         if not program.guards:
             return True
         inputs = [self._engine.global_copy(tensor) for tensor in call.tensors.values()]
         return self._compiler.guards_hold(program, inputs, dict(self.named_buffers()))
 
-    def _compile(self, call: FlatCall, grad: bool, all_tangents: bool) -> Executable:
+    def _compile(self, call: FlatCall, grad: bool, all_tangents: bool, update: Update | None = None) -> Executable:
         signature = describe_call(call, grad=grad, training=self.training)
         if self._last is not None:
             _LOGGER.info("planning anew for a call %s%s", signature, ", every output's gradient" * all_tangents)
@@ -200,7 +219,7 @@ class ShardedModule(nn.Module):
         model = self._original[0]
         with lent_parameters(model, self._engine.global_copy):
             self._engine.agree(lambda: _facts(model, signature))
-            request = Request(model, args, kwargs, grad, all_tangents, dict(self._placed), signature)
+            request = Request(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update)
             compiled = self._compiler(request, self._engine)
         executable = Executable(compiled, self._engine)
         self._place(executable)
@@ -214,14 +233,15 @@ class ShardedModule(nn.Module):
         return self._engine.global_copy(leaf).detach().requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
-        """Lay parameters out as the first program that has them says."""
-        slots = [slot for slot in executable.inputs if slot.slot.kind == InputKind.PARAMETER]
+        """Lay parameters out as the first program that has them says, and remember where optimizer state lies."""
+        kinds = (InputKind.PARAMETER, InputKind.STATE)
+        slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         new = {slot.slot.name: slot.spec for slot in slots if slot.slot.name not in self._placed}
         self._placed.update(new)
         if new:
             self._engine.place(self._original[0], self._placed)
 
-    def _gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
+    def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
         """What the program takes, in order."""
         given = call.tensors
         result = []
@@ -248,7 +268,7 @@ class ShardedModule(nn.Module):
             self.seeds.restart()
         return self.seeds.draw().to(self._engine.device)
 
-    def _hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
+    def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
         """Write buffers back, and nest the outputs as the model does."""
         program = executable.phased.lowered.traced
         leaves = dict(program.output_constants)

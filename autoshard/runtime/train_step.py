@@ -1,4 +1,8 @@
-"""A whole training step: forward, backward, clipping, update."""
+"""A whole training step: forward, backward, clipping, update.
+
+The update of SGD, Adam and AdamW is traced: the step is one program, whose plan says where gradients and optimizer
+state lie. Any other optimizer takes its own step, on the module's parameters and their gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.traced_step import TracedStep, find_loss
 
 
 class TrainStep:
@@ -25,6 +30,7 @@ class TrainStep:
         micro_batches: the batch is cut along dim 0 into so many equal parts, whose gradients are averaged:
             the same as the whole batch where the loss is a mean over the batch in which each part weighs the
             same.
+        traced: run the update as part of the program; the optimizer is one that can be, and the module's compiler can.
     """
 
     def __init__(
@@ -34,11 +40,18 @@ class TrainStep:
         *,
         max_grad_norm: float | None = None,
         micro_batches: int = 1,
+        traced: bool = False,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.micro_batches = micro_batches
+        self._traced = TracedStep(sharded, optimizer, max_grad_norm) if traced else None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the update is part of the program, so that the plan says where optimizer state lies."""
+        return self._traced is not None
 
     @property
     def mesh(self) -> Mesh:
@@ -52,12 +65,22 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
+        if self._traced is not None:
+            return self._traced.run(self._parts(args, kwargs))
         losses = [self._backward(part) for part in self._parts(args, kwargs)]
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
+        """Compile the program of a step on a global batch now, without running it; returns its plan."""
+        part_args, part_kwargs = self._parts(args, kwargs)[0]
+        if self._traced is not None:
+            return self._traced.compile_for(part_args, part_kwargs)
+        with torch.enable_grad():
+            return self.sharded.compile_for(*part_args, **part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of model, optimizer and random numbers, to go on from."""
@@ -88,18 +111,6 @@ class TrainStep:
         size = _batch_size(leaves, self.micro_batches)
         cut = [_cut(leaf, size, self.micro_batches) for leaf in leaves]
         return [pytree.tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)]
-
-
-def find_loss(outputs: Any) -> torch.Tensor:
-    """The first floating scalar among a model's outputs; `TraceError` where there is none."""
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
-            return leaf
-    shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    raise TraceError(
-        f"A training step needs a loss, but the model returns no floating scalar; it returns tensors of "
-        f"shapes={shapes}. Return the loss, or pass loss_fn=."
-    )
 
 
 def _batch_size(leaves: list[Any], parts: int) -> int:

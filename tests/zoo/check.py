@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import Mesh
-from autoshard.api import local_cluster
+from autoshard.cluster import local_cluster
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.runtime.engine import Engine, SimulatorEngine

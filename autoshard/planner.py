@@ -1,0 +1,291 @@
+"""What stands between a user's call and the passes: traces a call, finds its plan, lowers it, verifies it.
+
+`Planner` is the runtime's `Compiler`, and what `autoshard.plan` asks for plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import tracing
+from autoshard.cluster import candidate_meshes, local_cluster
+from autoshard.errors import AutoshardError, MeshError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, OutputKind, Program, describe
+from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.update import Update
+from autoshard.runtime.engine import Engine
+from autoshard.runtime.executable import CompiledProgram
+from autoshard.runtime.launch import share_among_processes, world_size
+from autoshard.runtime.sharded_module import Request
+from autoshard.runtime.traced_optimizer import describe_update, names_of, why_untraced
+from cost_models.hardware import Cluster
+
+_LOGGER = logging.getLogger(__name__)
+
+ExampleInputs = Sequence[Any] | Mapping[str, Any]
+LossFunction = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """The runtime's `Compiler`: traces a call, plans it and lowers it, with what the user asked of `compile`.
+
+    Args:
+        cluster: what to price for; None: this machine.
+        fixed: the plan that calls which train must use.
+        made: a plan that is made already, for calls of its program on its mesh.
+        state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
+        others: see `compile`.
+    """
+
+    cluster: Cluster | None = None
+    fixed: Plan | None = None
+    made: Plan | None = None
+    loss_fn: LossFunction | None = None
+    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    memory_budget: int | None = None
+    state_ratio: float = 0.0
+    strict: bool = False
+    verify: bool = True
+    time_budget_s: float = 60.0
+
+    def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
+        """See `Compiler`. The first rank plans for all."""
+        start = time.perf_counter()
+        program = self._trace_together(request, engine)
+        chosen = engine.share(lambda: self._plan_for(program, request, engine.mesh))
+        phased = self._lower(program, chosen)
+        engine.agree(lambda: {"compiled program": _digest(phased), "traced program": program.digest()})
+        _LOGGER.info(
+            "compiled %s for %s in %.1f s, predicted step time %.3g s",
+            request.signature,
+            engine.mesh,
+            time.perf_counter() - start,
+            chosen.predicted.step_time_s,
+        )
+        return CompiledProgram(phased, chosen, self._constrained_outputs(program), request.update)
+
+    def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
+        """See `Compiler`."""
+        return tracing.check_guards(program, inputs, state)
+
+    def trace(self, request: Request) -> Program:
+        """The program of a call."""
+        return tracing.trace(
+            request.model,
+            request.args,
+            dict(request.kwargs),
+            loss_fn=self.loss_fn,
+            grad=request.grad,
+            all_tangents=request.all_tangents,
+            update=request.update,
+        )
+
+    def search(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> Plan:
+        """The plan of a program on a mesh, with parameters where they already are."""
+        from passes.pipeline import PlanOptions, plan_program
+
+        cluster = self.cluster_for(mesh)
+        budget = self.memory_budget if self.memory_budget is not None else cluster.device.memory_bytes
+        options = PlanOptions(
+            constraints={**self._constraints_of(program), **_within(program, placed)},
+            memory_budget=budget,
+            time_budget_s=self.time_budget_s,
+            state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
+            strict=self.strict,
+        )
+        return plan_program(program, mesh, cluster, options)
+
+    def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
+        """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
+        part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
+        plans, failure = [], None
+        for mesh in meshes:
+            try:
+                plans.append(part.search(program, mesh, {}))
+            except AutoshardError as error:
+                failure = error
+        if not plans and failure is not None:
+            raise failure
+        return min(plans, key=lambda plan: plan.predicted.step_time_s)
+
+    def cluster_for(self, mesh: Mesh) -> Cluster:
+        """What to price for."""
+        return self.cluster if self.cluster is not None else local_cluster(mesh)
+
+    def _trace_together(self, request: Request, engine: Engine) -> Program:
+        """Trace on each rank; if one cannot, all raise."""
+        program: Program | None = None
+        failure: AutoshardError | None = None
+        try:
+            program = self.trace(request)
+        except AutoshardError as error:
+            failure = error
+        engine.agree(lambda: {"tracing": "succeeded" if failure is None else f"failed ({failure})"})
+        if program is None:
+            assert failure is not None
+            raise failure
+        return program
+
+    def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
+        if self.fixed is None:
+            return self._made_for(program, request, mesh) or self.search(program, mesh, request.placed)
+        _check_plan_fits(self.fixed, program, mesh, compare_inputs=request.grad)
+        if request.grad and not request.all_tangents and self.fixed.updates == updates(program):
+            return self.fixed
+        return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
+
+    def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
+        from passes.pipeline import prepare
+
+        if self.made is None or self.made.mesh != mesh or request.placed:
+            return None
+        return self.made if self.made.program_digest == prepare(program).digest() else None
+
+    def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
+        from passes.pipeline import lower_program
+        from passes.verify_phases import verify_phases
+        from passes.verify_preparation import verify_preparation
+        from passes.verify_program import verify_program
+
+        phased = lower_program(program, chosen, self.cluster_for(chosen.mesh))
+        if self.verify:
+            prepared = phased.lowered.traced
+            verify_preparation(program, prepared)
+            _LOGGER.debug("%s", verify_program(prepared, phased.lowered))
+            verify_phases(phased)
+        return phased
+
+    def _constraints_of(self, program: Program) -> dict[str, PartitionSpec]:
+        """The constraints, without those on outputs that this program (an evaluation, say) does not have."""
+        outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
+        return {
+            pattern: spec
+            for pattern, spec in self.constraints.items()
+            if not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs)
+        }
+
+    def _constrained_outputs(self, program: Program) -> frozenset[str]:
+        names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
+        return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.constraints))
+
+
+def updates(program: Program) -> bool:
+    """Whether a program is that of a whole training step."""
+    return bool(program.outputs_of(OutputKind.PARAMETER_UPDATE))
+
+
+def _within(program: Program, placed: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """What of the parameters and the state that lie somewhere already is part of a program."""
+    names = {slot.name for slot in program.inputs}
+    return {name: spec for name, spec in placed.items() if name in names}
+
+
+def update_of(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, max_grad_norm: float | None, *, strict: bool
+) -> Update | None:
+    """What an optimizer does, if its update is traced; otherwise it takes its own step.
+
+    Raises:
+        NotAvailableError: under `strict`, an optimizer whose update is not traced.
+    """
+    if optimizer is None:
+        return None
+    reason = why_untraced(optimizer)
+    if reason is None:
+        return describe_update(optimizer, names_of(model.named_parameters()), max_grad_norm)
+    if strict:
+        raise NotAvailableError(
+            f"strict=True, but optimizer={type(optimizer).__name__} is not part of the program: {reason} With "
+            "strict=False it takes its own step on the sharded parameters, and its state lies as they do."
+        )
+    _LOGGER.warning("the optimizer takes its own step, and its state lies as the parameters do: %s", reason)
+    return None
+
+
+def choose_mesh(
+    model: nn.Module,
+    cluster: Cluster,
+    planner: Planner,
+    example_inputs: ExampleInputs | None,
+    update: Update | None = None,
+) -> tuple[Planner, Mesh]:
+    """The mesh that suits a model on a cluster, and a planner that keeps the plan made for it."""
+    if planner.fixed is not None:
+        return planner, planner.fixed.mesh
+    if example_inputs is None:
+        raise MeshError(
+            "compile(model, Cluster(...)) must plan to pick the axes of the mesh: pass example_inputs=, or a mesh."
+        )
+    processes = world_size()
+    if 1 < processes != cluster.size:
+        raise MeshError(f"{cluster} has {cluster.size} devices, but this run has {processes} processes.")
+    args, kwargs = split_inputs(example_inputs)
+    grad = any(parameter.requires_grad for parameter in model.parameters())
+    request = Request(model, args, kwargs, grad, update=update)
+    chosen = share_among_processes(lambda: planner.search_meshes(planner.trace(request), candidate_meshes(cluster)))
+    return replace(planner, made=chosen), chosen.mesh
+
+
+def _check_plan_fits(plan: Plan, program: Program, mesh: Mesh, *, compare_inputs: bool) -> None:
+    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
+    if plan.mesh != mesh:
+        raise PlanMismatchError(f"The plan is for {plan.mesh}, the model runs on {mesh}. Plan again for this mesh.")
+    nodes = program.nodes
+    shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
+    planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
+    for name in dict.fromkeys([*shapes, *planned]):
+        if shapes.get(name) != planned.get(name):
+            raise PlanMismatchError(
+                f"The plan is of another model: parameter {name!r} has shape={planned.get(name)} in the plan and "
+                f"shape={shapes.get(name)} in the model. Plan again for this model."
+            )
+    inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
+    if compare_inputs and inputs != dict(plan.inputs):
+        raise PlanMismatchError(
+            f"The plan is for inputs {dict(plan.inputs)}, the call has {inputs}. Call with those shapes, or plan "
+            "again for these (leave plan= out, and each kind of call is planned when it comes)."
+        )
+
+
+def _digest(phased: PhasedProgram) -> str:
+    graphs = [item.graph for item in (phased.forward, phased.backward, phased.update) if item is not None]
+    return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]
+
+
+def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of an example call."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(sorted(example_inputs.items()))
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise TraceError(
+        f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional arguments, "
+        "(tokens, targets), or a dict of keyword arguments."
+    )
+
+
+def check_optimizer_arguments(optimizer: Any, **arguments: Any) -> None:
+    """Raise unless `optimizer` is one, or nothing asks for one."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TraceError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim optimizer over "
+            "model.parameters()."
+        )
+    for name, value in arguments.items():
+        if value is not None and optimizer is None:
+            raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
+        if value is not None and value <= 0:
+            raise NotAvailableError(f"{name}={value!r} must be positive.")

@@ -1,0 +1,144 @@
+"""Results that take the place of inputs: an update writes over the parameter and the state that it updates.
+
+Before → after: `p' = f(p)`, returned beside other results → `p.copy_(f(p))` behind the last use of `p`, and `p` is
+returned. An optimizer's update, `p', m' = update(p, g, m)`, becomes `update_(p, g, m)` where nothing reads what it
+writes over any more, directly or by a view; what something does read is copied first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+_MAY_ALIAS = frozenset(
+    {_aten.reshape.default, _aten.contiguous.default, torch.ops._c10d_functional.wait_tensor.default, operator.getitem}
+)
+"""Calls whose result may share the memory of their operand although their schema does not say so."""
+
+_UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update")
+_GRADIENT = 1
+"""The operand of an update that it only reads; all others that it returns anew come around it."""
+
+
+def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
+    """A copy of a graph of which some results are written over inputs.
+
+    Args:
+        graph_module: functional; placeholders are not views of each other.
+        written: index of a result to that of the placeholder whose place it takes.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    _Writing(graph, dict(written)).run()
+    return fx.GraphModule(graph_module, graph)
+
+
+@dataclass(slots=True)
+class _Writing:
+    graph: fx.Graph
+    written: dict[int, int]
+    order: dict[fx.Node, int] = field(init=False)
+    placeholders: list[fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = {node: index for index, node in enumerate(self.graph.nodes)}
+        self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def run(self) -> None:
+        in_place = {_update(name): _twin(name) for name in _UPDATES}
+        for node in list(self.graph.nodes):
+            if node.target in in_place:
+                self._update_in_place(node, in_place[node.target])
+        output = self.graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        for index, place in self.written.items():
+            results[index] = self._write(results[index], self.placeholders[place])
+        output.args = (tuple(results),)
+        self.graph.lint()
+
+    def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
+        """Let the update write over its operands, or over copies of those that are read later."""
+        selections = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        count = len(selections) and 1 + max(index for index in selections if isinstance(index, int))
+        operands = [index for index in range(max(1, count) + 1) if index != _GRADIENT]
+        args = list(node.args)
+        with self.graph.inserting_before(node):
+            for index in operands:
+                operand = args[index]
+                assert isinstance(operand, fx.Node)
+                if not self._dies_at(operand, node):
+                    args[index] = self._add(_aten.clone.default, (operand,), node)
+            self._add(twin, tuple(args), node)
+        for position, index in enumerate(operands):
+            result = selections.get(position) if selections else node
+            if result is not None:
+                written = args[index]
+                assert isinstance(written, fx.Node)
+                result.replace_all_uses_with(written)
+                if selections:
+                    self.graph.erase_node(result)
+        self.graph.erase_node(node)
+
+    def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
+        """Whether the memory of a value is free to be written by `reader`: nothing else reads it then or later."""
+        root = value
+        while root.op == "call_function" and _may_alias(root) and root.all_input_nodes:
+            root = root.all_input_nodes[0]
+        if root.op == "placeholder" and self.placeholders.index(root) not in self.written.values():
+            return False
+        aliases = _aliases(root)
+        users = [user for alias in aliases for user in alias.users if not _may_alias(user)]
+        reads_once = sum(argument in aliases for argument in reader.args) == 1
+        return reads_once and all(user is reader or self._place(user) < self._place(reader) for user in users)
+
+    def _write(self, result: fx.Node, target: fx.Node) -> fx.Node:
+        """`target` with the content of `result`, written behind the last use of what `target` held."""
+        if result is target:
+            return target
+        readers = [user for alias in _aliases(target) for user in alias.users if user.op != "output"]
+        last = max([result, *readers], key=self._place)
+        with self.graph.inserting_after(last):
+            self._add(_aten.copy_.default, (target, result), last)
+        return target
+
+    def _place(self, node: fx.Node) -> int:
+        return self.order[node]
+
+    def _add(self, target: torch._ops.OpOverload, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        made = self.graph.call_function(target, args)
+        made.meta = {key: item for key, item in like.meta.items() if key != "val"}
+        self.order[made] = self.order[like]
+        return made
+
+
+def _update(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.autoshard, name).default
+
+
+def _twin(name: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.autoshard, f"{name}_").default
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether a call's result may share memory with its first operand."""
+    if node.target in _MAY_ALIAS:
+        return True
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    return schema is not None and any(item.alias_info is not None for item in schema.returns)
+
+
+def _aliases(root: fx.Node) -> list[fx.Node]:
+    """A value and all that may share its memory by way of views."""
+    found = [root]
+    for node in found:
+        found += [user for user in node.users if _may_alias(user)]
+    return found
