@@ -58,8 +58,13 @@ def conformal(log_errors: Sequence[float], coverage: float = 0.9) -> Uncertainty
     return Uncertainty(sorted(abs(error) for error in log_errors)[place - 1], coverage)
 
 
+RECIPES, KERNELS, MEASURED = "gpu", "gpu_kernels", "cpu"
+"""Kinds of predicted step times: of recipes, whose parts are weighed by the fitted step model; of searched plans on
+GPUs, whose kernels and collectives are priced as alone; of searched plans on a machine that was calibrated."""
+
+
 def step_time_uncertainty(kind: str) -> Uncertainty | None:
-    """What published or measured steps bear out for hardware of a kind ("gpu", "cpu"); None where nothing does.
+    """What past errors of a kind of prediction bear out; None where there are none.
 
     The numbers stand in `data/runtime/step_time.toml`: `[gpu.log_half_width]` and `[gpu.coverage]`, unit "1".
     """
@@ -69,3 +74,19 @@ def step_time_uncertainty(kind: str) -> Uncertainty | None:
     if f"{kind}.log_half_width" not in file.constants:
         return None
     return Uncertainty(file.number(f"{kind}.log_half_width", "1"), file.number(f"{kind}.coverage", "1"))
+
+
+def keep_step_time_uncertainty(kind: str, uncertainty: Uncertainty, source: str, date: str) -> None:
+    """Write the uncertainty of a kind of prediction to its data file, beside those of other kinds.
+
+    Args:
+        kind: see `RECIPES`.
+        uncertainty: what past errors bear out.
+        source: which errors these are, and what measured them.
+        date: ISO date.
+    """
+    known = dict(constants.load("runtime", "step_time").constants) if "step_time" in constants.names("runtime") else {}
+    known[f"{kind}.log_half_width"] = constants.Constant(round(uncertainty.log_half_width, 4), "1", source, date)
+    known[f"{kind}.coverage"] = constants.Constant(uncertainty.coverage, "1", source, date)
+    path = constants.DATA / "runtime" / "step_time.toml"
+    path.write_text(constants.dump({"name": "step_time"}, known), encoding="utf-8")

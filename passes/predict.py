@@ -20,7 +20,7 @@ import numpy as np
 from autoshard.ir.plan import Prediction
 from autoshard.ir.program import InputKind
 from autoshard.ir.trace import Trace
-from cost_models.intervals import step_time_uncertainty
+from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
 from cost_models.streams import Overlap, StreamTimes, simulate_streams
 from cost_models.timeline import Timeline
 from passes.build_assignment import PlanningProblem
@@ -71,7 +71,7 @@ def predict(
     memory = _memory_parts(planning, choice, times)
     tokens = _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s)
-    uncertainty = step_time_uncertainty("gpu" if device.dispatch_s else "cpu")
+    uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
     return Prediction(
         step_time_s=times.total_s,
         peak_memory_bytes=sum(memory.values()),

@@ -57,3 +57,29 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """
     chosen = int(np.argmin(predicted))
     return measured[chosen] / min(measured) - 1
+
+
+def attainable(inputs: Sequence[object], measured: Sequence[float]) -> float:
+    """Best rank correlation that any prediction from the inputs reaches: equal inputs have equal predictions.
+
+    Example:
+        >>> round(attainable(["a", "a", "b"], [1.0, 3.0, 2.0]), 3)
+        0.0
+    """
+    by_input: dict[object, list[float]] = {}
+    for item, rank in zip(inputs, ranks(measured), strict=True):
+        by_input.setdefault(item, []).append(float(rank))
+    return spearman([float(np.mean(by_input[item])) for item in inputs], measured)
+
+
+def repeatability(measured: Sequence[float], noise: float, draws: int = 400) -> float:
+    """Mean rank correlation of measurements with themselves repeated; `noise`: standard deviation of one's logarithm.
+
+    Example:
+        >>> repeatability([1.0, 2.0, 4.0], noise=0.0)
+        1.0
+    """
+    generator = np.random.default_rng(0)
+    logs = np.log(np.asarray(measured))
+    again = logs + noise * generator.standard_normal((draws, len(logs)))
+    return float(np.mean([spearman(list(row), list(logs)) for row in again]))

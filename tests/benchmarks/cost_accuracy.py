@@ -5,7 +5,8 @@ Run: python -m tests.benchmarks.cost_accuracy [--write] [--quick]
 Every usable row of tests/data/published_runs.jsonl (copied from the project's shared data, each row with its source) is
 built as a model on meta and priced with `autoshard.price`. The numbers of `cost_models.step` are fitted to all sources
 but one, and the errors are those on the source that was left out; `--quick` uses the numbers in the data file instead.
-`--write` fits to all sources and writes the data files. Rows in 16 and in 8 bits are kept apart: the fit sees the
+`--write` fits to all sources, writes the data files and counts sections anew, which takes some minutes more: they are
+kept on disk (`tests.benchmarks.section_table`). Rows in 16 and in 8 bits are kept apart: the fit sees the
 former only. Sources are weighed equally. Peak memory is compared after an offset for each way of measuring it (what
 the driver, the libraries and the allocator hold besides tensors), fitted as the median of the rows of other plans.
 """
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -28,11 +30,11 @@ from autoshard.ir.plan import Prediction
 from cost_models import constants
 from cost_models.constants import Constant
 from cost_models.errors import CostModelError
-from cost_models.intervals import Uncertainty, conformal
+from cost_models.intervals import KERNELS, RECIPES, Uncertainty, conformal, keep_step_time_uncertainty
 from cost_models.step import StepModel, fitted
 from passes.price_model import RecipeKind
 from passes.recipe_plan import predict_recipe
-from tests.benchmarks.accuracy_metrics import bias, mape, regret, spearman
+from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
 from tests.benchmarks.section_table import SectionTable
 from tests.benchmarks.step_fit import FITTED, Runs, fit_all, leave_one_out
@@ -183,19 +185,41 @@ def rank_report(results: Sequence[Result]) -> list[str]:
     groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
     for item in results:
         groups[group_of(item.row)].append(item)
-    lines = ["| group | rows | Spearman | regret |", "|---|---|---|---|"]
+    lines = [
+        "| group | rows | Spearman | regret | attainable | repeatable | spread of repeats | within noise |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     found = []
     for group, items in groups.items():
         if len(items) >= LEAST_GROUP:
             predicted, measured = zip(*map(per_token, items), strict=True)
             found.append((spearman(predicted, measured), regret(predicted, measured)))
             label = " ".join(map(str, group))
-            lines.append(f"| {label} | {len(items)} | {found[-1][0]:.2f} | {found[-1][1]:.1%} |")
+            lines.append(f"| {label} | {len(items)} | {found[-1][0]:.2f} | {found[-1][1]:.1%} | {_limits(items)} |")
     if found:
         good = sum(rho >= 0.9 - 1e-9 for rho, _ in found)
         lines.append(f"| **{good} of {len(found)} groups at 0.9** | | {statistics.fmean(r for r, _ in found):.2f} | "
-                     f"{statistics.fmean(r for _, r in found):.1%} |")  # fmt: skip
+                     f"{statistics.fmean(r for _, r in found):.1%} | | | | |")  # fmt: skip
     return [*lines, ""]
+
+
+def _limits(items: Sequence[Result]) -> str:
+    """Four cells: what bounds the rank correlation of a group.
+
+    The best that any function of what the rows say can reach (some rows say the same); that of the measurements with
+    themselves repeated at the file's `noise_rel`; the largest over the smallest time of rows that say the same; and the
+    share of pairs whose times differ by less than two standard deviations of their difference.
+    """
+    measured = [per_token(item)[1] for item in items]
+    said = [(model_shape(item.row), recipe_of(item.row)) for item in items]
+    noise = statistics.fmean(item.row["noise_rel"] for item in items)
+    same: dict[object, list[float]] = defaultdict(list)
+    for key, seconds in zip(said, measured, strict=True):
+        same[key].append(seconds)
+    spread = max(max(times) / min(times) - 1 for times in same.values())
+    pairs = [abs(math.log(one / two)) for one, two in combinations(measured, 2)]
+    close = statistics.fmean(gap < 2 * math.sqrt(2) * noise for gap in pairs)
+    return f"{attainable(said, measured):.2f} | {repeatability(measured, noise):.2f} | {spread:.0%} | {close:.0%}"
 
 
 def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
@@ -223,8 +247,9 @@ def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def write_fit(model: StepModel, uncertainty: Uncertainty, sources: Sequence[str]) -> None:
-    """Write the data files of the step model and its interval."""
+def write_fit(model: StepModel, results: Sequence[Result], unweighed: Sequence[Result]) -> None:
+    """Write the data files of the step model and of intervals: with it, and of parts priced as alone (`unweighed`)."""
+    sources = [item.source for item in results]
     source = f"fit to 16-bit rows of tests/data/published_runs.jsonl: {', '.join(dict.fromkeys(sources))}"
     date = time.strftime("%Y-%m-%d")
     items = {}
@@ -233,14 +258,10 @@ def write_fit(model: StepModel, uncertainty: Uncertainty, sources: Sequence[str]
         note = source if item.name in FITTED else "not fitted"
         items[key] = Constant(round(getattr(model, item.name), 4), unit, note, date)
     (RUNTIME / "step.toml").write_text(constants.dump({"name": "step"}, items), encoding="utf-8")
-    source = (
-        f"errors on sources left out of the fit, tests/benchmarks/cost_accuracy.py: {', '.join(dict.fromkeys(sources))}"
-    )
-    pair = {
-        "gpu.log_half_width": Constant(round(uncertainty.log_half_width, 4), "1", source, date),
-        "gpu.coverage": Constant(uncertainty.coverage, "1", source, date),
-    }
-    (RUNTIME / "step_time.toml").write_text(constants.dump({"name": "step_time"}, pair), encoding="utf-8")
+    names = ", ".join(dict.fromkeys(sources))
+    for kind, items, what in ((RECIPES, results, "sources left out of the fit"), (KERNELS, unweighed, "no fit")):
+        source = f"errors on {what}, tests/benchmarks/cost_accuracy.py: {names}"
+        keep_step_time_uncertainty(kind, conformal_by_source(items, leaving_out=None), source, date)
 
 
 def main(arguments: Sequence[str]) -> str:
@@ -253,7 +274,8 @@ def main(arguments: Sequence[str]) -> str:
     evaluate = quick_results if "--quick" in arguments else left_out_results
     results, eight, model = evaluate(pricer, wide, narrow)
     if "--write" in arguments:
-        write_fit(model, conformal_by_source(results, leaving_out=None), [item.source for item in results])
+        alone = [_time(pricer, row, StepModel()) for row in wide]
+        write_fit(model, results, _with_uncertainty(wide, alone))
     how = "numbers of the data file" if "--quick" in arguments else "each source by a fit to the others"
     numbers: Mapping[str, float] = {name: round(getattr(model, name), 3) for name in FITTED}
     lines = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cost_models import constants
 from cost_models.errors import CostArgumentError
-from cost_models.intervals import Uncertainty, conformal, step_time_uncertainty
+from cost_models.intervals import Uncertainty, conformal, keep_step_time_uncertainty, step_time_uncertainty
 
 ERRORS = st.lists(st.floats(-1, 1), min_size=9, max_size=60)
 
@@ -67,3 +67,14 @@ def test_kinds_of_hardware_without_measurements_have_no_interval(tmp_path, monke
     (tmp_path / "runtime" / "step_time.toml").write_text(constants.dump({"name": "step_time"}, numbers))
     assert step_time_uncertainty("gpu") == Uncertainty(0.2, 0.9)
     assert step_time_uncertainty("cpu") is None
+
+
+def test_kinds_are_kept_beside_each_other(tmp_path, monkeypatch):
+    """Writing one kind leaves the others, and replaces what was there of its own."""
+    monkeypatch.setattr(constants, "DATA", tmp_path)
+    (tmp_path / "runtime").mkdir()
+    keep_step_time_uncertainty("gpu", Uncertainty(0.2, 0.9), "a test", "2026-11-20")
+    keep_step_time_uncertainty("cpu", Uncertainty(0.3, 0.8), "a test", "2026-11-20")
+    keep_step_time_uncertainty("gpu", Uncertainty(0.1, 0.9), "a later test", "2026-11-21")
+    assert step_time_uncertainty("gpu") == Uncertainty(0.1, 0.9)
+    assert step_time_uncertainty("cpu") == Uncertainty(0.3, 0.8)
