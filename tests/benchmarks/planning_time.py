@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from autoshard import Mesh
-from autoshard.api import local_cluster
+from autoshard.cluster import local_cluster
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
 from passes.build_assignment import PlanningProblem, build_problem
