@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, meaningful, moving, products
+from autoshard.rules.carries import increasing, increasing_addend, meaningful, moving, products
 from autoshard.rules.dims import (
     BLOCKED,
     all_blocked,
@@ -91,7 +91,7 @@ def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: 
     whole = (target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)
     if not accumulate:
         return _written(whole, x, source, 2)
-    carries = meaningful([x], increasing((0,)))
+    carries = meaningful([x], increasing_addend(x, operand=0))
     if not is_additive(x) or index.shape != source.shape:
         return Rule(whole, linear=[(0, 2)] if is_additive(x) else (), carries=carries)
     places = named(index.dim(), "i")
@@ -131,7 +131,7 @@ def masked_index_put(
         reduce=dict.fromkeys(names(result), "sum"),
         added=(0,),
         linear=[(0, last)],
-        carries=meaningful([x], increasing((0,))),
+        carries=meaningful([x], increasing_addend(x, operand=0)),
     )
 
 

@@ -7,6 +7,7 @@ passes through products and powers. Rules put these together in `Rule.carries`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -33,10 +34,19 @@ def decreasing(*groups: Operands) -> list[Carry]:
 
 
 def scaled(scale: Any, operand: int) -> list[Carry]:
-    """Maxima and minima through an operand that is multiplied by a number."""
-    if isinstance(scale, complex) or scale == 0:
+    """Maxima and minima through an operand that is multiplied by a number; infinity times 0 is no number."""
+    if isinstance(scale, complex) or scale == 0 or math.isinf(scale):
         return []
     return increasing((operand,)) if scale > 0 else decreasing((operand,))
+
+
+def increasing_addend(*addends: torch.Tensor, operand: int) -> list[Carry]:
+    """Maxima and minima through an operand that something is added to; `addends` are all that is summed.
+
+    Not of integers: a rank with nothing has the least one there is, and adding to it wraps round.
+    """
+    keeps_order = all(x.is_floating_point() or x.dtype == torch.bool for x in addends)
+    return increasing((operand,)) if keeps_order else []
 
 
 def maxima(*groups: Operands) -> list[Carry]:
@@ -69,6 +79,39 @@ def _can_await(operand: torch.Tensor | None, reduction: Reduction) -> bool:
     if operand is None:
         return False
     return operand.dtype != torch.bool if reduction is Reduction.PRODUCT else not operand.is_complex()
+
+
+def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether converting addends converts their sum.
+
+    Not where it rounds to integers or to booleans, nor where addends of few bits may have wrapped round.
+    """
+    if source == target:
+        return True
+    is_number = target.is_floating_point or target.is_complex
+    return is_number and (source.is_floating_point or source.is_complex or source is torch.int64)
+
+
+def through_conversion(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
+    """Converting keeps the order, but not as booleans (zero or not) or as integers that wrap; and products, but not
+    those of complex numbers as their real part."""
+    carries: list[Carry] = []
+    if not source.is_complex and _keeps_order(source, target):
+        carries += increasing((operand,))
+    if keeps_sums(source, target) and source.is_complex <= target.is_complex:
+        carries += products((operand,))
+    return carries
+
+
+def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
+    return source == target or not (target == torch.bool or target.is_complex or _wraps(source, target))
+
+
+def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether numbers may lie outside the range of an integer type, and what they become does not keep the order."""
+    if target.is_floating_point or source in (torch.bool, target):
+        return False
+    return source.is_floating_point or not target.is_signed or source.itemsize >= target.itemsize
 
 
 def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:

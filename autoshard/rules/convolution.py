@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, linear_result, meaningful, sums_by_result
+from autoshard.rules.carries import increasing_addend, linear_result, sums_by_result
 from autoshard.rules.dims import all_blocked
 from autoshard.rules.halo import (
     Halo,
@@ -92,7 +92,7 @@ def convolution(
         reduce={"i": "sum"},
         added=() if bias is None else (2,),
         linear=[(0,), (1,)] if bias is None else [(0, 2), (1, 2)],
-        carries=[] if bias is None else meaningful([x, weight, bias], increasing((2,))),
+        carries=[] if bias is None else increasing_addend(x, weight, bias, operand=2),
         blocked=tuple(within(windows)),
         exchanged=exchanged(halos),
         local=partial(_local_transposed, windows=fitting) if transposed else partial(_local_convolution, halos=halos),

@@ -11,6 +11,7 @@ from itertools import combinations
 
 import torch
 
+from autoshard.ir.spec import Reduction
 from autoshard.rules.carries import increasing, meaningful, moving
 from autoshard.rules.notation import Dims, Rule
 
@@ -111,4 +112,6 @@ def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) ->
     largest = len(xs) - 1 if len(xs) <= 6 else 1
     some = [group for count in range(1, largest + 1) for group in combinations(together, count)]
     carries = meaningful(xs, [*moving(together), *increasing(*some)])
+    if any(x.is_complex() for x in xs):  # then so is the result, and has no order
+        carries = [carry for carry in carries if carry.reduction is Reduction.PRODUCT]
     return Rule((tuple(operands), (result,)), linear=[together] if is_additive(*xs) else (), carries=carries)

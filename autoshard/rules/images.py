@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from autoshard.rules.carries import linear_result, moving, sums_by_result
-from autoshard.rules.dims import BLOCKED, all_blocked, moves, named
+from autoshard.rules.dims import BLOCKED, all_blocked, moves, named, names
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Dims, Rule
+from autoshard.rules.notation import Carry, Dims, Fill, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -109,10 +109,15 @@ def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
     return (("n",), ("c",), *blocked), (("n",), *places, BLOCKED), (("n",), ("c",), *places)
 
 
+def _within_planes(space: int) -> dict[str, Fill]:
+    """What padding of a grid holds: some place. Of one that is not a number, ATen's kernels read anywhere in memory."""
+    return dict.fromkeys(("n", *names(named(space, "p"))), 0)
+
+
 def _grid_sampler(space: int) -> Callable[..., Rule]:
     def rule(x: torch.Tensor, grid: torch.Tensor, *_: Any) -> Rule:
         x_dims, grid_dims, result = _grid_dims(space)
-        return Rule(((x_dims, grid_dims), (result,)), linear=_LINEAR)
+        return Rule(((x_dims, grid_dims), (result,)), linear=_LINEAR, padding=_within_planes(space))
 
     return rule
 
@@ -127,7 +132,8 @@ def _grid_sampler_backward(space: int) -> Callable[..., Rule]:
         reduce = dict.fromkeys(("c", *(f"p{dim}" for dim in range(space))), "sum")
         of_x = [linear_result((0, 2), (0,))] if output_mask[0] else []
         carries = sums_by_result([*of_x, linear_result((0, 1, 2), (0,), (1,))])
-        return Rule(((result, x_dims, grid_dims), results), reduce=reduce, linear=_LINEAR, carries=carries)
+        sides, padding = ((result, x_dims, grid_dims), results), _within_planes(space)
+        return Rule(sides, reduce=reduce, linear=_LINEAR, carries=carries, padding=padding)
 
     return rule
 

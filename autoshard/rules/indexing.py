@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, maxima, meaningful, minima, moving, products
+from autoshard.rules.carries import increasing, increasing_addend, maxima, meaningful, minima, moving, products
 from autoshard.rules.dims import (
     BLOCKED,
     all_blocked,
@@ -125,12 +125,12 @@ def index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Rule | None:
 def index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Rule | None:
     if x.dim() == 0 or source.dim() == 0:
         sides = _whole([x, index, source])
-        return Rule(sides, linear=[(0, 2)], carries=meaningful([x], increasing((0,))))
+        return Rule(sides, linear=[(0, 2)], carries=meaningful([x], increasing_addend(x, operand=0)))
     dims, position = named(x.dim()), normal_dim(dim, x.dim())
     target = with_blocked(dims, [position])
     source_dims = (*dims[:position], ("i",), *dims[position + 1 :])
     index_dims = (("i",),) if index.dim() else ()
-    carries = meaningful([x], increasing((0,)))
+    carries = meaningful([x], increasing_addend(x, operand=0))
     sides = ((target, index_dims, source_dims), (target,))
     return Rule(sides, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)], carries=carries)
 
@@ -234,7 +234,7 @@ def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tenso
     rule_dims = _scattered(x, dim, index, src)
     if rule_dims is None or not is_additive(x):
         return None
-    carries = meaningful([x], increasing((0,)))
+    carries = meaningful([x], increasing_addend(x, operand=0))
     return Rule(rule_dims, reduce={"i": "sum"}, added=(0,), linear=[(0, 2)], carries=carries)
 
 
@@ -259,8 +259,8 @@ def _reducing(
 ) -> Rule:
     """Operand 2 is reduced into operand 0 at the places of an index `i`; a mean only of all there is."""
     linear, carries = _REDUCED[reduce]
-    if reduce == "mean" and not x.is_floating_point():
-        linear = []
+    if reduce in ("sum", "mean") and not x.is_floating_point():  # means round, and sums wrap round
+        linear, carries = [] if reduce == "mean" else linear, []
     reduction = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}.get(reduce)
     if reduction is None or not include_self:
         return Rule(sides, blocked=("i",), linear=linear, carries=carries)
@@ -343,7 +343,7 @@ def index_put(
     last = len(index_dims) + 1
     if not accumulate or not linear:
         return Rule(sides, linear=linear, blocked=of_index, carries=_beside(x, values, last))
-    carries = meaningful([x], increasing((0,)))
+    carries = meaningful([x], increasing_addend(x, operand=0))
     return Rule(sides, linear=linear, reduce=dict.fromkeys(of_index, "sum"), added=(0,), carries=carries)
 
 

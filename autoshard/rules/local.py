@@ -89,4 +89,4 @@ class LocalContext(Protocol):
 def whole_to_piece(context: LocalContext, factors: Iterable[str]) -> float:
     """How many times more elements the whole has than each rank's piece, padding included, along `factors`."""
     sizes = [(context.global_size(factor), context.local_size(factor)) for factor in factors]
-    return math.prod(size for size, _ in sizes) / math.prod(local for _, local in sizes)
+    return math.prod(size / local for size, local in sizes if size != local)

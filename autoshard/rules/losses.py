@@ -42,13 +42,14 @@ def _split_cross_entropy(
 ) -> tuple[Any, Any]:
     """Loss and log-sum-exp of each row from the pieces of its classes, as in Megatron-LM (2019), section 3.
 
-    1. The greatest logit of each row, over all ranks; then the sum of exponentials.
+    1. The greatest logit of each row, over all ranks (0 for an infinite one); then the sum of exponentials.
     2. The logit of the target from the rank that has it.
     3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 where the target is ignored.
     """
     call = context.call
     x = call(aten._to_copy.default, logits, dtype=dtype)  # [n, c]
     top = context.all_reduce(call(aten.amax.default, x, [1]), "max", "c")  # [n]
+    top = call(aten.masked_fill.Scalar, top, call(aten.isinf.default, top), 0)
     exponentials = call(aten.exp.default, call(aten.sub.Tensor, x, call(aten.unsqueeze.default, top, 1)))
     total = context.all_reduce(call(aten.sum.dim_IntList, exponentials, [1]), "sum", "c")
     lse = call(aten.add.Tensor, call(aten.log.default, total), top)
@@ -224,9 +225,13 @@ def binary_cross_entropy_with_logits(
 
 
 def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int, *, of_zeros: int | None = None) -> Rule:
-    """`of_zeros` is the loss of elements that are all zero: where it is 0, padding adds nothing to a sum."""
+    """`of_zeros` is the loss where operand and target are zero: where it is 0, padding adds nothing to a sum.
+
+    Only where both have the dim: one that broadcasts has no padding to fill.
+    """
     sides, (dims,) = elementwise([operand.shape for operand in operands])
-    padding = dict.fromkeys(names(dims), 0) if of_zeros == 0 else None
+    both = set(names(sides[0])) & set(names(sides[1]))
+    padding = dict.fromkeys(both, 0) if of_zeros == 0 else None
     if reduction == _NONE:
         return Rule((sides, (dims,)), padding=padding)
     local = _local_mean if reduction == _MEAN else None

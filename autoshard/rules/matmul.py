@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, meaningful, products, scaled
+from autoshard.rules.carries import increasing_addend, meaningful, products, scaled
 from autoshard.rules.dims import all_blocked, broadcast_dims, named
 from autoshard.rules.local import LocalContext
 from autoshard.rules.notation import Carry, Dims, Rule, parse
@@ -76,15 +76,19 @@ def addr(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) ->
 def addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Rule:
     operands, (result,) = parse("b m k, b k n -> m n")
     sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
-    carries = meaningful([bias], scaled(kwargs.get("beta", 1), 0))
+    carries = _scaled_addend(bias, kwargs.get("beta", 1))
     return Rule(sides, reduce={"b": "sum", "k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND, carries=carries)
 
 
 def _with_addend(bias: torch.Tensor, notation: str, *, beta: Any = 1, alpha: Any = 1) -> Rule:
     operands, (result,) = parse(notation)
     sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
-    carries = meaningful([bias], scaled(beta, 0))
+    carries = _scaled_addend(bias, beta)
     return Rule(sides, reduce={"k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND, carries=carries)
+
+
+def _scaled_addend(bias: torch.Tensor, beta: Any) -> list[Carry]:
+    return scaled(beta, 0) if increasing_addend(bias, operand=0) else []
 
 
 @sharding_rule(aten.linear.default)
@@ -96,7 +100,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if bias is None:
         return Rule((operands, (result,)), reduce={"k": "sum"}, linear=_PRODUCT)
     sides = ((*operands, broadcast_dims(bias.shape, result)), (result,))
-    carries = meaningful([x, weight, bias], increasing((2,)))
+    carries = increasing_addend(x, weight, bias, operand=2)
     return Rule(sides, reduce={"k": "sum"}, added=(2,), linear=((0, 2), (1, 2)), carries=carries)
 
 

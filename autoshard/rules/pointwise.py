@@ -13,7 +13,19 @@ from typing import Any
 import torch
 
 from autoshard.ir.spec import Reduction
-from autoshard.rules.carries import decreasing, increasing, maxima, meaningful, minima, moving, products, scaled
+from autoshard.rules.carries import (
+    decreasing,
+    increasing,
+    increasing_addend,
+    keeps_sums,
+    maxima,
+    meaningful,
+    minima,
+    moving,
+    products,
+    scaled,
+    through_conversion,
+)
 from autoshard.rules.dims import all_blocked, elementwise, is_additive, tensors
 from autoshard.rules.notation import Carry, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
@@ -38,7 +50,7 @@ _NONLINEAR = """
     special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
     special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
     special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0
-    special_zeta tan div.Tensor_mode xlogy.Scalar_Self special_xlog1py.self_scalar
+    special_zeta tan _prelu_kernel div.Tensor_mode xlogy.Scalar_Self special_xlog1py.self_scalar
 """
 
 # In the first operand, with the others fixed: scalings, and backwards, which are linear in the gradient.
@@ -51,7 +63,7 @@ _LINEAR_IN_FIRST = """
 
 # Never decreasing in the first operand, anywhere on the real line; and never increasing.
 _INCREASING = """
-    asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh softplus
+    asinh atan ceil erf exp exp2 expm1 floor hardshrink hardsigmoid hardtanh relu relu6 round sigmoid sinh
     softshrink special_log_ndtr tanh trunc ge.Scalar gt.Scalar
     clamp.default clip.default clamp_min.default clamp_max.default celu selu
 """
@@ -129,7 +141,6 @@ _pointwise("le.Tensor lt.Tensor", _never, [*decreasing((0,)), *increasing((1,))]
 _pointwise("max.other maximum fmax clamp_min.Tensor", _never, [*increasing((0,), (1,)), *maxima((0, 1))])
 _pointwise("min.other minimum fmin clamp_max.Tensor", _never, [*increasing((0,), (1,)), *minima((0, 1))])
 _pointwise("logaddexp logaddexp2", _never, increasing((0,), (1,)))
-_pointwise("_prelu_kernel", _never, decreasing((1,)))
 _pointwise("conj_physical _conj_physical _conj resolve_conj resolve_neg", _in_first, moving((0,)))
 _pointwise("softplus_backward", _in_first)
 _pointwise("deg2rad rad2deg hardsigmoid_backward", _in_first, increasing((0,)))
@@ -193,7 +204,7 @@ def shift(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
 
 @sharding_rule(aten.rsub.Scalar)
 def shift_negated(x: torch.Tensor, other: Any, alpha: Any = 1) -> Rule:
-    return _rule([x], (), _if(x.is_floating_point(), scaled(-alpha, 0)))
+    return _rule([x], (), _if(x.is_floating_point() and _is_finite(other), scaled(-alpha, 0)))
 
 
 @sharding_rule(aten.add.Tensor)
@@ -269,6 +280,12 @@ def elu_backward(
     return _rule([grad, x], [(0,)])
 
 
+@sharding_rule(aten.softplus.default)
+def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
+    """Above the threshold it is `x`: a step down, which rounding hides only far from zero."""
+    return _rule([x], (), _if(beta > 0 and threshold >= 20, increasing((0,))))
+
+
 @sharding_rule(aten.leaky_relu.default)
 def leaky_relu(x: torch.Tensor, negative_slope: float = 0.01) -> Rule:
     return _rule([x], (), _if(negative_slope > 0, increasing((0,))))
@@ -323,37 +340,16 @@ def copy(x: torch.Tensor, **kwargs: Any) -> Rule:
 
 @sharding_rule(aten.copy.default)
 def copy_onto(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Rule:
-    linear = [(1,)] if _keeps_sums(source.dtype, x.dtype) else ()
-    return _rule([x, source], linear, _converted(source.dtype, x.dtype, 1))
+    linear = [(1,)] if keeps_sums(source.dtype, x.dtype) else ()
+    return _rule([x, source], linear, through_conversion(source.dtype, x.dtype, 1))
 
 
 @sharding_rule(aten._to_copy.default)
 def to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
     target = dtype or x.dtype
-    if _keeps_sums(x.dtype, target) and not target.is_complex:
+    if keeps_sums(x.dtype, target) and not x.is_complex() and not target.is_complex:
         return Rule(elementwise([x.shape]), transparent=True)
-    return _rule([x], [(0,)] if _keeps_sums(x.dtype, target) else (), _converted(x.dtype, target, 0))
-
-
-def _keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converting addends converts their sum: not where it rounds to integers or to booleans."""
-    if source == target:
-        return True
-    return source != torch.bool and (target.is_floating_point or target.is_complex)
-
-
-def _converted(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
-    """Converting keeps the order, but not as booleans (zero or not) or as integers that wrap."""
-    keeps_order = source == target or not (target == torch.bool or target.is_complex or _wraps(source, target))
-    carries = [*_if(keeps_order, increasing((operand,))), *_if(_keeps_sums(source, target), products((operand,)))]
-    return [carry for carry in carries if not (source.is_complex and carry.reduction is not Reduction.PRODUCT)]
-
-
-def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether numbers may lie outside the range of an integer type, and what they become does not keep the order."""
-    if target.is_floating_point or source in (torch.bool, target):
-        return False
-    return source.is_floating_point or not target.is_signed or source.itemsize >= target.itemsize
+    return _rule([x], [(0,)] if keeps_sums(x.dtype, target) else (), through_conversion(x.dtype, target, 0))
 
 
 @sharding_rule(aten.where.self)
@@ -400,12 +396,12 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.addcmul.default)
 def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float = 1) -> Rule:
-    return _rule([x, a, b], [(0, 1), (0, 2)] if is_additive(x, a, b) else (), increasing((0,)))
+    return _rule([x, a, b], [(0, 1), (0, 2)] if is_additive(x, a, b) else (), increasing_addend(x, a, b, operand=0))
 
 
 @sharding_rule(aten.addcdiv.default)
 def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float = 1) -> Rule:
-    return _rule([x, a, b], [(0, 1)] if is_additive(x, a) else (), increasing((0,)))
+    return _rule([x, a, b], [(0, 1)] if is_additive(x, a) else (), increasing_addend(x, a, b, operand=0))
 
 
 @sharding_rule(aten._prelu_kernel_backward.default)
@@ -442,8 +438,8 @@ def bucketize(x: torch.Tensor, boundaries: torch.Tensor, **kwargs: Any) -> Rule:
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
     """The values of `x` do not matter, only its shape."""
-    linear = [(1,)] if _keeps_sums(value.dtype, x.dtype) else ()
-    return _rule([x, value], linear, _converted(value.dtype, x.dtype, 1))
+    linear = [(1,)] if keeps_sums(value.dtype, x.dtype) else ()
+    return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1))
 
 
 @sharding_rule(aten.fill.Scalar)

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.ir.spec import Reduction
 from autoshard.rules import split_dims
-from autoshard.rules.carries import maxima, meaningful, minima, moving, only_in, sums
+from autoshard.rules.carries import keeps_sums, maxima, meaningful, minima, moving, only_in, sums, through_conversion
 from autoshard.rules.dims import (
     BLOCKED,
     is_additive,
@@ -48,23 +48,39 @@ def _reduction(
     fill: Fill = None,
     carries: Sequence[Carry] = (),
     is_move: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Rule:
     """One reduction over some dims.
 
     Args:
+        is_linear: whether it is a sum; then zeros in padding change nothing.
         fill: in padding it changes nothing; None where no number does, or linearity says that it is zero.
         carries: partial values that pass through.
         is_move: whether elements stay as they are where all reduced dims are of size one.
+        dtype: what elements are converted to first; None leaves it to `_widened`.
     """
+    dtype = dtype or (_widened(x) if reduction in ("sum", "product") else x.dtype)
     dims, removed = named(x.dim()), _positions(x, dim)
     reduce = {factor: reduction for position in removed for factor in dims[position]}
-    linear = [(0,)] if is_linear and is_additive(x) else ()
+    linear = [(0,)] if is_linear and is_additive(x) and keeps_sums(x.dtype, dtype) else ()
+    fill = 0 if is_linear and not linear else fill
     padding = {} if fill is None else dict.fromkeys(reduce, fill)
     sides = ((dims,), (without(dims, removed, keepdim=keepdim),))
     if is_move and all(x.shape[dim] == 1 for dim in removed):
-        carries = [*moving((0,)), *([] if is_linear or not is_additive(x) else sums((0,)))]
+        is_sum = not is_linear and is_additive(x) and keeps_sums(x.dtype, dtype)
+        carries = [*_of_operand(x.dtype, dtype), *(sums((0,)) if is_sum else [])]
     carries = meaningful([x], carries)
     return Rule(sides, reduce=reduce, linear=linear, local=local, padding=padding, carries=carries)
+
+
+def _widened(x: torch.Tensor) -> torch.dtype:
+    """What sums and products of elements of `x` are taken in: integers in 64 bits."""
+    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+
+
+def _of_operand(source: torch.dtype, target: torch.dtype) -> list[Carry]:
+    """What but sums passes where the result is the operand, converted."""
+    return moving((0,)) if source == target else through_conversion(source, target, 0)
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
@@ -109,18 +125,18 @@ def _of_one(x: torch.Tensor, dim: DimList, results: int = 1) -> list[Carry]:
 
 
 @sharding_rule(aten.sum.dim_IntList)
-def sum_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _reduction(x, dim, keepdim, "sum", is_linear=True)
+def sum_dims(x: torch.Tensor, dim: DimList, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
+    return _reduction(x, dim, keepdim, "sum", is_linear=True, dtype=dtype)
 
 
 @sharding_rule(aten.nansum.default)
-def nansum(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _reduction(x, dim, keepdim, "sum", fill=0)
+def nansum(x: torch.Tensor, dim: DimList = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
+    return _reduction(x, dim, keepdim, "sum", fill=0, dtype=dtype)
 
 
 @sharding_rule(aten.sum.default)
-def sum_all(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _reduction(x, None, False, "sum", is_linear=True)
+def sum_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Rule:
+    return _reduction(x, None, False, "sum", is_linear=True, dtype=dtype)
 
 
 @sharding_rule(aten.mean.dim)
@@ -185,13 +201,13 @@ def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
 
 
 @sharding_rule(aten.prod.default)
-def prod_all(x: torch.Tensor, **kwargs: Any) -> Rule:
-    return _reduction(x, None, False, "product", fill=1)
+def prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Rule:
+    return _reduction(x, None, False, "product", fill=1, dtype=dtype)
 
 
 @sharding_rule(aten.prod.dim_int)
-def prod_dim(x: torch.Tensor, dim: int, keepdim: bool = False, **kwargs: Any) -> Rule:
-    return _reduction(x, dim, keepdim, "product", fill=1)
+def prod_dim(x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
+    return _reduction(x, dim, keepdim, "product", fill=1, dtype=dtype)
 
 
 @sharding_rule(aten.count_nonzero.default)
@@ -222,15 +238,16 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
         return _reduction(x, dim, keepdim, reduction, fill=math.inf if reduction == "min" else 0, is_move=False)
     dims, removed = named(x.dim()), _positions(x, dim)
     reduced = names(dims[position] for position in removed)
+    made = kwargs.get("dtype") or x.dtype.to_real()
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
+        """Powers of what half precision holds need not fit there."""
         norm = context.default(*args, **kwargs)
         if not any(map(context.is_split, reduced)):
             return norm
-        powers = context.call(aten.pow.Tensor_Scalar, norm, ord)
-        for factor in reduced:
-            powers = context.all_reduce(powers, "sum", factor)
-        return context.call(aten.pow.Tensor_Scalar, powers, 1 / ord)
+        powers = context.call(aten.pow.Tensor_Scalar, converted(context, norm, made, wide(made)), ord)
+        powers = reduce_over(context, powers, "sum", reduced)
+        return converted(context, context.call(aten.pow.Tensor_Scalar, powers, 1 / ord), wide(made), made)
 
     sides = ((dims,), (without(dims, removed, keepdim=keepdim),))
     padding = dict.fromkeys(reduced, 0 if ord > 0 else math.inf)
@@ -386,9 +403,10 @@ def _scan(*, is_product: bool) -> RuleFunction:
     def rule(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Rule:
         is_number = x.is_floating_point() or x.is_complex()
         result = dtype or (x.dtype if is_number else torch.int64)
-        carries = _of_one(x, dim)
+        is_linear = not is_product and keeps_sums(x.dtype, result)
+        carries = _of_one(x, dim) if result == x.dtype else []
         if not can_travel(result):
-            return _along(x, dim, is_linear=not is_product, carries=carries)
+            return _along(x, dim, is_linear=is_linear, carries=carries)
 
         def local(context: LocalContext, x: Any, dim: int, *, factor: str, **kwargs: Any) -> Any:
             scanned = context.default(x, dim, **kwargs)
@@ -396,7 +414,7 @@ def _scan(*, is_product: bool) -> RuleFunction:
                 return scanned
             return split_dims.scan(context, scanned, dim, factor, result, is_product=is_product)
 
-        return split_dims.split_along(x, dim, local, int(is_product), is_linear=not is_product, carries=carries)
+        return split_dims.split_along(x, dim, local, int(is_product), is_linear=is_linear, carries=carries)
 
     return rule
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import increasing, moving
+from autoshard.rules.carries import increasing, meaningful, moving
 from autoshard.rules.dims import (
     BLOCKED,
     ONE,
@@ -410,7 +410,8 @@ def constant_pad_nd(x: torch.Tensor, pad: Sequence[int], value: float = 0) -> Ru
     dims = _padded(x, pad)
     if value == 0:
         return moves(dims, dims)
-    return Rule(((dims,), (dims,)), carries=moving((0,)) if value == 1 else increasing((0,)))
+    carries = moving((0,)) if value == 1 else increasing((0,))
+    return Rule(((dims,), (dims,)), carries=meaningful([x], carries))
 
 
 def _padded(x: torch.Tensor, pad: Sequence[int]) -> Dims:

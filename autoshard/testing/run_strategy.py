@@ -184,13 +184,19 @@ def _below(x: Tensor, count: int) -> list[Tensor]:
     """Some rank has the element, others have less, or what a rank has that holds padding alone."""
     if x.dtype == torch.bool:
         return [x & (mask | (torch.rand(x.shape) > 0.5)) for mask in _owners(x, count)]
-    return [torch.where(mask, x, _or_identity(x - _noise(x).abs(), Reduction.MAX)) for mask in _owners(x, count)]
+    lower = (torch.minimum(x, x - _noise(x).abs()) for _ in range(count))  # an integer that wraps round is not below
+    return [
+        torch.where(mask, x, _or_identity(y, Reduction.MAX)) for mask, y in zip(_owners(x, count), lower, strict=True)
+    ]
 
 
 def _above(x: Tensor, count: int) -> list[Tensor]:
     if x.dtype == torch.bool:
         return [x | ~(mask | (torch.rand(x.shape) > 0.5)) for mask in _owners(x, count)]
-    return [torch.where(mask, x, _or_identity(x + _noise(x).abs(), Reduction.MIN)) for mask in _owners(x, count)]
+    upper = (torch.maximum(x, x + _noise(x).abs()) for _ in range(count))
+    return [
+        torch.where(mask, x, _or_identity(y, Reduction.MIN)) for mask, y in zip(_owners(x, count), upper, strict=True)
+    ]
 
 
 def _or_identity(x: Tensor, reduction: Reduction) -> Tensor:
@@ -231,7 +237,10 @@ def _size(x: Tensor) -> float:
 
 def _largest(x: Tensor) -> float:
     """The largest finite absolute value, 0 where there is none."""
-    if not _is_number(x) or not (finite := x[x.isfinite()]).numel():
+    if not _is_number(x):
+        return 0.0
+    wide = x if x.is_complex() else x.double()  # eight-bit floats cannot say what is finite
+    if not (finite := wide[wide.isfinite()]).numel():
         return 0.0
     return float(finite.abs().max())
 

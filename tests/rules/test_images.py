@@ -8,11 +8,20 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autoshard.ir.mesh import Mesh
 from tests.rules.recording import check_recorded
 
 
 def _resize(mode: str, dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: F.interpolate(x, scale_factor=2.0, mode=mode) if x.dim() == dims + 2 else x
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_padding_of_grids(mode: str, padding: str) -> None:
+    """Batch and places that no mesh divides: kernels read outside of a plane where a grid is not a number."""
+    x, grid = (torch.randn(5, *shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4, 4), (3, 7, 2)))
+    check_recorded(lambda: F.grid_sample(x, grid, mode, padding, align_corners=False), meshes=(Mesh({"a": 4}),))
 
 
 @pytest.mark.parametrize(

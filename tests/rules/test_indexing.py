@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.rules import strategies
-from tests.rules.recording import check_database, check_recorded, check_splits, tensor
+from tests.rules.recording import check_call, check_database, check_recorded, check_splits, tensor
 
 aten = torch.ops.aten
 
@@ -111,6 +111,17 @@ def test_additions_need_a_partial_target() -> None:
     split = [inputs for inputs, _ in found if inputs[1].is_shard(0)]
     assert split
     assert all(inputs[0].is_partial("sum") for inputs in split)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.uint8], ids=str)
+def test_additions_to_integers(dtype: torch.dtype) -> None:
+    """The least integer stands for nothing in a pending maximum; what is added to it wraps round."""
+    x, source, index = tensor(5, 7).abs().to(dtype), tensor(6, 7).abs().to(dtype), torch.tensor([0, 4, 4, 1, 0, 3])
+    check_splits(aten.index_add.default, x, 0, index, source)
+    check_splits(aten.index_put.default, x, [index], source, True)
+    check_call(aten.put.default, x, index, source[:, 0], True)
+    for reduce in ("sum", "mean", "prod", "amax", "amin"):
+        check_splits(aten.scatter_reduce.two, x, 0, index.unsqueeze(1).expand(6, 7), source, reduce)
 
 
 # fmt: off

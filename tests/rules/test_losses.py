@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from autoshard.rules import strategies
 from tests.rules.recording import check_database, check_recorded, check_splits
 
+aten = torch.ops.aten
 ops = torch.ops.autoshard
 
 
@@ -69,6 +70,15 @@ def test_binary_cross_entropy(reduction: str) -> None:
     check_recorded(lambda: F.binary_cross_entropy(x, y, reduction=reduction))
     check_recorded(lambda: F.binary_cross_entropy(x, y, weight, reduction=reduction))
     check_recorded(lambda: F.binary_cross_entropy_with_logits(x, y, weight, reduction=reduction, pos_weight=weight))
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_losses_of_operands_that_broadcast(reduction: int) -> None:
+    """Padding that only one of them has is no loss of zero."""
+    for op in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
+        check_splits(op, torch.randn(5, 6), torch.randn(1, 6), reduction)
+        check_splits(op, torch.randn(6), torch.randn(5, 6), reduction)
+    check_splits(aten.mse_loss.default, torch.zeros(0, 4), torch.zeros(0, 4), reduction)
 
 
 def test_on_the_samples_of_pytorch() -> None:

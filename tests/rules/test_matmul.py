@@ -63,6 +63,14 @@ def test_grouped_products(rows: list[int]) -> None:
     check_splits(ops.grouped_mm_fallback_backward.default, x, weight, offsets, grad)
 
 
+def test_addends_of_integers() -> None:
+    """The least integer stands for nothing in a pending maximum; what is added to it wraps round."""
+    a, b = tensor(5, 7).long(), tensor(7, 4).long()
+    check_splits(aten.addmm.default, tensor(4).long(), a, b)
+    check_splits(aten.addbmm.default, tensor(5, 4).long(), a.expand(3, 5, 7), b.expand(3, 7, 4))
+    check_splits(aten.addr.default, tensor(5, 4).long(), tensor(5).long(), tensor(4).long())
+
+
 def test_on_the_samples_of_pytorch() -> None:
     """PyTorch's own samples run under every strategy, forward and backward."""
     names = ["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "dot", "matmul", "mm", "mv", "nn.functional.linear"]

@@ -135,6 +135,25 @@ def test_a_dim_of_size_one_stays_whole() -> None:
     assert [inputs[1] for inputs, _ in found if inputs[0].is_shard(0)] == [Replicate()]
 
 
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.softplus.default, (torch.randn(5, 40), 1, 0)),
+        (aten._prelu_kernel.default, (tensor(5, 40), tensor(5, 40))),
+        (aten.mul.Scalar, (_X.abs().relu(), 0)),
+        (aten.div.Scalar, (_X, float("inf"))),
+        (aten.rsub.Scalar, (_X, float("inf"))),
+        (aten._to_copy.default, (torch.complex(tensor(5, 7), tensor(5, 7)),)),
+        (aten.addcmul.default, (_X.long(), _X.long(), _X.long())),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Casting complex")
+def test_what_keeps_no_order(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """A step down at the threshold, infinity times zero, the real part of a product, the least integer and a number."""
+    check_splits(op, *args, **({"dtype": torch.float64} if op is aten._to_copy.default else {}))
+
+
 # fmt: off
 _SAMPLED = [
     "abs", "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "clamp", "cos", "div", "eq", "exp", "fmod", "gcd",

@@ -127,6 +127,29 @@ def test_the_range_of_a_histogram_must_be_given() -> None:
     assert len(strategies(aten.histc.default, (tensor(4, 8), 4), {}, 2)) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_results_of_another_type(dtype: torch.dtype) -> None:
+    """What rounds, or wraps in few bits, is no sum of the converted addends."""
+    x, result = (20 * tensor(5, 7)).abs().to(dtype), {torch.float64: torch.int64}.get(dtype, torch.float32)
+    for given_type in (None, result):
+        check_splits(aten.sum.dim_IntList, x * 0.75 if x.is_floating_point() else x, [0], dtype=given_type)
+        check_splits(aten.cumsum.default, x, 0, dtype=given_type)
+        check_splits(aten.cumsum.default, x[:1], 0, dtype=given_type)
+    check_splits(aten.prod.dim_int, x[:1] + 0.5, 0, dtype=torch.int64)
+    check_splits(aten.nansum.default, x[:1] + 0.5, [0], dtype=torch.int64)
+
+
+def test_norms_in_half_precision() -> None:
+    """Squares of what half precision holds need not fit there."""
+    for order in (2, 3, 0.5):
+        check_splits(aten.linalg_vector_norm.default, 100 * (tensor(5, 7).half() + 5), order, [0])
+
+
+def test_means_of_nothing() -> None:
+    """Pieces of an empty tensor have a mean as the whole has: not a number."""
+    check_splits(aten.mean.dim, torch.zeros(4, 0), [1])
+
+
 # fmt: off
 _SAMPLED = [
     "all", "amax", "any", "argmax", "aminmax", "count_nonzero", "cumprod", "cumsum", "kthvalue", "linalg.vector_norm",

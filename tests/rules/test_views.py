@@ -91,6 +91,13 @@ def test_moves(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
     check_splits(op, *args)
 
 
+def test_complex_numbers_have_no_order() -> None:
+    """Nor have joined real ones beside them."""
+    x = torch.complex(tensor(4, 6), tensor(4, 6))
+    check_splits(aten.constant_pad_nd.default, x, [1, 0], 1.0)
+    check_splits(aten.cat.default, [x, tensor(4, 6)], 1)
+
+
 # fmt: off
 _SAMPLED = [
     "cat", "chunk", "diagonal", "expand", "flip", "movedim", "narrow", "nn.functional.pad", "permute", "repeat",
