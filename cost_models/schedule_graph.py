@@ -14,7 +14,7 @@ one, named twice):
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -283,15 +283,15 @@ class _Joins:
 
 
 class Window(NamedTuple):
-    """A part of a graph's list that repeats itself.
+    """Where periods can be put into a graph: before node `place`, each like the `length` nodes before it.
 
-    The nodes from `begin` to `place - length` are those `length` later, kinds and what they wait for alike. No node
-    after `place` waits for one before `begin + length`; and none in the period before `place` for one before `begin`.
+    No node after `place` - `length` waits for one more than `reach` before it; and for as many nodes before
+    `place` - `length`, kinds and what they wait for are those of the nodes `length` later.
     """
 
-    begin: int
     place: int
     length: int
+    reach: int
 
 
 def steady_window(graph: ScheduleGraph, step: int) -> Window | None:
@@ -305,16 +305,48 @@ def steady_window(graph: ScheduleGraph, step: int) -> Window | None:
         return None
     place = int(graph.marks[-1])
     length = place - int(graph.marks[-1 - step])
-    reach = np.arange(place - length, len(graph.first)) - np.minimum(graph.first, graph.second)[place - length :]
-    begin = place - length - int(reach.max())
-    if begin < 0 or graph.lasts.min() < place:
+    waits = np.arange(place - length, len(graph.first)) - np.minimum(graph.first, graph.second)[place - length :]
+    reach = int(waits.max())
+    begin = place - length - reach
+    if begin < 0 or graph.lasts.min() < place or graph.gathers.max() >= begin:
         return None
     before, after = slice(begin, place - length), slice(begin + length, place)
     repeats = all(
         np.array_equal(column[before] + shift, column[after])
         for column, shift in ((graph.kinds, 0), (graph.first, length), (graph.second, length))
     )
-    return Window(begin, place, length) if repeats else None
+    return Window(place, length, reach) if repeats else None
+
+
+def put_in(graph: ScheduleGraph, window: Window, periods: int) -> ScheduleGraph:
+    """The graph with periods put in: that of as many more micro-batches, but for `marks` and `held`.
+
+    Slots come in another order.
+    """
+    if periods == 0:
+        return graph
+    place, length, _ = window
+    numbers = np.arange(len(graph.first))
+    period, rest = numbers[place - length : place], numbers[place:]
+    rows = np.concatenate([numbers[:place], np.tile(period, periods), rest])
+    shifts = np.repeat(
+        np.r_[0, length * np.arange(1, periods + 1), length * periods], [place, *[length] * periods, len(rest)]
+    )
+    of_slots = np.full(len(numbers), -1)
+    of_slots[graph.slots] = np.arange(len(graph.slots))
+    slots = of_slots[rows]
+    later, slots = shifts[slots >= 0], slots[slots >= 0]
+    return replace(
+        graph,
+        first=graph.first[rows] + shifts,
+        second=graph.second[rows] + shifts,
+        kinds=graph.kinds[rows],
+        slots=graph.slots[slots] + later,
+        slot_ranks=graph.slot_ranks[slots],
+        begins=graph.begins[slots] + later,
+        transfers=graph.transfers[slots] + later[:, None],
+        lasts=graph.lasts + length * periods,
+    )
 
 
 def _order(first: Sequence[int], second: Sequence[int], roots: Sequence[int]) -> Integers:

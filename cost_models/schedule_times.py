@@ -1,12 +1,11 @@
 """Time of one step of a pipeline without simulating it: what `schedules.simulate_pipeline` finds, in milliseconds.
 
 1. The schedule's graph is built once for a shape (`schedule_graph`); the step is its longest path, one pass over lists.
-2. A long step repeats itself. The graph's list of nodes then has a period: what a node waits for, one period on, is one
-   period on. Once all nodes of a window end as much later as those a period before them, and nothing after the window
-   waits for what is before it, every further period takes the same time (by induction along the list). So a step of
-   fewer micro-batches is priced, and the period is repeated as often as it takes; where no such window is found, a
-   step of twice as many, and at last the step itself. (Baccelli et al. 1992, Synchronization and Linearity, chapter 3:
-   such systems become periodic, and how late depends on their times.)
+2. Steps of many micro-batches repeat themselves: their graph is that of fewer with periods put in. So that of a few
+   rounds is built, and the period is run as often as it takes.
+3. Once all nodes that later ones wait for end as much later as those a period before them, every further period takes
+   that time (by induction along the list): the rest is multiplied. Such systems become periodic sooner or later
+   (Baccelli et al. 1992, Synchronization and Linearity, chapter 3).
 
 That the graph of more micro-batches is that of fewer with periods put in is a property of the schedules, and tested.
 """
@@ -15,19 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_graph import KINDS, SEND, ScheduleGraph, schedule_graph, steady_window
+from cost_models.schedule_graph import KINDS, SEND, ScheduleGraph, Window, put_in, schedule_graph, steady_window
 from cost_models.schedule_orders import ActionKind, repeating_micro_batches
 from cost_models.schedules import RankTimes, StageTimes, check_stages, finish_step, pair_s, reduction
 
 Floats = NDArray[np.float64]
 
-_ROUNDS = 4
-"""Micro-batches per rank with which a search for a period begins."""
+_ROUNDS = 3
+"""Micro-batches per rank of the first graph that is built; enough for most steady states to show."""
+
+_BATCH = 1000
+"""Nodes to run before looking for a period again."""
 
 _CLOSE = 1e-10
 """Times are the same if they differ by this part of the step; rounding is 1e-16 for each of some thousand sums."""
@@ -37,7 +38,7 @@ _CLOSE = 1e-10
 class PipelineTimes:
     """A step; see `schedules.PipelineTimeline`.
 
-    `nodes` is how many nodes of a graph were looked at.
+    `nodes` is how many nodes of a graph were run.
     """
 
     total_s: float
@@ -74,38 +75,82 @@ def pipeline_times(
     ranks = len(stages) // virtual_stages
     overlaps = schedule != "1F1B" if overlap_sends is None else overlap_sends
     step = repeating_micro_batches(schedule, ranks, micro_batches) or micro_batches
-    nodes, rounds = 0, _ROUNDS
+    rounds = _ROUNDS
     while True:
-        count = micro_batches - max(0, micro_batches - rounds * ranks) // step * step
+        more = max(0, micro_batches - rounds * ranks) // step
         graph = schedule_graph(
-            schedule, ranks, count, virtual_stages, overlap_sends=overlaps, overlap_pairs=overlap_pairs
+            schedule,
+            ranks,
+            micro_batches - more * step,
+            virtual_stages,
+            overlap_sends=overlaps,
+            overlap_pairs=overlap_pairs,
         )
-        ends, durations = _run(graph, stages, buckets)
-        nodes += len(ends)
-        period = _Period(len(ends), 0, 0.0) if count == micro_batches else _find_period(graph, ends, step)
-        if period is not None:
+        window = steady_window(graph, step) if more else Window(len(graph.first), 0, 0)
+        if window is not None:
             break
         rounds *= 2
-    more = (micro_batches - count) // step
-    total, parts = _parts(graph, stages, ends, durations, period, more, buckets, clips_norm)
-    return PipelineTimes(total, parts, *_held(graph, stages), nodes)
+    run = _run(graph, stages, buckets, window, more)
+    total, parts = _parts(run, stages, buckets, clips_norm)
+    return PipelineTimes(total, parts, *_held(graph, stages), len(run.ends))
 
 
-def _run(graph: ScheduleGraph, stages: Sequence[StageTimes], buckets: int) -> tuple[Floats, Floats]:
-    """(end, duration) of each node."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A graph that was run.
+
+    Args:
+        graph: with so many periods put in that the last one repeats itself.
+        ends, durations: of its nodes.
+        place, length: the last `length` nodes before `place` are to be repeated;
+        repeats: so many times more,
+        repeat_s: each taking so long.
+    """
+
+    graph: ScheduleGraph
+    ends: Floats
+    durations: Floats
+    place: int
+    length: int
+    repeats: int
+    repeat_s: float
+
+
+def _run(graph: ScheduleGraph, stages: Sequence[StageTimes], buckets: int, window: Window, more: int) -> _Run:
+    """Run a graph with `more` periods put in, until they repeat themselves."""
     durations = _durations(graph, stages)[graph.kinds]
     durations[1 : graph.stages + 1] = _gather_ends(graph, stages, durations, buckets)
-    ends: list[float] = []
-    add = ends.append
-    first, second = graph.first.tolist(), graph.second.tolist()
-    times = durations.tolist()
-    for time in times[: graph.stages + 1]:
-        add(time)
-    start = graph.stages + 1
-    for one, two, time in zip(first[start:], second[start:], times[start:], strict=True):
-        a, b = ends[one], ends[two]
-        add((a if a >= b else b) + time)
-    return np.array(ends), durations
+    first, second, times = graph.first.tolist(), graph.second.tolist(), durations.tolist()
+    ends: list[float] = times[: graph.stages + 1]
+
+    def run(begin: int, end: int, later: int) -> None:
+        """Run the nodes of a range, `later` nodes later in the list."""
+        add = ends.append
+        for one, two, time in zip(first[begin:end], second[begin:end], times[begin:end], strict=True):
+            a, b = ends[one + later], ends[two + later]
+            add((a if a >= b else b) + time)
+
+    place, length, _ = window
+    run(graph.stages + 1, place, 0)
+    done, repeat_s = 0, None
+    while done < more and (repeat_s := _repeat_s(ends, window)) is None:
+        for _ in range(min(more - done, 1 + _BATCH // length)):
+            done += 1
+            run(place - length, place, done * length)
+    run(place, len(first), done * length)
+    longer = put_in(graph, window, done)
+    if done:
+        durations = _durations(longer, stages)[longer.kinds]
+        durations[1 : graph.stages + 1] = times[1 : graph.stages + 1]
+    return _Run(longer, np.array(ends), durations, place + done * length, length, more - done, repeat_s or 0.0)
+
+
+def _repeat_s(ends: Sequence[float], window: Window) -> float | None:
+    """The time of a period, if all nodes that later ones wait for ended as long after those a period before them."""
+    _, length, reach = window
+    tail = np.array(ends[-length - reach :])
+    delays = tail[length:] - tail[:-length]
+    return float(delays[-1]) if np.abs(delays - delays[-1]).max() <= _CLOSE * tail[-1] else None
 
 
 def _durations(graph: ScheduleGraph, stages: Sequence[StageTimes]) -> Floats:
@@ -140,40 +185,15 @@ def _gather_ends(graph: ScheduleGraph, stages: Sequence[StageTimes], durations: 
     return ends
 
 
-class _Period(NamedTuple):
-    """Where periods can be put in: before node `place`, each as the `length` nodes before it, `time_s` long."""
-
-    place: int
-    length: int
-    time_s: float
-
-
-def _find_period(graph: ScheduleGraph, ends: Floats, step: int) -> _Period | None:
-    """The period of a steady state that is proven to go on."""
-    window = steady_window(graph, step)
-    if window is None:
-        return None
-    begin, place, length = window
-    delays = ends[begin + length : place] - ends[begin : place - length]
-    time_s = float(delays[-1])
-    return _Period(place, length, time_s) if np.abs(delays - time_s).max() <= _CLOSE * ends[place] else None
-
-
 def _parts(
-    graph: ScheduleGraph,
-    stages: Sequence[StageTimes],
-    ends: Floats,
-    durations: Floats,
-    period: _Period,
-    more: int,
-    buckets: int,
-    clips_norm: bool,
+    run: _Run, stages: Sequence[StageTimes], buckets: int, clips_norm: bool
 ) -> tuple[float, tuple[RankTimes, ...]]:
-    """(step, where it goes on each rank) with `more` periods put in."""
+    """(step, where it goes on each rank), the last period repeated."""
+    graph, ends, durations = run.graph, run.ends, run.durations
     counts = np.ones(len(ends))
-    counts[period.place - period.length : period.place] += more
+    counts[run.place - run.length : run.place] += run.repeats
     later = ends.copy()
-    later[period.place :] += more * period.time_s
+    later[run.place :] += run.repeats * run.repeat_s
     slots = graph.slots
 
     def by_rank(seconds: Floats) -> list[float]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.errors import CostArgumentError
-from cost_models.schedule_graph import KINDS, SEND, schedule_graph, steady_window
+from cost_models.schedule_graph import KINDS, SEND, put_in, schedule_graph, steady_window
 from cost_models.schedule_orders import SCHEDULES, V_SHAPED, rank_orders, repeating_micro_batches, stage_ranks
 
 PERIODIC = tuple(name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS"))
@@ -54,7 +54,7 @@ def test_every_action_and_every_transfer_is_there_once(drawn):
     assert is_send.sum() == 2 * micro_batches * crossings
 
 
-@given(graphs(PERIODIC, rounds=9), st.integers(1, 2))
+@given(graphs(PERIODIC, rounds=9), st.integers(1, 3))
 def test_more_micro_batches_are_more_periods(drawn, periods):
     """The graph of a longer step is that of a shorter one with periods put in, where its steady state ends."""
     (schedule, ranks, micro_batches, virtual), options = drawn
@@ -67,17 +67,25 @@ def test_more_micro_batches_are_more_periods(drawn, periods):
     window = steady_window(graph, step)
     if window is None:
         return
-    longer = schedule_graph(schedule, ranks, micro_batches, virtual, **options)
-    place, more = window.place, periods * window.length
-    assert len(longer.first) == len(graph.first) + more
-    for name, shift in (("kinds", 0), ("first", window.length), ("second", window.length)):
-        column, expected = getattr(longer, name), getattr(graph, name)
-        period = [expected[place - window.length : place] + shift * number for number in range(1, periods + 1)]
-        assert column[:place].tolist() == expected[:place].tolist()
-        assert column[place : place + more].tolist() == np.concatenate(period).tolist()
-        assert column[place + more :].tolist() == (expected[place:] + shift * periods).tolist()
-    assert longer.lasts.tolist() == (graph.lasts + more).tolist()
-    assert set(longer.slots) >= {slot + (more if slot >= place else 0) for slot in graph.slots.tolist()}
+    longer = put_in(graph, window, periods)
+    expected = schedule_graph(schedule, ranks, micro_batches, virtual, **options)
+    for name in ("first", "second", "kinds", "gathers", "lasts"):
+        assert getattr(longer, name).tolist() == getattr(expected, name).tolist(), name
+    assert _by_slot(longer) == _by_slot(expected)
+
+
+def _by_slot(graph):
+    """Rank, slot before, and transfers of each slot."""
+    columns = (graph.slots, graph.slot_ranks, graph.begins, *graph.transfers.T)
+    return {slot: row for slot, *row in zip(*(column.tolist() for column in columns), strict=True)}
+
+
+def test_no_periods_put_in_leave_a_graph_as_it_is():
+    """As where all micro-batches are in it."""
+    graph = schedule_graph("1F1B", 2, 12)
+    window = steady_window(graph, 1)
+    assert window is not None
+    assert put_in(graph, window, 0) is graph
 
 
 @pytest.mark.parametrize("schedule", PERIODIC)
