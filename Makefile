@@ -3,7 +3,8 @@
 #   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
 #   make test                  lint, types, and every test that is not slow (what CI runs)
 #   make test-all              the slow tests too
-#   make zoo                   sixty architectures and more on a simulated mesh, beside one device; tests/zoo/results.md
+#   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
+#                              installs diffusers and torch_geometric, which nothing else needs
 #   make lint | make format    check the style | put it right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
 #
@@ -24,9 +25,11 @@ export OMP_NUM_THREADS ?= 1
 
 ifeq ($(origin PYTHON),command line)
 READY :=
+ZOO_READY :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.installed
+ZOO_READY := $(VENV)/.installed-zoo
 endif
 
 help:
@@ -46,6 +49,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-zoo: $(VENV)/.installed
+	@echo "make: installing the other libraries of the zoo, diffusers and torch_geometric"
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,zoo]'
+	@touch $@
+
 demo: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
 
@@ -55,7 +63,7 @@ test: lint types
 test-all: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS)
 
-zoo: $(READY)
+zoo: $(ZOO_READY)
 	$(PYTHON) -m tests.zoo --jobs $(WORKERS)
 
 lint: $(READY)

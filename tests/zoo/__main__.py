@@ -30,6 +30,8 @@ def main(arguments: list[str]) -> int:
     """Run what was asked for; 0 if all of it passed."""
     options = _parser().parse_args(arguments)
     names = [name for name in ARCHITECTURES if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)]
+    missing = {ARCHITECTURES[name].library for name in names if not ARCHITECTURES[name].library.is_installed}
+    wanted, names = names, [name for name in names if ARCHITECTURES[name].library not in missing]
     limits = Limits(options.seconds, options.search_seconds, options.gigabytes)
     console = Console(soft_wrap=True)
     results: list[Result] = []
@@ -42,7 +44,10 @@ def main(arguments: list[str]) -> int:
         _write(result)
     results.sort(key=lambda result: names.index(result.name))
     console.print(rich_table(results))
-    return 0 if all(result.passed for result in results) else 1
+    if missing:
+        libraries = ", ".join(sorted(missing))
+        console.print(f"not run, for want of {libraries} (`make zoo` installs them): {sorted({*wanted} - {*names})}")
+    return 0 if not missing and all(result.passed for result in results) else 1
 
 
 def _write(result: Result) -> None:

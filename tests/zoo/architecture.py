@@ -1,17 +1,48 @@
-"""What an entry of the zoo is: the name of a transformers model, a small config, and inputs for it."""
+"""What an entry of the zoo is: the name of a library's model, a small config, and inputs for it."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 Inputs = dict[str, Any]
+
+
+class Library(StrEnum):
+    """Whose model it is; imported when one is built. All but the first come with `pip install 'autoshard[zoo]'`."""
+
+    TRANSFORMERS = "transformers"
+    DIFFUSERS = "diffusers"
+    GEOMETRIC = "torch_geometric"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be imported."""
+        return importlib.util.find_spec(self) is not None
+
+    @property
+    def version(self) -> str:
+        """Its name and version; the name alone where it is not installed."""
+        return f"{self} {importlib.metadata.version(self)}" if self.is_installed else str(self)
+
+    @property
+    def module(self) -> str:
+        """The module that its models are in."""
+        return "torch_geometric.nn" if self is Library.GEOMETRIC else str(self)
+
+    def model(self, name: str) -> Any:
+        """The class of this name."""
+        return getattr(importlib.import_module(self.module), name)
 
 
 class Family(StrEnum):
@@ -28,6 +59,26 @@ class Family(StrEnum):
     AUDIO = "audio"
     MULTIMODAL = "multimodal"
     TIME_SERIES = "time series"
+    DIFFUSION = "diffusion"
+    GRAPH = "graph"
+
+
+class WithTargets(nn.Module):
+    """A model that gives no loss, with one: the mean square of each floating output's distance to a target, added."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, targets: list[Tensor], **inputs: Any) -> Tensor:
+        """The loss; `targets` as many, and of the same shapes, as what `outputs` gives."""
+        pairs = zip(self.outputs(inputs), targets, strict=True)
+        return torch.stack([F.mse_loss(output, target) for output, target in pairs]).sum()
+
+    def outputs(self, inputs: Inputs) -> list[Tensor]:
+        """Those of the model that are floating tensors."""
+        leaves = pytree.tree_leaves(self.model(**inputs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +87,43 @@ class Architecture:
 
     Args:
         name: of its folder in transformers, or with a suffix for another variant.
-        model: class name in transformers.
-        config: keyword arguments of the model's config class; nested configs are dicts.
+        model: class name in the library, or what makes the model of the config.
+        config: keyword arguments of the model's config class, or of the model where it has none; nested ones are dicts.
         inputs: makes the keyword arguments of a call from the model.
         training: run in training mode (batch statistics); such a config has no dropout.
         call: more keyword arguments of the call.
+        library: whose model it is. A model of transformers has its own loss; others get `WithTargets`.
     """
 
     name: str
     family: Family
-    model: str
+    model: str | Callable[..., nn.Module]
     config: Mapping[str, Any]
     inputs: Callable[[nn.Module], Inputs]
     training: bool = False
     call: Mapping[str, Any] = field(default_factory=dict)
+    library: Library = Library.TRANSFORMERS
 
     def build(self) -> tuple[nn.Module, Inputs]:
         """The model with random weights, and a batch for it; the same in every process."""
         torch.manual_seed(0)
-        kind = getattr(transformers, self.model)
-        model = kind(kind.config_class(**self.config))
+        kind = self.library.model(self.model) if isinstance(self.model, str) else self.model
+        if self.library is Library.TRANSFORMERS:
+            model = kind(kind.config_class(**self.config))
+            model.train(self.training)
+            return model, {**self.inputs(model), **self.call}
+        model = WithTargets(_without_zeros(kind(**self.config)))
         model.train(self.training)
-        return model, {**self.inputs(model), **self.call}
+        inputs = {**self.inputs(model.model), **self.call}
+        with torch.no_grad():
+            shapes = [output.shape for output in model.outputs(inputs)]
+        return model, {"targets": [torch.randn(shape) for shape in shapes], **inputs}
+
+
+def _without_zeros(model: nn.Module) -> nn.Module:
+    """Draw parameters that start as zeros: behind them, all gradients would be zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
+    return model

@@ -66,6 +66,7 @@ class Result:
         memory: the limit under which it was planned, as a share of the peak of a plan without splits.
         gap: how far the plan's predicted time is from the proven bound, as a share of it; 0 if no search was made.
         date, revision: when it was run, and at which commit.
+        library: whose model it is, with the version.
         reason: why it did not pass; empty if it did. `traceback`: of the exception that ended it.
     """
 
@@ -84,6 +85,7 @@ class Result:
     gap: float = 0.0
     date: str = ""
     revision: str = ""
+    library: str = ""
     reason: str = ""
     traceback: str = ""
 
@@ -107,7 +109,7 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
     Raises:
         Exception: whatever a stage raises; the last result that was reported says which one.
     """
-    result = Result(architecture.name, str(architecture.family), date=time.strftime("%Y-%m-%d"))
+    result = start(architecture)
     compiler = TightCompiler(time_budget_s, result, report)
     compiler.enter("build")
     model, inputs = architecture.build()
@@ -118,6 +120,12 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
     result.worst, result.error = largest_error(found, expected)
     result.stage, result.reason = "done", _failing(result)
     return result
+
+
+def start(architecture: Architecture) -> Result:
+    """The result of one of which nothing is known yet."""
+    date, library = time.strftime("%Y-%m-%d"), architecture.library.version
+    return Result(architecture.name, str(architecture.family), date=date, library=library)
 
 
 def observe(network: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

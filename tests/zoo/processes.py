@@ -1,10 +1,11 @@
-"""One process per architecture, forked from one that has imported torch and transformers."""
+"""One process per architecture, forked from one that has imported torch and the libraries."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import resource
+import sys
 import time
 import traceback
 import warnings
@@ -14,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from tests.zoo.check import Result, check
+from tests.zoo.check import Result, check, start
 from tests.zoo.table import ARCHITECTURES
 
 
@@ -30,7 +31,7 @@ class Limits:
 def run_all(names: Sequence[str], limits: Limits, jobs: int) -> Iterator[Result]:
     """Results as they come, `jobs` processes at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, *sorted({ARCHITECTURES[name].library.module for name in names})])
     waiting, running = list(reversed(names)), []
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -53,7 +54,7 @@ class _Run:
         writer.close()
         self._deadline = time.monotonic() + limits.seconds
         self._limits = limits
-        self._last = Result(name, str(ARCHITECTURES[name].family))
+        self._last = start(ARCHITECTURES[name])
 
     def poll(self) -> Result | None:
         """The final result, if there is one."""
@@ -81,7 +82,7 @@ def _work(name: str, limits: Limits, writer: Connection) -> None:
     quiet()
     size = int(limits.gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-    result = Result(name, str(ARCHITECTURES[name].family))
+    result = start(ARCHITECTURES[name])
 
     def report(state: Result) -> None:
         nonlocal result
@@ -99,10 +100,10 @@ def _work(name: str, limits: Limits, writer: Connection) -> None:
 
 def quiet() -> None:
     """One thread, and no warnings of other people's models."""
-    import transformers
-
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
+    for library in ("transformers", "diffusers"):
+        if library in sys.modules:
+            sys.modules[library].logging.set_verbosity_error()
     for noisy in ("torch", "autoshard.tracing"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-import transformers
 from rich.table import Table
 
 from tests.zoo.check import MESH, Result
@@ -29,6 +28,13 @@ COLUMNS = (
     "result",
 )
 
+
+LEFT_OUT = (
+    "timm is left out: it imports torchvision, whose build on PyPI (0.28.0, the one for torch 2.13.0) is linked with CUDA",
+    "and does not load beside torch without CUDA (`operator torchvision::nms does not exist`). Of torch_geometric, models",
+    "that need a compiled extension are left out: DimeNet (torch_sparse), and SchNet's search for neighbours (it runs on",
+    "given pairs).",
+)
 
 _STAGES = ("trace", "plan", "lower", "verify", "run")
 
@@ -67,21 +73,26 @@ def markdown(results: Sequence[Result], known: int) -> str:
     lines = [
         "# The zoo",
         "",
-        "Written by `make zoo`: architectures of transformers with small random configs, each traced, planned under a",
-        "memory limit near the smallest there is a plan for, run on the simulator, and compared with one device (loss",
-        "and all gradients; the error is relative to the largest element of each tensor). Rounding is the same error",
-        "of one device in float32 against float64: where it is large, the model is ill-conditioned, and the limit of",
-        "the error, 1e-5, becomes four times the rounding, at most 1e-4.",
+        "Written by `make zoo`: architectures of transformers, diffusers (diffusion) and torch_geometric (graph) with",
+        "small random configs, each traced, planned under a memory limit near the smallest there is a plan for, run on",
+        "the simulator, and compared with one device (loss and all gradients; the error is relative to the largest",
+        "element of each tensor). Models that give no loss get the mean square of their outputs' distance to random",
+        "targets, and parameters of theirs that start as zeros are drawn: all gradients behind them would be zero.",
+        "Rounding is the same error of one device in float32 against float64: where it is large, the model is",
+        "ill-conditioned, and the limit of the error, 1e-5, becomes four times the rounding, at most 1e-4.",
         "Memory is the limit per device, as a share of the peak of a plan without splits; gap, how far the predicted",
         "time of the plan that was found is from the proven bound, as a share of it. Each lowered program was proven",
         "equal to the traced one before it ran.",
         "",
         f"{summary(results)}; the table has {known}.",
-        f"{_dates(results)}; {MESH}, torch {torch.__version__}, transformers {transformers.__version__}.",
+        f"{_dates(results)}; {MESH}, torch {torch.__version__}.",
+        *(_by_library(results)),
         "",
         "## What does not pass",
         "",
         *([f"* **{result.name}** ({result.stage}): {_escape(result.reason)}" for result in failing] or ["Nothing."]),
+        "",
+        *LEFT_OUT,
         "",
         "## Results",
         "",
@@ -103,6 +114,15 @@ def summary(results: Sequence[Result]) -> str:
     families = Counter(result.family for result in results if result.passed)
     parts = ", ".join(f"{count} {family}" for family, count in families.items())
     return f"{sum(result.passed for result in results)} of {len(results)} architectures pass ({parts})"
+
+
+def _by_library(results: Sequence[Result]) -> list[str]:
+    """Of each library, how many pass."""
+    known, passed = Counter(), Counter()
+    for result in results:
+        known[result.library] += 1
+        passed[result.library] += result.passed
+    return ["", *(f"* {library}: {passed[library]} of {count} pass" for library, count in known.items())]
 
 
 def _dates(results: Sequence[Result]) -> str:

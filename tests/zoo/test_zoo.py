@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from tests.zoo.architecture import Library, WithTargets
 from tests.zoo.check import check
 from tests.zoo.table import ARCHITECTURES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' models
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
 
 ONE_LAYER = {"num_hidden_layers": 1}
 QUICK: dict[str, dict[str, Any]] = {
@@ -24,6 +27,8 @@ QUICK: dict[str, dict[str, Any]] = {
     "vit": ONE_LAYER,
     "wav2vec2": ONE_LAYER,
     "patchtst": ONE_LAYER,
+    "unet_2d": {},
+    "pna": {},
 }
 """What is run here, and what makes it smaller than in the table."""
 
@@ -32,9 +37,37 @@ QUICK: dict[str, dict[str, Any]] = {
 def test_a_sharded_architecture_equals_one_device(name: str) -> None:
     """Planned near the smallest memory, proven, and run: loss and all gradients are those of one device."""
     architecture = ARCHITECTURES[name]
+    if not architecture.library.is_installed:
+        pytest.skip(f"{architecture.library} is not installed; `make zoo` installs it")
     smaller = replace(architecture, config={**architecture.config, **QUICK[name]})
     result = check(smaller, time_budget_s=1.0)
     assert result.passed, result
+
+
+@pytest.mark.parametrize("library", Library)
+def test_building_twice_gives_the_same(library: Library) -> None:
+    """Weights, inputs and targets are those of any other process."""
+    if not library.is_installed:
+        pytest.skip(f"{library} is not installed; `make zoo` installs it")
+    architecture = next(item for item in ARCHITECTURES.values() if item.library is library)
+    (model, inputs), (again, same_inputs) = architecture.build(), architecture.build()
+    torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(same_inputs, inputs, rtol=0, atol=0)
+
+
+def test_a_model_without_a_loss_gets_one() -> None:
+    """The mean squares of all its floating outputs, added."""
+    model = WithTargets(Outputs())
+    x = torch.tensor([1.0, 3.0])
+    loss = model([torch.zeros(2), torch.ones(2)], x=x)
+    assert loss.item() == (1 + 9) / 2 + (1 + 25) / 2
+
+
+class Outputs(nn.Module):
+    """Two floating outputs, and one that is not."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return x, {"count": torch.tensor(2), "twice": 2 * x}
 
 
 def test_names_are_unique_and_families_are_covered() -> None:
