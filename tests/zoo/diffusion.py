@@ -1,4 +1,4 @@
-"""Models of diffusers: denoisers with convolutions and with attention, of images, sounds and videos, and autoencoders."""
+"""Models of diffusers: denoisers of images, sounds and videos, by convolutions and by attention; autoencoders."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ DIFFUSIONS = (
     _model("unet_spatio_temporal", "UNetSpatioTemporalConditionModel", {
         "sample_size": 8, "block_out_channels": [32], "layers_per_block": 1, "cross_attention_dim": 16,
         "down_block_types": ["CrossAttnDownBlockSpatioTemporal"], "num_frames": 2,
-        "up_block_types": ["CrossAttnUpBlockSpatioTemporal"], "num_attention_heads": [2], "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 24,
+        "up_block_types": ["CrossAttnUpBlockSpatioTemporal"], "num_attention_heads": [2],
+        "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 24,
     }, lambda model: {
         "sample": draw(2, 2, 8, 8, 8), "timestep": _steps()[:2], "encoder_hidden_states": draw(2, 1, 16),
         "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]] * 2),

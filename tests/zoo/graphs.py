@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ class Layers(nn.Module):
 def layers(convolution: str, **config: Any) -> Layers:
     """A network of one kind of convolution of torch_geometric."""
     kind = Library.GEOMETRIC.model(convolution)
-    pairs = zip(CHANNELS[:-1], CHANNELS[1:], strict=True)
-    return Layers([kind(inner, outer, **config) for inner, outer in pairs])
+    return Layers([kind(inner, outer, **config) for inner, outer in pairwise(CHANNELS)])
 
 
 def even_layers(convolution: str, **config: Any) -> Layers:

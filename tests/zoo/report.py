@@ -30,10 +30,10 @@ COLUMNS = (
 
 
 LEFT_OUT = (
-    "timm is left out: it imports torchvision, whose build on PyPI (0.28.0, the one for torch 2.13.0) is linked with CUDA",
-    "and does not load beside torch without CUDA (`operator torchvision::nms does not exist`). Of torch_geometric, models",
-    "that need a compiled extension are left out: DimeNet (torch_sparse), and SchNet's search for neighbours (it runs on",
-    "given pairs).",
+    "timm is left out: it imports torchvision, whose build on PyPI (0.28.0, the one for torch 2.13.0) is linked with",
+    "CUDA and does not load beside torch without it (`operator torchvision::nms does not exist`). Of torch_geometric,",
+    "what needs a compiled extension is left out: DimeNet (torch_sparse), and SchNet's own search for neighbours",
+    "(pyg_lib; SchNet runs on given pairs).",
 )
 
 _STAGES = ("trace", "plan", "lower", "verify", "run")
