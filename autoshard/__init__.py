@@ -9,6 +9,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import (
     AutoshardError,
     DoesNotFitError,
+    FormulaError,
     InvalidSpecError,
     MeshError,
     NoShardingRuleError,
@@ -29,11 +30,13 @@ from autoshard.pricing import price
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
+from cost_models.formulas import vectorise
 
 __all__ = [
     "AutoshardError",
     "Cluster",
     "DoesNotFitError",
+    "FormulaError",
     "InvalidSpecError",
     "Mesh",
     "MeshError",
@@ -58,5 +61,6 @@ __all__ = [
     "plan",
     "price",
     "sharding_rule",
+    "vectorise",
     "verify",
 ]

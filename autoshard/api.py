@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,8 @@ def plan(
     Raises:
         AutoshardError: as `compile`.
     """
+    from passes.formulas import PlanFormulas
+
     _check_precision(model, precision)
     _refuse("global_batch", global_batch, "the batch is the one of example_inputs")
     _refuse("recipe", recipe, "recipes cannot be priced yet; use constraints")
@@ -189,12 +192,11 @@ def plan(
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update if grad else None)
     program = planner.trace(request)
-    if isinstance(mesh_or_cluster, DeviceMesh):
-        mesh_or_cluster = Mesh.from_device_mesh(mesh_or_cluster)
-    if isinstance(mesh_or_cluster, Mesh):
-        return planner.search(program, mesh_or_cluster, {})
-    meshes = [mesh] if mesh is not None else candidate_meshes(mesh_or_cluster)
-    return planner.search_meshes(program, meshes)
+    target = Mesh.from_device_mesh(mesh_or_cluster) if isinstance(mesh_or_cluster, DeviceMesh) else mesh_or_cluster
+    meshes = [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else candidate_meshes(target)
+    found = planner.search_meshes(program, meshes)
+    formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
+    return replace(found, formulas=formulas)
 
 
 def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:

@@ -57,6 +57,10 @@ class UnknownHardwareError(AutoshardError):
     """A device, link or cluster name that no hardware file describes."""
 
 
+class FormulaError(AutoshardError):
+    """A plan has no such formula, or a cost is no expression in the sizes that were asked for."""
+
+
 class KernelError(AutoshardError):
     """A Triton kernel was asked for inputs that it does not cover, or on a device that cannot run it."""
 

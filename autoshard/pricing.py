@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,11 +67,18 @@ def price(
         >>> plan.parameters["0.weight"].spec
         P('tensor')
     """
+    from passes.recipe_formulas import RecipeFormulas
     from passes.recipe_plan import recipe_plan
 
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
-    return recipe_plan(priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
+    found = recipe_plan(priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
+    args, kwargs = _arguments(example_inputs)
+
+    def fold(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PricedModel:
+        return priced_model(model, kwargs if isinstance(example_inputs, Mapping) else args, loss_fn)
+
+    return replace(found, formulas=RecipeFormulas(fold, args, kwargs, recipe))
 
 
 def priced_model(
@@ -92,11 +100,16 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
 
     def traced(batch: int) -> Program:
         resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
-        args, kwargs = ((), dict(resized)) if isinstance(resized, Mapping) else (tuple(resized), {})
+        args, kwargs = _arguments(resized)
         with torch.enable_grad():
             return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn)
 
     return PricedModel(fold_program(traced(1), traced(2), short.lists))
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position, and by name."""
+    return ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
 
 
 def _resized(leaf: Any, batch: int) -> Any:

@@ -76,7 +76,7 @@ def _rank_memory(
     expert = sum(sections[name].expert_parameters * count for name, count in counts.items())
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
     for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size)):
-        for name, size in _state_bytes(elements, shards, recipe).items():
+        for name, size in state_bytes(elements, shards, recipe).items():
             parts[name] += size
     blocks = [sections[name] for name in counts if name not in (BEFORE, AFTER)]
     if recipe.zero == 3:
@@ -84,7 +84,7 @@ def _rank_memory(
             (WEIGHT_BYTES[recipe.precision] * b.parameters for b in blocks), default=0
         )
     parts["activations"] = in_flight * sum(
-        _kept(sections[name], name, recipe) * count for name, count in counts.items()
+        kept_bytes(sections[name], name, recipe) * count for name, count in counts.items()
     )
     if recipe.recompute == "full":
         parts["recomputed activations"] = max((block.saved_bytes for block in blocks), default=0)
@@ -98,7 +98,7 @@ def _rank_memory(
     return MemoryPrice({name: int(size) for name, size in parts.items() if size})
 
 
-def _state_bytes(elements: float, shards: int, recipe: Recipe) -> dict[str, float]:
+def state_bytes(elements: float, shards: int, recipe: Recipe) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.gradient_dtype]
     extra = 2 if recipe.separate_sum and gradient > 2 else 0
@@ -120,7 +120,7 @@ def _update_bytes(elements: float, shards: int, recipe: Recipe) -> float:
     return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
 
 
-def _kept(price: SectionPrice, name: str, recipe: Recipe) -> int:
+def kept_bytes(price: SectionPrice, name: str, recipe: Recipe) -> int:
     """Bytes that a micro-batch keeps of a section."""
     if name in (BEFORE, AFTER) or recipe.recompute == "none":
         return price.saved_bytes

@@ -37,10 +37,15 @@ def rewrite_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -
 
 def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[tuple[str, float], ...]:
     """Mesh axis and seconds of each collective of a call's local rewrite, in order; see `rewrite_time`."""
-    if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
-        return ()
-    nodes = [node for node in _emitted(site, strategy, mesh) if _is_collective(node)]
+    nodes = emitted_collectives(site, strategy, mesh)
     return tuple((str(node.args[-1]), _time(node, mesh, cluster)) for node in nodes)
+
+
+def emitted_collectives(site: Site, strategy: Strategy, mesh: Mesh) -> list[fx.Node]:
+    """The collectives of a call's local rewrite, in order, over local values; the last argument is the axis."""
+    if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
+        return []
+    return [node for node in _emitted(site, strategy, mesh) if _is_collective(node)]
 
 
 def _time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:

@@ -7,16 +7,19 @@ JSON that a person can read: specs are written as `P('data', None)`, sizes in by
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from autoshard.errors import NotAvailableError, PlanMismatchError
+from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.printer import render_plan
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
+
+if TYPE_CHECKING:
+    import sympy
 
 SCHEMA_VERSION = 2
 """Version 2 adds the timeline, the interval, and what overlaps, to `predicted`."""
@@ -112,6 +115,22 @@ class Prediction:
         return cls(**{**data, "step_time_interval_s": pair, "timeline": timeline})
 
 
+class Formulas(Protocol):
+    """What makes a plan's formulas; it has the model at hand, and does nothing until it is asked."""
+
+    def formula(
+        self,
+        plan: Plan,
+        name: str,
+        *,
+        dims: Mapping[str, int | Mapping[str, int]] | None,
+        fixed: Collection[str],
+        even: bool,
+    ) -> sympy.Expr:
+        """See `Plan.formula`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a program runs on a mesh.
@@ -131,6 +150,7 @@ class Plan:
         memory_budget: bytes per device that the plan had to fit in, or None.
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
+        formulas: what makes `formula`; None for a plan without its model (one from a file, or of another process).
     """
 
     mesh: Mesh
@@ -148,6 +168,7 @@ class Plan:
     baselines: Mapping[str, float | None] = field(default_factory=dict)
     replicated_operators: tuple[tuple[str, str], ...] = ()
     operators: tuple[OperatorCoverage, ...] = ()
+    formulas: Formulas | None = field(default=None, repr=False, compare=False)
 
     @property
     def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
@@ -203,6 +224,40 @@ class Plan:
                 "this plan has no timeline: it prices a recipe, or an older release saved it; plan again to get one."
             )
         self.predicted.timeline.write(path)
+
+    def formula(
+        self,
+        name: str,
+        *,
+        dims: Mapping[str, int | Mapping[str, int]] | None = None,
+        fixed: Collection[str] = (),
+        even: bool = False,
+    ) -> sympy.Expr:
+        """A cost of this plan as an expression in sizes of the inputs, numbers of blocks, and sizes of mesh axes.
+
+        The first call traces the model at a few more sizes; specs stay those of the plan. See docs/formulas.md.
+
+        Args:
+            name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),
+                "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes" or "tokens".
+            dims: symbol to the dim of the inputs that it is the size of, or to such dims by input
+                (`{"height": {"input:0": 2}}`); default: `batch` is dim 0, and `sequence` dim 1 of inputs that look like
+                sequences.
+            fixed: symbols to hold at the plan's own sizes.
+            even: leave out the ceilings of uneven splits; it then holds where all splits are even.
+
+        Returns:
+            In symbols `sympy.Symbol("batch")` and so on; `autoshard.vectorise` makes it a numpy function.
+
+        Raises:
+            FormulaError: no such formula, the cost is no polynomial in a size, or the plan has no model at hand.
+        """
+        if self.formulas is None:
+            raise FormulaError(
+                f"formula({name!r}) counts on the model's graph, and this plan has no model at hand: it is from a "
+                "file, or from `compile` or another process. Call autoshard.plan or autoshard.price with the model."
+            )
+        return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data; the schema is the fields of this class, specs as text."""

@@ -1,0 +1,151 @@
+"""Costs as sympy expressions: symbols for sizes, exact interpolation, and numpy functions for sweeps.
+
+Inside, symbols are known to be positive integers, so that sympy simplifies ceilings; what users see (`published`) is in
+plain symbols, so that `sympy.Symbol("batch")` is the one that a formula has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import sympy
+from numpy.typing import ArrayLike, NDArray
+
+from cost_models.errors import CostArgumentError
+
+Size = int | sympy.Expr
+Point = tuple[int, ...]
+
+
+def size_symbol(name: str) -> sympy.Symbol:
+    """The symbol of a size while a formula is made: a positive integer."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def ceil_div(size: Size, pieces: Size) -> Size:
+    """The size of the largest of `pieces` pieces; as an expression, one ceiling where several are nested.
+
+    Example:
+        >>> ceil_div(ceil_div(7, 2), 2), ceil_div(ceil_div(7, size_symbol("a")), size_symbol("b"))
+        (2, ceiling(7/(a*b)))
+    """
+    if isinstance(size, int) and isinstance(pieces, int):
+        return -(-size // pieces)
+    if isinstance(size, sympy.ceiling):  # ceil(ceil(x / a) / b) = ceil(x / (a b)) for positive whole a and b
+        size = size.args[0]
+    return sympy.ceiling(size / pieces)
+
+
+def product_of(sizes: Sequence[Size]) -> Size:
+    """Their product."""
+    result: Any = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def grid(axes: Sequence[Sequence[int]]) -> list[Point]:
+    """All points of a grid, one of `axes` for each symbol."""
+    return list(product(*axes))
+
+
+def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[int]], values: Mapping[Point, int]) -> Size:
+    """The polynomial through `values` on a grid, of degree one less than the points along each symbol; exact.
+
+    Lagrange's form, one symbol after the other, over the rationals.
+
+    Args:
+        symbols: one for each axis of the grid.
+        axes: distinct sizes along each.
+        values: at each point of the grid.
+
+    Example:
+        >>> n = size_symbol("n")
+        >>> interpolate([n], [(1, 2, 3)], {(1,): 2, (2,): 5, (3,): 10})
+        n**2 + 1
+    """
+    if len({values[point] for point in grid(axes)}) == 1:
+        return values[grid(axes)[0]]
+    if not symbols:
+        return values[()]
+    total = sympy.Integer(0)
+    for size in axes[0]:
+        rest = {point[1:]: value for point, value in values.items() if point[0] == size}
+        others = [other for other in axes[0] if other != size]
+        basis = product_of([(symbols[0] - other) / sympy.Integer(size - other) for other in others])
+        total += basis * interpolate(symbols[1:], axes[1:], rest)
+    return sympy.expand(total)
+
+
+def value_at(size: Size, sizes: Mapping[sympy.Symbol, int]) -> sympy.Expr:
+    """What an expression comes to."""
+    bare: Any = sympy.sympify(size)
+    return bare.subs(dict(sizes))
+
+
+def published(formula: Size, *, even: bool = False) -> sympy.Expr:
+    """A formula as users see it: expanded, exact fractions, plain symbols.
+
+    Args:
+        formula: in symbols of `size_symbol`.
+        even: leave the ceilings out. It then holds where every split divides what it splits.
+    """
+    exact: Any = sympy.nsimplify(sympy.sympify(formula), rational=True)
+    if even:
+        exact = _without_rounding(exact)
+    plain = {symbol: sympy.Symbol(symbol.name) for symbol in exact.free_symbols if isinstance(symbol, sympy.Symbol)}
+    return sympy.expand(exact).xreplace(plain)
+
+
+def _without_rounding(formula: sympy.Expr) -> sympy.Expr:
+    bare: Any = formula.replace(sympy.ceiling, lambda inner: inner)
+    bare = bare.replace(sympy.floor, lambda inner: inner)
+    return bare.replace(sympy.Max, lambda *items: _larger(items))
+
+
+def _larger(items: Sequence[sympy.Expr]) -> sympy.Expr:
+    """Max(1, x) is x where all is even."""
+    rest = [item for item in items if item != 1]
+    return rest[0] if len(rest) == 1 else sympy.Max(*rest)
+
+
+def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:
+    """A numpy function of a formula, for sweeps over many sizes at once.
+
+    Args:
+        formula: as `Plan.formula` gives it.
+
+    Returns:
+        A function of keyword arguments, one for each symbol; numbers or arrays that broadcast against each other. Its
+        result is in float64: exact up to 2**53, else rounded. Ceilings are exact.
+
+    Raises:
+        CostArgumentError: (from the function) symbols are missing, or are not the formula's; names them.
+
+    Example:
+        >>> batch, data = sympy.symbols("batch data")
+        >>> vectorise(64 * sympy.ceiling(batch / data))(batch=[8, 9], data=4)
+        array([128., 192.])
+    """
+    symbols = sorted((symbol for symbol in formula.free_symbols if isinstance(symbol, sympy.Symbol)), key=str)
+    names = [symbol.name for symbol in symbols]
+    dummies = [sympy.Dummy() for _ in symbols]  # any name is good for a mesh axis, not for an argument in source text
+    bare = formula.subs(dict(zip(symbols, dummies, strict=True)))
+    whole = sympy.Function("ceil_of_quotient")
+    divided: Any = bare.replace(sympy.ceiling, lambda inner: whole(*sympy.fraction(sympy.together(inner))))
+    tables = [{"ceil_of_quotient": lambda above, below: np.ceil(above / below)}, "numpy"]
+    function = sympy.lambdify(dummies, divided, modules=tables)
+
+    def evaluate(**sizes: ArrayLike) -> NDArray[np.float64]:
+        if set(sizes) != set(names):
+            raise CostArgumentError(
+                f"The formula is one of {', '.join(names) or 'nothing'}; given: {', '.join(sizes)}."
+            )
+        given = np.broadcast_arrays(*(np.asarray(sizes[name], dtype=np.float64) for name in names))
+        shape = given[0].shape if given else ()
+        return np.broadcast_to(np.asarray(function(*given), dtype=np.float64), shape)
+
+    return evaluate
