@@ -33,7 +33,9 @@ def _window(
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
         operands = tuple(_planes(operand, space) for operand in tensor_operands(args, kwargs))
-        return Rule((operands, operands[:1] * results), linear=_LINEAR if is_linear else (), carries=carries)
+        is_exact = all(x.is_floating_point() for x in tensor_operands(args, kwargs))  # integers are rounded
+        linear = _LINEAR if is_linear and is_exact else ()
+        return Rule((operands, operands[:1] * results), linear=linear, carries=carries)
 
     return rule
 

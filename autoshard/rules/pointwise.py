@@ -133,8 +133,7 @@ _pointwise(_MASKING_BACKWARDS, _in_first, moving((0,)))
 _pointwise(_INCREASING_ABOVE, _never, minima((0,)))
 _pointwise("rsqrt", _never, [carry for carry in decreasing((0,)) if carry.reduction is Reduction.MIN])
 _pointwise("complex.default", _in_both)
-_pointwise("abs reciprocal square", _never, products((0,)))
-_pointwise("sgn sign", _never, [*products((0,)), *increasing((0,))])
+_pointwise("square", _never, products((0,)))
 _pointwise("copysign.Tensor", _never, increasing((1,)))
 _pointwise("ge.Tensor gt.Tensor", _never, [*increasing((0,)), *decreasing((1,))])
 _pointwise("le.Tensor lt.Tensor", _never, [*decreasing((0,)), *increasing((1,))])
@@ -151,6 +150,21 @@ _pointwise("deg2rad rad2deg hardsigmoid_backward", _in_first, increasing((0,)))
 
 def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
     return carries if condition else []
+
+
+def _of_floats(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
+    """Products of integers wrap round to another size and sign, and their zero has no sign."""
+    return _if(x.is_floating_point() or x.is_complex(), carries)
+
+
+@sharding_rule(aten.abs.default, aten.reciprocal.default)
+def magnitude(x: torch.Tensor) -> Rule:
+    return _rule([x], (), _of_floats(x, products((0,))))
+
+
+@sharding_rule(aten.sgn.default, aten.sign.default)
+def sign(x: torch.Tensor) -> Rule:
+    return _rule([x], (), [*increasing((0,)), *_of_floats(x, products((0,)))])
 
 
 @sharding_rule(aten.neg.default)
@@ -177,7 +191,7 @@ def mul(x: torch.Tensor, other: Any) -> Rule:
 def div(x: torch.Tensor, other: Any) -> Rule:
     if not isinstance(other, torch.Tensor):
         return scale(x, other)
-    return _rule([x, other], _in_first([x]), products((0, 1)))
+    return _rule([x, other], _in_first([x]), _of_floats(other, _of_floats(x, products((0, 1)))))
 
 
 @sharding_rule(aten.div.Scalar_mode)

@@ -106,9 +106,19 @@ def bound_rule(
     operands = tensor_operands(args, kwargs)
     if rule.transparent and any(operand.is_complex() for operand in operands):
         rule = _without_order(rule)
+    results = [output for output in outputs if output is not None]
+    wrapped = {index for index, x in enumerate(operands) if _wraps(x.dtype, results)}
+    if wrapped:
+        rule = replace(rule, linear=[group for group in rule.linear if wrapped.isdisjoint(group)])
     shapes = [tuple(operand.shape) for operand in operands]
-    bound = bind(rule, shapes, [tuple(output.shape) for output in outputs if output is not None])
+    bound = bind(rule, shapes, [tuple(output.shape) for output in results])
     return replace(bound, padding=padding_of(operator, rule, bound, [operand.dtype for operand in operands]))
+
+
+def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
+    """Whether addends are integers of few bits and a result is not: where they wrap round, it has another sum."""
+    is_narrow = dtype.itemsize < 8 and dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
+    return is_narrow and any(result.dtype != dtype for result in results)
 
 
 def _without_order(rule: Rule) -> Rule:

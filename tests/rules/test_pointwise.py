@@ -145,6 +145,8 @@ def test_a_dim_of_size_one_stays_whole() -> None:
         (aten.rsub.Scalar, (_X, float("inf"))),
         (aten._to_copy.default, (torch.complex(tensor(5, 7), tensor(5, 7)),)),
         (aten.addcmul.default, (_X.long(), _X.long(), _X.long())),
+        (aten.reciprocal.default, (_X.int(),)),
+        (aten.div.Tensor, (_X.int(), _X.int())),
     ],
     ids=str,
 )

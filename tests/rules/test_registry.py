@@ -42,6 +42,19 @@ def test_absent_results_are_left_out() -> None:
     assert len(rule.outputs) == 2
 
 
+def test_few_bits_carry_no_sums_into_more() -> None:
+    """Addends that wrap round have another sum there; in their own type they wrap round alike."""
+    x = tensor(4, 6).to(torch.int8)
+    for op, args, options in (
+        (aten.trace.default, (x,), {}),
+        (aten.mul.Tensor, (x, torch.randn(4, 6)), {}),
+        (aten.div.Scalar, (x, 2), {}),
+        (aten._to_copy.default, (x,), {"dtype": torch.float32}),
+    ):
+        assert not any(inputs[0].is_partial("sum") for inputs, _ in strategies(op, args, options, 2))
+    assert any(inputs[0].is_partial("sum") for inputs, _ in strategies(aten.neg.default, (x,), {}, 2))
+
+
 def test_nothing_is_allocated_to_list_strategies() -> None:
     """Shapes are all that counts, whatever device the arguments name."""
     size = [1 << 20, 1 << 20]
