@@ -134,7 +134,7 @@ def _ring_phase(full_bytes: float, group: GroupLinks) -> float:
     """(n - 1)/n * bytes over the slowest of the fabric, the node's share of the network, and the pod's of the spine."""
     carried = (group.size - 1) / group.size * full_bytes
     inside = _transfer(carried, group.intra)
-    return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group) + max(inside, _outside(carried, group))
+    return _start(group) + _around(group) + max(inside, _outside(carried, group))
 
 
 def _tree(operand_bytes: float, group: GroupLinks) -> float:
@@ -169,9 +169,14 @@ def _all_to_all(local_bytes: float, group: GroupLinks) -> float:
 
 
 def _chain(message_bytes: float, group: GroupLinks) -> float:
-    inside = _transfer(message_bytes, group.intra)
-    steps = _steps(group.per_node - 1, group.nodes - 1, group)
-    return _start(group) + steps + max(inside, _outside(message_bytes, group))
+    """A message is cut into pieces that follow each other; with the best size, (sqrt(bandwidth) + sqrt(latency))^2.
+
+    Pieces of c bytes of B over h hops take (B / c + h) * (latency + c / bandwidth), which is least at
+    c = sqrt(B * latency * bandwidth / h) (van de Geijn 1994).
+    """
+    moving = max(_transfer(message_bytes, group.intra), _outside(message_bytes, group))
+    waiting = _around(group)
+    return _start(group) + moving + waiting + 2 * sqrt(moving * waiting)
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
@@ -196,6 +201,14 @@ def _ramp(carried_bytes: float, link: Link) -> float:
     """2 * sqrt(t * r), at most t: what filling the pipeline adds."""
     bulk = carried_bytes / link.reached_bytes_per_s
     return min(bulk, 2 * sqrt(bulk * link.ramp_bytes / link.reached_bytes_per_s))
+
+
+def _around(group: GroupLinks) -> float:
+    """Latency of the way around a ring that passes every member once: size - 1 hops, nodes - 1 of them over the network.
+
+    As in NCCL's tuner (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
+    """
+    return _steps(group.size - group.nodes, group.nodes - 1, group)
 
 
 def _steps(inside: int, outside: int, group: GroupLinks) -> float:

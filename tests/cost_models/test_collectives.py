@@ -198,3 +198,18 @@ def test_expert_dispatch_reaches_the_measured_bandwidth():
     crossing = 0.5 * 2**28
     across = all_to_all_time(2**28, group(8, 2, node.intra, node.inter))
     assert 0.75 * 48e9 < crossing / across < 54e9
+
+
+def test_a_ring_pays_every_hop():
+    """512 ranks on 64 nodes: 448 hops inside nodes and 63 between them, over links that are fast but far."""
+    far, near = Link(1e15, 1.0, 0.0, 1e-5, 0.0, 0.0, 1.0), Link(1e15, 1.0, 0.0, 1e-6, 0.0, 0.0, 1.0)
+    assert all_gather_time(1, group(8, 64, near, far)) == pytest.approx(448e-6 + 630e-6)
+
+
+def test_a_broadcast_is_pipelined_along_its_chain():
+    """Pieces of the best size: the square of the sum of the roots, between the larger part and twice the sum."""
+    link = Link(1e9, 1.0, 0.0, 1e-5, 0.0, 0.0, 1.0)
+    moving, waiting = 1e-3, 7e-5
+    expected = (moving**0.5 + waiting**0.5) ** 2
+    assert broadcast_time(1e6, group(8, 1, link, link)) == pytest.approx(expected)
+    assert moving + waiting < expected < 2 * (moving + waiting)
