@@ -62,7 +62,7 @@ def _write_locked(result: Result) -> None:
     kept[result.name] = asdict(result) | {"traceback": "", "revision": _revision()}
     kept = {name: kept[name] for name in ARCHITECTURES if name in kept}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
-    PAGE.write_text(markdown([Result(**fields) for fields in kept.values()], len(ARCHITECTURES)))
+    PAGE.write_text(markdown([Result(**fields) for fields in kept.values()], list(ARCHITECTURES)))
 
 
 def _revision() -> str:

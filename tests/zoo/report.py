@@ -67,9 +67,10 @@ def rich_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def markdown(results: Sequence[Result], known: int) -> str:
+def markdown(results: Sequence[Result], known: Sequence[str]) -> str:
     """As a page: what was run of all `known`, what did not pass, results, operators without a rule by how often."""
     failing = [result for result in results if not result.passed]
+    waiting = [name for name in known if name not in {result.name for result in results}]
     lines = [
         "# The zoo",
         "",
@@ -84,7 +85,8 @@ def markdown(results: Sequence[Result], known: int) -> str:
         "time of the plan that was found is from the proven bound, as a share of it. Each lowered program was proven",
         "equal to the traced one before it ran.",
         "",
-        f"{summary(results)}; the table has {known}.",
+        f"{summary(results)}; the table has {len(known)}.",
+        *([f"Not run yet: {', '.join(waiting)}."] if waiting else []),
         f"{_dates(results)}; {MESH}, torch {torch.__version__}.",
         *(_by_library(results)),
         "",

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.zoo.architecture import Library, WithTargets
-from tests.zoo.check import check
+from tests.zoo.check import Result, check
+from tests.zoo.report import markdown
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -27,7 +28,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "vit": ONE_LAYER,
     "wav2vec2": ONE_LAYER,
     "patchtst": ONE_LAYER,
-    "unet_2d": {},
+    "dit": {"num_layers": 1},
     "pna": {},
 }
 """What is run here, and what makes it smaller than in the table."""
@@ -61,6 +62,16 @@ def test_a_model_without_a_loss_gets_one() -> None:
     x = torch.tensor([1.0, 3.0])
     loss = model([torch.zeros(2), torch.ones(2)], x=x)
     assert loss.item() == (1 + 9) / 2 + (1 + 25) / 2
+
+
+def test_the_page_lists_what_failed_and_what_was_not_run() -> None:
+    """Nothing is left out in silence."""
+    passed = Result("gcn", "graph", stage="done", library="torch_geometric 2.8.1")
+    failed = replace(passed, name="gat", stage="plan", reason="it is too large")
+    page = markdown([passed, failed], ["gcn", "gat", "pna"])
+    assert "* **gat** (plan): it is too large" in page
+    assert "Not run yet: pna." in page
+    assert "* torch_geometric 2.8.1: 1 of 2 pass" in page
 
 
 class Outputs(nn.Module):
