@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import NodePlan, ParameterPlan, Plan
+from autoshard.ir.plan import NodePlan, Plan
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
+from passes.assignment import Solution
 from passes.baselines import solve_baselines
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.canonicalize import Canonicalize
@@ -24,8 +27,9 @@ from passes.fold_blocks import fold_blocks
 from passes.insert_hubs import InsertHubs
 from passes.liveness import find_lifetimes
 from passes.lower import Lower, result_key
+from passes.name_layouts import plan_of_parameter
 from passes.predict import TODAY, Runtime, predict
-from passes.price import Prices, StepPrice, local_bytes
+from passes.price import Prices, StepPrice
 from passes.search import Search
 from passes.split_phases import SplitPhases
 
@@ -84,14 +88,24 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     """
     start = time.monotonic()
     planning = planning_problem(program, mesh, cluster, options)
-    allowed = allowed_options(planning, options.constraints)
-    search = Search(options.memory_budget, options.time_budget_s)
-    quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS)
-    baselines = solve_baselines(planning, quick, allowed) if options.with_baselines else {}
-    solution = search(planning, allowed, [found for found in baselines.values() if found is not None])
+    solution, baselines = solve(planning, options, allowed_options(planning, options.constraints))
     plan = plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     costs = {name: None if found is None else found.cost for name, found in baselines.items()}
     return replace(plan, baselines=costs, search_time_s=time.monotonic() - start)
+
+
+def solve(
+    planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]
+) -> tuple[Solution, dict[str, Solution | None]]:
+    """The cheapest choice within the options that are `allowed`, and the best ones of the known recipes.
+
+    Raises:
+        DoesNotFitError: no choice fits in the memory limit.
+    """
+    search = Search(options.memory_budget, options.time_budget_s)
+    quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS)
+    baselines = solve_baselines(planning, quick, allowed) if options.with_baselines else {}
+    return search(planning, allowed, [found for found in baselines.values() if found is not None]), baselines
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
@@ -140,7 +154,9 @@ def plan_of_choice(
         },
         nodes=nodes,
         outputs={result_key(slot): _result_spec(planning, choice, slot) for slot in program.outputs},
-        parameters=_parameters(planning, nodes),
+        parameters={
+            slot.name: plan_of_parameter(planning, choice, slot) for slot in program.inputs_of(InputKind.PARAMETER)
+        },
         predicted=predict(planning, choice, options.runtime, record=True),
         objective=objective,
         lower_bound=lower_bound,
@@ -156,12 +172,3 @@ def _result_spec(planning: PlanningProblem, choice: Sequence[int], slot: OutputS
     if slot.kind == OutputKind.OUTPUT:
         return planning.strategy(slot.name, choice).inputs[0]
     return planning.strategy(planning.space.owner(slot), choice).outputs[0]
-
-
-def _parameters(planning: PlanningProblem, nodes: Mapping[str, NodePlan]) -> dict[str, ParameterPlan]:
-    space = planning.space
-    result = {}
-    for slot in space.program.inputs_of(InputKind.PARAMETER):
-        value, spec = space.sites[slot.node].results[0], nodes[slot.node].outputs[0]
-        result[slot.name] = ParameterPlan(spec, value.shape, local_bytes(value, spec, space.mesh))
-    return result

@@ -7,6 +7,7 @@ JSON that a person can read: specs are written as `P('data', None)`, sizes in by
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,11 +38,21 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """Where one parameter lies."""
+    """Where one parameter lies, and, in the plan of a whole training step, what belongs to it.
+
+    Args:
+        spec, shape, local_bytes: of the parameter; bytes are those on each device.
+        gradient: how its gradient lies once it is reduced (or partial, where the update itself reduces it).
+        state: how each tensor of its optimizer state lies.
+        layout: the same in words, "ZeRO-2 over data; split over model"; "" without an update.
+    """
 
     spec: PartitionSpec
     shape: tuple[int, ...]
     local_bytes: int
+    gradient: PartitionSpec | None = None
+    state: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +200,18 @@ class Plan:
         return any(name.startswith("parameter_update ") for name in self.outputs)
 
     @property
+    def layouts(self) -> Mapping[str, int]:
+        """Elements of parameters by the words for where they, their gradients and their state lie, most first.
+
+        {"ZeRO-3 over data; split over model": 8000000000, "copied over data, model": 4096}; empty without an update.
+        """
+        counts: dict[str, int] = {}
+        for item in self.parameters.values():
+            if item.layout:
+                counts[item.layout] = counts.get(item.layout, 0) + math.prod(item.shape)
+        return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+    @property
     def gap(self) -> float | None:
         """Relative distance of the objective to its proven lower bound, or None where there is no bound."""
         if self.lower_bound is None:
@@ -316,11 +339,24 @@ def _timeline_from_json(data: Mapping[str, Any] | None) -> Trace | None:
 
 
 def _parameter_json(item: ParameterPlan) -> dict[str, Any]:
-    return {"spec": repr(item.spec), "shape": list(item.shape), "local_bytes": item.local_bytes}
+    data = {"spec": repr(item.spec), "shape": list(item.shape), "local_bytes": item.local_bytes}
+    if not item.layout:
+        return data
+    gradient = None if item.gradient is None else repr(item.gradient)
+    state = {name: repr(spec) for name, spec in item.state.items()}
+    return data | {"gradient": gradient, "state": state, "layout": item.layout}
 
 
 def _parameter_from_json(data: Mapping[str, Any]) -> ParameterPlan:
-    return ParameterPlan(PartitionSpec.parse(data["spec"]), tuple(data["shape"]), data["local_bytes"])
+    gradient, state = data.get("gradient"), data.get("state", {})
+    return ParameterPlan(
+        PartitionSpec.parse(data["spec"]),
+        tuple(data["shape"]),
+        data["local_bytes"],
+        gradient=None if gradient is None else PartitionSpec.parse(gradient),
+        state={name: PartitionSpec.parse(text) for name, text in state.items()},
+        layout=data.get("layout", ""),
+    )
 
 
 def _node_json(node: NodePlan) -> list[list[str]]:

@@ -72,6 +72,9 @@ def _cost_table(plan: Plan) -> Table:
         table.add_row("model FLOPs utilisation", f"{plan.predicted.mfu:.1%}")
     if plan.predicted.hfu is not None:
         table.add_row("hardware FLOPs utilisation", f"{plan.predicted.hfu:.1%}")
+    total = sum(plan.layouts.values())
+    for layout, count in plan.layouts.items():
+        table.add_row(f"layout: {layout}", f"{count / total:.1%} of parameters")
     for name, seconds in plan.baselines.items():
         table.add_row(f"baseline: {name}", "does not fit" if seconds is None else format_time(seconds))
     return table

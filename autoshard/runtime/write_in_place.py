@@ -50,7 +50,7 @@ class _Writing:
     placeholders: list[fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.order = {node: index for index, node in enumerate(self.graph.nodes)}
+        self._number()
         self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
 
     def run(self) -> None:
@@ -58,12 +58,16 @@ class _Writing:
         for node in list(self.graph.nodes):
             if node.target in in_place:
                 self._update_in_place(node, in_place[node.target])
+        self._number()
         output = self.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         for index, place in self.written.items():
             results[index] = self._write(results[index], self.placeholders[place])
         output.args = (tuple(results),)
         self.graph.lint()
+
+    def _number(self) -> None:
+        self.order = {node: index for index, node in enumerate(self.graph.nodes)}
 
     def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
         """Let the update write over its operands, or over copies of those that are read later."""
@@ -90,28 +94,27 @@ class _Writing:
 
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
         """Whether the memory of a value is free to be written by `reader`: nothing else reads it then or later."""
-        root = value
-        while root.op == "call_function" and _may_alias(root) and root.all_input_nodes:
-            root = root.all_input_nodes[0]
+        root = _root(value)
         if root.op == "placeholder" and self.placeholders.index(root) not in self.written.values():
             return False
         aliases = _aliases(root)
         users = [user for alias in aliases for user in alias.users if not _may_alias(user)]
         reads_once = sum(argument in aliases for argument in reader.args) == 1
-        return reads_once and all(user is reader or self._place(user) < self._place(reader) for user in users)
+        return reads_once and all(user is reader or self.order[user] < self.order[reader] for user in users)
 
     def _write(self, result: fx.Node, target: fx.Node) -> fx.Node:
-        """`target` with the content of `result`, written behind the last use of what `target` held."""
+        """`target` with the content of `result`, written behind the last use of what `target` held.
+
+        And behind what writes into `result`: an update in place, which is a use of it.
+        """
         if result is target:
             return target
-        readers = [user for alias in _aliases(target) for user in alias.users if user.op != "output"]
-        last = max([result, *readers], key=self._place)
+        assert _root(result).op != "placeholder", f"{result} is an input itself, and {target} another"
+        uses = [user for root in (target, _root(result)) for alias in _aliases(root) for user in alias.users]
+        last = max([result, *(user for user in uses if user.op != "output")], key=self.order.__getitem__)
         with self.graph.inserting_after(last):
             self._add(_aten.copy_.default, (target, result), last)
         return target
-
-    def _place(self, node: fx.Node) -> int:
-        return self.order[node]
 
     def _add(self, target: torch._ops.OpOverload, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         made = self.graph.call_function(target, args)
@@ -134,6 +137,13 @@ def _may_alias(node: fx.Node) -> bool:
         return True
     schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
     return schema is not None and any(item.alias_info is not None for item in schema.returns)
+
+
+def _root(value: fx.Node) -> fx.Node:
+    """What a value is a view of, or itself."""
+    while value.op == "call_function" and _may_alias(value) and value.all_input_nodes:
+        value = value.all_input_nodes[0]
+    return value
 
 
 def _aliases(root: fx.Node) -> list[fx.Node]:
