@@ -142,8 +142,10 @@ def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
 
 @sharding_rule(aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
 def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
+    """Padding is zero: libraries transform several rows at once, and what is not a number spreads to rows beside it."""
     dims = with_blocked(named(x.dim()), [normal_dim(entry, x.dim()) for entry in dim])
-    return Rule(((dims,), (dims,)), linear=[(0,)])
+    rows = [factor for (factor,) in dims if (factor,) != BLOCKED]
+    return Rule(((dims,), (dims,)), linear=[(0,)], padding=dict.fromkeys(rows, 0))
 
 
 @sharding_rule(aten.searchsorted.Tensor)

@@ -32,3 +32,8 @@ def test_weight_norm() -> None:
     g = torch.rand(4, 1, 1, dtype=torch.float64, requires_grad=True)
     tried = check_recorded(lambda: torch._weight_norm(v, g, 0))
     assert "aten._weight_norm_interface_backward.default" in tried
+
+
+def test_rows_beside_padding_are_transformed_alone() -> None:
+    """Libraries transform several rows at once: three rows on two ranks, where padding is not a number."""
+    check_splits(torch.ops.aten._fft_r2c.default, torch.randn(3, 4), [1], 0, True)
