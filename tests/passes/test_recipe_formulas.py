@@ -90,7 +90,7 @@ def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
     plan = _price(Recipe(data=2), 16, dense(4))
     with pytest.raises(FormulaError, match=r"no formula 'flops'\. There are step_flops, .*communication_bytes_data"):
         plan.formula("flops")
-    with pytest.raises(FormulaError, match=r"names 'depth'; the symbols are batch, micro_batch, sequence, layers, data"):
+    with pytest.raises(FormulaError, match=r"names 'depth'; the symbols are batch, micro_batch, sequence, layers"):
         plan.formula("step_flops", fixed=("depth",))
 
 
