@@ -31,6 +31,7 @@ def test_cross_entropy_of_infinite_logits() -> None:
     """A rank whose classes are all masked does not spoil the others."""
     logits = torch.randn(4, 8, dtype=torch.float64)
     logits[:, :4] = -torch.inf
+    logits[2], logits[3, 5] = -torch.inf, torch.inf  # a row of which nothing is left, and one with the greatest
     check_splits(ops.cross_entropy.default, logits, torch.tensor([4, 5, 6, -100]), -100, 0.0)
 
 
