@@ -1,12 +1,13 @@
 """How far predicted training steps are from published ones.
 
-Run: python -m tests.benchmarks.cost_accuracy [--write] [--quick]
+Run: python -m tests.benchmarks.cost_accuracy [--write] [--quick] [--recount]
 
 Every usable row of tests/data/published_runs.jsonl (copied from the project's shared data, each row with its source) is
 built as a model on meta and priced with `autoshard.price`. The numbers of `cost_models.step` are fitted to all sources
 but one, and the errors are those on the source that was left out; `--quick` uses the numbers in the data file instead.
-`--write` fits to all sources, writes the data files and counts sections anew, which takes some minutes more: they are
-kept on disk (`tests.benchmarks.section_table`). Rows in 16 and in 8 bits are kept apart: the fit sees the
+`--write` fits to all sources and writes the data files. Tracing and counting the models' sections takes several
+minutes, once: they are kept on disk (`tests.benchmarks.section_table`) until the counting passes change; `--recount`
+counts them anew; all else is a minute or two. Rows in 16 and in 8 bits are kept apart: the fit sees the
 former only. Sources are weighed equally. Peak memory is compared after an offset for each way of measuring it (what
 the driver, the libraries and the allocator hold besides tensors), fitted as the median of the rows of other plans.
 """
@@ -267,7 +268,7 @@ def write_fit(model: StepModel, results: Sequence[Result], unweighed: Sequence[R
 def main(arguments: Sequence[str]) -> str:
     """The report; see the module's docstring."""
     rows = sorted(timed_rows(read_rows()), key=lambda row: str(model_shape(row)))
-    pricer = Pricer(SectionTable(recount="--write" in arguments))
+    pricer = Pricer(SectionTable(recount="--recount" in arguments))
     refused = {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}
     narrow = [row for row in rows if not is_16_bit(row) and row["id"] not in refused]
     wide = [row for row in rows if is_16_bit(row) and row["id"] not in refused]

@@ -12,10 +12,13 @@ from passes.pipeline_stages import share_out
 from passes.price_model import PricedModel
 from passes.price_recipe import (
     accumulation_bytes,
+    broadcasts_time,
     exchange_times,
     pieces,
+    products_time,
     recipe_groups,
     section_time,
+    sharded_time,
     step_price,
 )
 from tests.passes.decoders import dense, folded
@@ -109,3 +112,52 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
     price = PRICED.section_prices(recipe, cluster)["layers:0"]
     times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL, is_block=True)
     assert times.recompute_s == 0
+
+
+def test_whole_tensors_are_broadcast_by_as_many_ranks_as_there_are() -> None:
+    """More ranks make the way around longer; beyond one tensor a rank, no more messages."""
+    narrow, wide = (Recipe(data=size, zero=1, whole_tensors=True) for size in (16, 64))
+    few, many = (recipe_groups(recipe, _cluster(recipe)) for recipe in (narrow, wide))
+    assert broadcasts_time(1e9, 1000, wide, many, MODEL) > broadcasts_time(1e9, 1000, narrow, few, MODEL)
+    assert broadcasts_time(1e9, 64, wide, many, MODEL) == broadcasts_time(1e9, 1000, wide, many, MODEL)
+    assert broadcasts_time(1e9, 8, wide, many, MODEL) < broadcasts_time(1e9, 64, wide, many, MODEL)
+
+
+def test_whole_tensors_reduce_gradients_to_all() -> None:
+    """An all-reduce in place of a reduce-scatter takes longer."""
+    scattered, whole = (Recipe(data=16, zero=1, whole_tensors=flag) for flag in (False, True))
+    groups = recipe_groups(whole, _cluster(whole))
+    times = [exchange_times(1e9, 0.0, recipe, groups, _cluster(whole), MODEL)[0] for recipe in (scattered, whole)]
+    assert times[0] < times[1]
+
+
+def test_blocking_launches_add_the_host_to_the_device() -> None:
+    """The host's time of every kernel is on the way, whether kernels are long or short."""
+    for micro_batch in (1, 8192):
+        free, blocking = (Recipe(micro_batch=micro_batch, blocking_launches=flag) for flag in (False, True))
+        assert _seconds(blocking) > _seconds(free)
+
+
+def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
+    """Gathering by lists takes longer, the more so the more ranks are listed."""
+
+    def extra(data: int) -> float:
+        times = []
+        for listed in (False, True):
+            recipe = Recipe(data=data, zero=3, listed_collectives=listed)
+            cluster = _cluster(recipe)
+            price = PRICED.section_prices(recipe, cluster)["layers:0"]
+            times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL)[0])
+        return times[1] - times[0]
+
+    assert 0 < extra(8) < extra(64)
+
+
+def test_recomputed_products_count_as_products() -> None:
+    """They draw power as the first ones do."""
+    price = PRICED.section_prices(Recipe(), _cluster(Recipe()))
+    plain, again = (
+        products_time(price, share_out(BLOCKS, recipe), recipe, MODEL)
+        for recipe in (Recipe(), Recipe(recompute="full"))
+    )
+    assert plain < again < 2 * plain
