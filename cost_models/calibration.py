@@ -4,9 +4,10 @@ Call `calibrate` on all ranks at once, after `init_process_group`: ranks that sh
 they will in training, and that rate counts. So each number is a mean over sustained, back-to-back runs (a time slice
 lost to a neighbour is part of it), averaged over the ranks. Without a process group one rank is measured, alone.
 
-Fits: launch latency is the time of the smallest add; the rate of matrix products is the median over sizes. Collectives
-are those that lowered programs call (`_c10d_functional`), on the whole group and on all groups of two at once: with the
-phases of `collectives`, small ones give start and latency, large ones bandwidth, and the phases of a reduce-scatter.
+Fits: launch latency is the time of the smallest add; the rate of matrix products is the median over sizes. Kernels that
+move bytes, and those made of many, get curves over bytes (`throughput`), on a CPU. Collectives are those that lowered
+programs call (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a product and
+counts with what it adds to it: so it meets busy cores and late ranks, as it does inside a step.
 """
 
 from __future__ import annotations
@@ -17,24 +18,37 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import combinations
 from math import exp, log
 from pathlib import Path
 
 import torch
 from torch import distributed
 
-from cost_models.collectives import all_gather_time, all_reduce_time, reduce_scatter_time
-from cost_models.compute import matmul_time
+from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
+from cost_models.compute import matmul_time, work_time
 from cost_models.hardware import Cluster, Device, MatmulCurve, NodeType
-from cost_models.topology import GroupLinks, Link
+from cost_models.kernel_samples import KernelSample, aten_samples, cycled, memory_samples
+from cost_models.throughput import Curve, curve_of
+from cost_models.topology import GroupLinks, Link, MeasuredCollective
 from cost_models.units import MIB
 
 MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 1024))
-COLLECTIVE_BYTES = (4096, 65536, MIB, 8 * MIB)
+BETWEEN = (512, 768, 192)
+"""The product between two collectives."""
+PRODUCTS = (1, 4, 2, 6, 1, 3, 5, 2)
+"""How many of them, in turns: ranks are then not in step with each other, nor with the clock of the scheduler."""
+COLLECTIVE_BYTES = (4096, MIB // 4, 2 * MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
 LAUNCHES = 100
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
-COLLECTIVES = {"all_reduce": all_reduce_time, "all_gather": all_gather_time, "reduce_scatter": reduce_scatter_time}
+COLLECTIVES = {
+    "all_reduce": all_reduce_time,
+    "all_gather": all_gather_time,
+    "reduce_scatter": reduce_scatter_time,
+    "all_to_all": all_to_all_time,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,8 @@ def calibrate(
     *,
     name: str = "this_machine",
     memory_bytes: int | None = None,
-    budget_s: float = 12.0,
+    budget_s: float = 20.0,
+    kernels: Sequence[KernelSample] = (),
     on_progress: OnProgress | None = None,
 ) -> Calibration:
     """Measure this machine within its present process group (all ranks must call), or alone without one.
@@ -75,20 +90,25 @@ def calibrate(
         name: name of the node type in the result.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: rough limit of the whole; each measurement gets its share and runs at least twice.
+        kernels: calls of operators other than PyTorch's own, to be measured too (on a CPU), in at least one size each.
         on_progress: called before each measurement, e.g. to draw a progress bar.
 
     Returns:
         The same calibration on every rank.
     """
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    actions = _device_actions()
+    samples = (*memory_samples(), *aten_samples(), *kernels) if _place().type == "cpu" else ()
+    actions = _device_actions() | {sample.key: sample.prepare for sample in samples}
     groups = [(size, message) for size in _group_sizes(ranks) for message in COLLECTIVE_BYTES]
     note = _Note(on_progress, len(actions) + len(groups))
-    measured = _measure_device(actions, budget_s / 2 / len(actions), note)
-    measured |= _measure_collectives(groups, ranks, budget_s / 2, note)
+    share = 1.0 if ranks == 1 else 0.3
+    measured = _measure_device(actions, share * budget_s / len(actions), note)
+    measured |= _measure_collectives(groups, ranks, (1 - share) * budget_s, note)
     measured = _agree(measured, ranks)
     cluster = _fit(name, measured, ranks, memory_bytes or _memory_bytes(ranks))
-    return Calibration(cluster, measured, _residuals(cluster, measured), datetime.now(UTC).date().isoformat())
+    cluster = _with_curves(cluster, samples, measured)
+    residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
+    return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())
 
 
 @dataclass(slots=True)
@@ -126,6 +146,7 @@ def _mean_time(action: Callable[[], object], share_s: float) -> float:
 def _fixed_mean_time(action: Callable[[], object], runs: int) -> float:
     """Mean seconds over a fixed number of runs: collectives need the same count on every rank."""
     action()
+    _synchronize()
     distributed.barrier()
     start = time.perf_counter()
     for _ in range(runs):
@@ -139,37 +160,36 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _device_actions() -> dict[str, Callable[[], object]]:
-    """What is timed on each rank by itself."""
+def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
+    """What is timed on each rank by itself: each gives what runs it once."""
     place = _place()
-    actions: dict[str, Callable[[], object]] = {}
+    actions: dict[str, Callable[[], Callable[[], object]]] = {}
     for dtype, kind in DTYPES.items():
         for m, n, k in MATMUL_SIZES if dtype == "f32" else MATMUL_SIZES[2:3]:
             left = torch.randn(m, k, device=place, dtype=kind)
             right = torch.randn(k, n, device=place, dtype=kind)
-            actions[f"matmul.{dtype}.{m}x{n}x{k}"] = _bind(torch.mm, left, right)
+            actions[f"matmul.{dtype}.{m}x{n}x{k}"] = partial(cycled, torch.mm, left, right)
     source = torch.randn(COPY_BYTES // 4, device=place)
-    actions["copy"] = _bind(torch.empty_like(source).copy_, source)
+    target = torch.empty_like(source)
+    actions["copy"] = lambda: lambda: target.copy_(source)
     small = torch.randn(8, device=place)
-    actions["launch"] = lambda: [small + small for _ in range(LAUNCHES)]
+    actions["launch"] = lambda: lambda: [small + small for _ in range(LAUNCHES)]
     query = torch.randn(1, 4, 256, 64, device=place)
     attention = torch.nn.functional.scaled_dot_product_attention
-    actions["attention"] = _bind(attention, query, query, query)
+    actions["attention"] = lambda: lambda: attention(query, query, query)
     return actions
 
 
-def _measure_device(actions: Mapping[str, Callable[[], object]], share_s: float, note: _Note) -> dict[str, float]:
+def _measure_device(
+    actions: Mapping[str, Callable[[], Callable[[], object]]], share_s: float, note: _Note
+) -> dict[str, float]:
     """Seconds of each action; "launch" is one of many launches."""
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
-        measured[name] = _mean_time(action, share_s)
+        measured[name] = _mean_time(action(), share_s)
     measured["launch"] /= LAUNCHES
     return measured
-
-
-def _bind(function: Callable[..., object], *arguments: torch.Tensor) -> Callable[[], object]:
-    return lambda: function(*arguments)
 
 
 def _group_sizes(ranks: int) -> list[int]:
@@ -209,14 +229,36 @@ def _measure_group(group: distributed.ProcessGroup, size: int, message: int, sha
         "all_reduce": lambda: ops.all_reduce(full, "sum", name),
         "all_gather": lambda: ops.all_gather_into_tensor(part, size, name),
         "reduce_scatter": lambda: ops.reduce_scatter_tensor(full, "sum", size, name),
+        "all_to_all": lambda: ops.all_to_all_single(full, [part.numel()] * size, [part.numel()] * size, name),
     }
-    runs = max(2, min(20, int(share_s / (0.005 if message < MIB else 0.03))))
+    m, n, k = BETWEEN
+    left, right = torch.randn(m, k, device=_place()), torch.randn(k, n, device=_place())
     return {
-        f"{collective}.{size}.{part.numel() * size * 4}": _fixed_mean_time(
-            lambda call=call: ops.wait_tensor(call()), runs
+        f"{collective}.{size}.{part.numel() * size * 4}": _added_time(
+            lambda call=call: ops.wait_tensor(call()), lambda: torch.mm(left, right), share_s
         )
         for collective, call in calls.items()
     }
+
+
+def _added_time(collective: Callable[[], object], product: Callable[[], object], share_s: float) -> float:
+    """Mean seconds that a collective adds to the products before it, on all ranks at once.
+
+    One run is one turn of `PRODUCTS`. A few say how many fit into the share, on the slowest rank: all ranks need the
+    same count.
+    """
+
+    def turn(then: Callable[[], object]) -> None:
+        for count in PRODUCTS:
+            for _ in range(count):
+                product()
+            then()
+
+    trial = torch.tensor(_fixed_mean_time(lambda: turn(collective), 1), dtype=torch.float64, device=_place())
+    distributed.all_reduce(trial, distributed.ReduceOp.MAX)
+    runs = max(1, min(50, int(share_s / trial.item() / 1.7)))
+    alone = _fixed_mean_time(lambda: turn(lambda: None), runs)
+    return max(_fixed_mean_time(lambda: turn(collective), runs) - alone, 1e-6) / len(PRODUCTS)
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -244,6 +286,28 @@ def _fit(name: str, measured: Mapping[str, float], ranks: int, memory_bytes: int
         attention_efficiency=attention,
     )
     return Cluster(NodeType(name, device, ranks, _fit_link(measured, ranks), None))
+
+
+def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> Cluster:
+    """The cluster with a curve for each kernel that was sampled."""
+    if not samples:
+        return cluster
+    times: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        moved, seconds = sample.point(measured[sample.key], cluster.device)
+        times.setdefault(sample.name, []).append((moved, seconds))
+    curves: dict[str, Curve] = {name: curve_of(points) for name, points in times.items()}
+    unit = replace(cluster.device, throughput=curves)
+    return Cluster(replace(cluster.node, device=unit), cluster.nodes, cluster.devices_per_node)
+
+
+def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
+    """log(predicted / measured) of each sample: zero but where a larger one was faster than a smaller one."""
+    return {
+        sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
+        for sample in samples
+        if sample.name in unit.throughput
+    }
 
 
 def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> float:
@@ -283,7 +347,41 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
         for s in _samples(measured)
         if s.collective == "reduce_scatter"
     ]
-    return replace(ring, reduce_scatter_phases=max(1.0, statistics.median(ratios)))
+    return replace(ring, reduce_scatter_phases=max(1.0, statistics.median(ratios)), measured=_collectives(measured))
+
+
+def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...]:
+    """Start, latency and bandwidth of each collective: least squares of relative errors, none of them negative."""
+    samples = _samples(measured)
+    found = []
+    for name in dict.fromkeys(sample.collective for sample in samples):
+        own = [sample for sample in samples if sample.collective == name]
+        columns = [(1.0, s.group - 1.0, (s.group - 1) / s.group * s.size_bytes) for s in own]
+        rows = [[value / s.seconds for value in row] for s, row in zip(own, columns, strict=True)]
+        used = (0, 1, 2) if len({s.group for s in own}) > 1 else (0, 2)
+        start, latency, per_byte = _non_negative(rows, used)
+        found.append(MeasuredCollective(name, start, latency, 1 / max(per_byte, 1e-12)))
+    return tuple(found)
+
+
+def _non_negative(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float]:
+    """x >= 0 of least |rows @ x - 1|^2, with entries outside `used` 0: the best of all subsets without negatives.
+
+    Units are made alike first, so that the least squares are well conditioned.
+    """
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    scale = matrix.abs().amax(0).clamp_min(1e-300)
+    best, least = [0.0] * len(rows[0]), float("inf")
+    for count in range(1, len(used) + 1):
+        for subset in combinations(used, count):
+            part = matrix[:, subset] / scale[list(subset)]
+            solution = torch.linalg.lstsq(part, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
+            error = float((part @ solution - 1).square().sum())
+            if bool((solution >= 0).all()) and error < least:
+                least, best = error, [0.0] * len(rows[0])
+                for place, value in zip(subset, (solution / scale[list(subset)]).tolist(), strict=True):
+                    best[place] = value
+    return best
 
 
 @dataclass(frozen=True, slots=True)

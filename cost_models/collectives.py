@@ -27,11 +27,13 @@ from cost_models.topology import GroupLinks, Link
 
 def all_gather_time(gathered_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-gather; `gathered_bytes` is the full result on each rank (n times each rank's shard)."""
-    return _fastest(_ring_phase, gathered_bytes, group)
+    return _measured("all_gather", gathered_bytes, group) or _fastest(_ring_phase, gathered_bytes, group)
 
 
 def reduce_scatter_time(input_bytes: float, group: GroupLinks) -> float:
     """Seconds of a reduce-scatter; `input_bytes` is the full operand on each rank (n times each rank's result)."""
+    if measured := _measured("reduce_scatter", input_bytes, group):
+        return measured
     phases = max((link.reduce_scatter_phases for link in group.links), default=1.0)
     return phases * _fastest(_ring_phase, input_bytes, group)
 
@@ -41,7 +43,8 @@ def all_reduce_time(operand_bytes: float, group: GroupLinks) -> float:
     if group.size == 1:
         _check(operand_bytes)
         return 0.0
-    return min(all_reduce_algorithms(operand_bytes, group).values())
+    measured = _measured("all_reduce", operand_bytes, group)
+    return measured or min(all_reduce_algorithms(operand_bytes, group).values())
 
 
 def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, float]:
@@ -81,7 +84,7 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
     Per rank (per_node - 1)/n of it crosses the node's fabric, (nodes - 1)/nodes the network and (pods - 1)/pods the
     spine, at the same time.
     """
-    return _fastest(_all_to_all, local_bytes, group)
+    return _measured("all_to_all", local_bytes, group) or _fastest(_all_to_all, local_bytes, group)
 
 
 def broadcast_time(message_bytes: float, group: GroupLinks) -> float:
@@ -94,6 +97,13 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
     _check(message_bytes)
     found = [each.intra for each in _variants(GroupLinks(2, 2, 1, link, None)) if each.intra is not None]
     return min(each.start_s + each.latency_s + message_bytes / each.reached_bytes_per_s for each in found)
+
+
+def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
+    """Seconds as measured on the group's link; 0 where it was not, or for a group of one."""
+    _check(full_bytes)
+    found = group.measured(collective) if group.size > 1 else None
+    return 0.0 if found is None else found.seconds(full_bytes, group.size)
 
 
 def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:

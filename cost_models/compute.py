@@ -18,6 +18,7 @@ from math import ceil, inf
 
 from cost_models.device import Device
 from cost_models.errors import CostArgumentError
+from cost_models.throughput import MEMORY, time_on
 from cost_models.units import ceil_div
 from cost_models.work import AttentionShape, Kind, MatmulShape, Work
 
@@ -27,10 +28,15 @@ ALIGNED_BYTES = 16  # that rows of operands start at for tensor cores: NVIDIA, M
 ITEMSIZE = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
 
-def memory_time(bytes_moved: float, device: Device) -> float:
-    """Seconds to move bytes: bytes / (memory_bandwidth * memory_efficiency)."""
+def memory_time(bytes_moved: float, device: Device, kernel: str = MEMORY) -> float:
+    """Seconds to move bytes: bytes / (memory_bandwidth * memory_efficiency), or by a measured curve of the device.
+
+    `kernel` names the curve; a device that has curves, but not that one, goes by that of plain kernels.
+    """
     if bytes_moved < 0:
         raise CostArgumentError(f"bytes_moved={bytes_moved!r} is negative.")
+    if MEMORY in device.throughput:
+        return time_on(device.throughput.get(kernel, device.throughput[MEMORY]), bytes_moved)
     return bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
@@ -65,9 +71,14 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
     return device.launch_latency_s + max(_product_time(shape, dtype, device), memory_time(moved, device))
 
 
-def work_time(work: Work, device: Device) -> float:
-    """Seconds of one operator from its `Work`: products by tiles, attention by its kernel, the rest by roofline."""
+def work_time(work: Work, device: Device, operator: str = "") -> float:
+    """Seconds of one operator from its `Work`: products by tiles, attention by its kernel, the rest by roofline.
+
+    A device that was measured may have a curve for the operator of that name, which then counts (`Device.throughput`).
+    """
     moved = work.bytes_read + work.bytes_written
+    if operator in device.throughput:
+        return device.launch_latency_s + _measured_time(work, device, operator)
     if work.attention is not None:
         arithmetic = _attention_time(work.attention, work.dtype, device)
     elif work.products:
@@ -132,6 +143,27 @@ def issued_time(kernels_s: Iterable[float], dispatch_s: float) -> float:
         issued += dispatch_s
         end = max(end, issued) + kernel_s
     return end
+
+
+def _measured_time(work: Work, device: Device, operator: str) -> float:
+    """By the operator's own curve, without launch: of attention its scores; its products run as all products do."""
+    curve = device.throughput[operator]
+    if work.attention is None:
+        return time_on(curve, work.bytes_read + work.bytes_written)
+    products = sum(_product_time(product, work.dtype, device) for product in score_products(work.attention))
+    return products + time_on(curve, score_bytes(work.attention, work.dtype))
+
+
+def score_products(shape: AttentionShape) -> tuple[MatmulShape, ...]:
+    """The products of attention whose scores go through memory, not masked: two forward; five backward, scores anew."""
+    inner = MatmulShape(shape.queries, shape.keys, shape.depth, shape.heads)
+    outer = MatmulShape(shape.queries, shape.value_depth, shape.keys, shape.heads)
+    return (inner, inner, inner, outer, outer) if shape.backward else (inner, outer)
+
+
+def score_bytes(shape: AttentionShape, dtype: str) -> int:
+    """Bytes of the scores of attention, once."""
+    return ITEMSIZE[dtype] * shape.heads * shape.queries * shape.keys
 
 
 def _arithmetic_time(flops: float, dtype: str, device: Device, kind: Kind) -> float:

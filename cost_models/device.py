@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cost_models.constants import HardwareFile, load
 from cost_models.errors import UnknownHardwareError
+from cost_models.throughput import Curve, curves_of, numbers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Device:
         attention: fused attention kernels that the device has, by name; the first is the one that is used.
         dispatch_s: host's time to issue one operator, by how it is issued: "eager" (PyTorch's dispatcher), "compiled"
             (a generated wrapper), "graph" (a captured CUDA graph). Empty where operators are not issued ahead (a CPU).
+        throughput: measured curves of kernels by the operator's name, and of all others as "memory": see
+            `cost_models.throughput`. Empty where bandwidth and the curves above say it (a GPU).
     """
 
     name: str
@@ -86,6 +89,7 @@ class Device:
     attention_efficiency: float
     attention: Mapping[str, AttentionKernel] = field(default_factory=dict, hash=False)
     dispatch_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    throughput: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s for a dtype name. Raises UnknownHardwareError if it is not in the device's file."""
@@ -154,6 +158,7 @@ def read_device(file: HardwareFile, name: str) -> Device:
         attention_efficiency=_plain_attention_efficiency(file),
         attention={name: _kernel(file, name) for name in _kernel_names(file)},
         dispatch_s=file.family("dispatch", "s"),
+        throughput=curves_of(file.family("throughput", "B/s")),
     )
 
 
@@ -207,4 +212,5 @@ def device_numbers(unit: Device) -> dict[str, tuple[float, str]]:
         "attention_efficiency": (unit.attention_efficiency, "1"),
         **curves,
         **{f"dispatch.{how}": (value, "s") for how, value in unit.dispatch_s.items()},
+        **numbers_of(unit.throughput),
     }

@@ -22,7 +22,7 @@ from cost_models.constants import Constant, HardwareFile
 from cost_models.device import Device, MatmulCurve, device, device_numbers, read_device
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
 from cost_models.graph import build_graph
-from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, Protocol, Wiring, group_links
+from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, MeasuredCollective, Protocol, Wiring, group_links
 
 __all__ = ["Cluster", "Device", "MatmulCurve", "NodeParts", "NodeType", "assemble_node", "device", "node_type"]
 
@@ -336,12 +336,29 @@ _PROTOCOL_FIELDS = {  # key in a file: (field of Protocol, unit)
     "start": ("start_s", "s"),
 }
 
+_MEASURED_FIELDS = {  # key in a file: (field of MeasuredCollective, unit)
+    "start": ("start_s", "s"),
+    "latency": ("latency_s", "s"),
+    "bandwidth": ("bandwidth_bytes_per_s", "B/s"),
+}
+
 
 def _link(file: HardwareFile, prefix: str) -> Link:
     numbers = {name: file.number(f"{prefix}{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()}
     below = f"{prefix}protocol."
     names = dict.fromkeys(path[len(below) :].split(".")[0] for path in file.constants if path.startswith(below))
-    return Link(**numbers, protocols=tuple(_protocol(file, below, name) for name in names))
+    measured = f"{prefix}measured."
+    known = dict.fromkeys(path[len(measured) :].split(".")[0] for path in file.constants if path.startswith(measured))
+    return Link(
+        **numbers,
+        protocols=tuple(_protocol(file, below, name) for name in names),
+        measured=tuple(_measured(file, measured, name) for name in known),
+    )
+
+
+def _measured(file: HardwareFile, below: str, name: str) -> MeasuredCollective:
+    fields = {field: file.number(f"{below}{name}.{key}", unit) for key, (field, unit) in _MEASURED_FIELDS.items()}
+    return MeasuredCollective(name, **fields)
 
 
 def _protocol(file: HardwareFile, below: str, name: str) -> Protocol:
@@ -380,6 +397,9 @@ def _link_numbers(prefix: str, link: Link) -> dict[str, tuple[float, str]]:
     for protocol in link.protocols:
         for key, (name, unit) in _PROTOCOL_FIELDS.items():
             numbers[f"{prefix}protocol.{protocol.name}.{key}"] = (getattr(protocol, name), unit)
+    for measured in link.measured:
+        for key, (name, unit) in _MEASURED_FIELDS.items():
+            numbers[f"{prefix}measured.{measured.name}.{key}"] = (getattr(measured, name), unit)
     return numbers
 
 

@@ -34,6 +34,7 @@ class Link:
         reduce_scatter_phases: ring phases that a reduce-scatter takes: 1 (NCCL), about 2 where the library does it as
             an all-reduce and a slice (Gloo).
         protocols: those for short messages, if the library has any (NCCL's LL and LL128).
+        measured: times of collectives as they were measured on this link, which then count (Gloo on a CPU).
     """
 
     bandwidth_bytes_per_s: float
@@ -44,6 +45,7 @@ class Link:
     ramp_bytes: float
     reduce_scatter_phases: float
     protocols: tuple[Protocol, ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
 
     @property
     def reached_bytes_per_s(self) -> float:
@@ -70,6 +72,27 @@ class Protocol:
     bandwidth_share: float
     latency_s: float
     start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCollective:
+    """A collective of n members on one link: start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth.
+
+    Args:
+        name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all"; bytes are those of `collectives`.
+        start_s, latency_s: once, and for each further member.
+        bandwidth_bytes_per_s: of all phases together.
+    """
+
+    name: str
+    start_s: float
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def seconds(self, full_bytes: float, members: int) -> float:
+        """Time for a group of so many members."""
+        carried = (members - 1) / members * full_bytes
+        return self.start_s + (members - 1) * self.latency_s + carried / self.bandwidth_bytes_per_s
 
 
 class Layout(Enum):
@@ -163,6 +186,12 @@ class GroupLinks:
     pods: int = 1
     spine: Link | None = None
     cards: int = 0
+
+    def measured(self, collective: str) -> MeasuredCollective | None:
+        """The collective as it was measured on the fabric of one node, where it was."""
+        if self.nodes > 1 or self.intra is None:
+            return None
+        return next((each for each in self.intra.measured if each.name == collective), None)
 
     @property
     def used_cards(self) -> int:

@@ -32,6 +32,9 @@ from passes.assignment import Floats
 from passes.enumerate_strategies import Site, ValueInfo, operands_of
 from passes.price_rewrites import rewrite_collectives, rewrite_time
 
+STRIDED_COPY = "aten.clone.default"
+"""The kernel that reshards copy with."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
@@ -47,7 +50,7 @@ class StepPrice:
     def parts(self, step: ReshardStep) -> tuple[float, float]:
         """Seconds of the step's collective (0 for a local step) and of copying on each rank."""
         group = self.cluster.group_links(dict(self.mesh.axes), (step.axis,))
-        copied = memory_time(step.bytes_before + step.bytes_after, self.cluster.device)
+        copied = memory_time(step.bytes_before + step.bytes_after, self.cluster.device, STRIDED_COPY)
         return _collective_time(step, group), copied
 
 
@@ -108,9 +111,10 @@ class Prices:
         key = (call, inputs, outputs, choices, filled)
         if key not in self._calls:
             assert site.node is not None
-            done = work(operator_name(site.node), inputs, outputs, arguments)
+            name = operator_name(site.node)
+            done = work(name, inputs, outputs, arguments)
             sent = rewrite_time(site, strategy, self.mesh, self.cluster) if choices else 0.0
-            self._calls[key] = work_time(done, self.cluster.device) + sent + self._fill_time(filled, inputs)
+            self._calls[key] = work_time(done, self.cluster.device, name) + sent + self._fill_time(filled, inputs)
         return self._calls[key]
 
     def collectives_inside(self, site: Site, strategy: Strategy) -> tuple[tuple[str, float], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import autoshard.kernels  # noqa: F401  (registers the operators)
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.runtime.launch import world_size
 from cost_models.calibration import Calibration, calibrate
+from cost_models.kernel_samples import KernelSample
 
 
 def measure_machine(ranks: int | None, budget_s: float) -> Calibration | None:
@@ -36,12 +39,26 @@ def measure_machine(ranks: int | None, budget_s: float) -> Calibration | None:
         return _measure(budget_s)
     count = ranks or torch.cuda.device_count() or 2
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    keep_freed_memory()
     config = LaunchConfig(1, 1, count, run_id="calibrate", rdzv_backend="c10d", rdzv_endpoint="localhost:0")
     try:
         found: Calibration = elastic_launch(config, _measure)(budget_s)[0]
     except ChildFailedError as error:
         raise AutoshardError(f"calibration failed on a rank: {error.get_first_failure()[1].message}") from error
     return found
+
+
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
+
+
+def keep_freed_memory() -> None:
+    """Have processes that are started from here on keep what they free, where the C library is glibc.
+
+    Else each step gives its activations back to the system and has them mapped and zeroed anew, page by page, which on
+    a CPU costs as much as reading them (PyTorch's tuning guide advises an allocator that caches, for the same reason).
+    """
+    for name, value in KEEPING.items():
+        os.environ.setdefault(name, value)
 
 
 def _measure(budget_s: float) -> Calibration | None:
@@ -57,10 +74,38 @@ def _measure(budget_s: float) -> Calibration | None:
         def show(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        found = calibrate(budget_s=budget_s, on_progress=show)
+        found = calibrate(budget_s=budget_s, kernels=tuple(semantic_samples()), on_progress=show)
         progress.update(task, description="done", completed=progress.tasks[task].total)
     distributed.destroy_process_group()
     return found if is_first else None
+
+
+ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (2, 4, 512, 64))
+ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
+
+
+def semantic_samples() -> Iterator[KernelSample]:
+    """Calls of autoshard's own operators, which a CPU runs as many of PyTorch's: [B, H, S, D] of attention, or rows."""
+    ours, aten = torch.ops.autoshard, torch.ops.aten
+    for shape in ATTENTIONS:
+        b, h, s, d = shape
+        q, k, v, grad = (torch.randn(shape) for _ in range(4))
+        constants = (0.0, True, d**-0.5, 0, [0, 0, 0, 0], [b, h, s, s])
+        out, lse = ours.attention(q, k, v, None, None, *constants)
+        yield KernelSample.of(ours.attention.default, q, k, v, None, None, *constants)
+        backward = ours.attention_backward.default
+        yield KernelSample.of(backward, grad, q, k, v, None, out, lse, None, *constants)
+    weight = torch.ones(COLUMNS)
+    for count in ROWS:
+        logits, target, grad = torch.randn(count, CLASSES), torch.randint(0, CLASSES, (count,)), torch.randn(count)
+        _, lse = ours.cross_entropy(logits, target, -100, 0.0)
+        yield KernelSample.of(ours.cross_entropy.default, logits, target, -100, 0.0)
+        yield KernelSample.of(ours.cross_entropy_backward.default, grad, logits, target, lse, -100, 0.0)
+        x, wide = torch.randn(count, COLUMNS), torch.randn(count, COLUMNS)
+        _, rstd = aten._fused_rms_norm.default(x, [COLUMNS], weight, 1e-6)
+        yield KernelSample.of(aten._fused_rms_norm.default, x, [COLUMNS], weight, 1e-6)
+        backward = aten._fused_rms_norm_backward.default
+        yield KernelSample.of(backward, wide, x, [COLUMNS], rstd, weight, [True, True])
 
 
 def calibration_table(found: Calibration, path: Path) -> Table:

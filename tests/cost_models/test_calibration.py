@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cost_models.calibration import COLLECTIVES, _fit_link, calibrate
 from cost_models.hardware import Cluster
-from cost_models.topology import GroupLinks, Link
+from cost_models.topology import GroupLinks, Link, MeasuredCollective
 
 
 def test_calibration_of_one_rank_gives_a_cluster_that_survives_saving(tmp_path):
@@ -38,6 +38,37 @@ def test_fitting_predicted_collectives_gives_the_link_back(bandwidth, latency, s
     assert found.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-3)
     assert found.start_s + found.latency_s == pytest.approx(start + latency, rel=1e-2)
     assert found.reduce_scatter_phases == pytest.approx(phases, rel=1e-2)
+
+
+@given(
+    start=st.floats(1e-5, 1e-2),
+    latency=st.floats(0, 1e-3),
+    bandwidth=st.floats(1e8, 1e11),
+)
+def test_fitting_measured_collectives_gives_them_back(start, latency, bandwidth):
+    """Each collective has numbers of its own; with one group size, all that does not grow is start."""
+    curves = [MeasuredCollective(name, start * (i + 1), latency, bandwidth) for i, name in enumerate(COLLECTIVES)]
+    for groups in ((2, 4), (2,)):
+        measured = {
+            f"{curve.name}.{n}.{size}": curve.seconds(size, n)
+            for curve in curves
+            for n in groups
+            for size in (4096, 2**21, 2**23, 2**40)
+        }
+        found = _fit_link(measured, max(groups))
+        for curve in curves:
+            for n in groups:
+                for size in (2**16, 2**22, 2**30):
+                    links = GroupLinks(n, n, 1, found, None)
+                    assert COLLECTIVES[curve.name](size, links) == pytest.approx(curve.seconds(size, n), rel=1e-3)
+
+
+def test_collectives_get_no_negative_numbers():
+    """Times that fall with size are fitted with a start alone."""
+    measured = {f"{name}.2.{size}": 1e-3 - size * 1e-11 for name in COLLECTIVES for size in (4096, 2**21, 2**23)}
+    for curve in _fit_link(measured, 2).measured:
+        assert curve.start_s > 0
+        assert min(curve.latency_s, curve.bandwidth_bytes_per_s) >= 0
 
 
 def test_a_bandwidth_that_hides_in_noise_stays_finite():

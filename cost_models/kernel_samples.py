@@ -1,0 +1,144 @@
+"""Calls of operators that a calibration runs and times, with the work that the cost models see in them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cost_models.compute import score_bytes, score_products, work_time
+from cost_models.device import Device
+from cost_models.operators import work
+from cost_models.throughput import MEMORY
+from cost_models.work import Kind, TensorInfo, Work
+
+TOUCHED_BYTES = 32 * 2**20
+MOST_COPIES = 256
+ROWS = (32, 512, 4096)
+COLUMNS = 768
+VECTORS = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
+"""Float32 elements of the vectors that are added: three of them are from 48 KiB to 192 MiB."""
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
+
+
+def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], object]:
+    """A call that takes other operands each time, and keeps its last results, over `TOUCHED_BYTES` of memory in all.
+
+    So neither lies in the first caches, as in a step, where an operator reads what was computed long before, and
+    writes to memory that something else has had meanwhile.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    results = [leaf for leaf in pytree.tree_leaves(operator(*arguments, **options)) if isinstance(leaf, Tensor)]
+    size = sum(leaf.numel() * leaf.element_size() for leaf in (*leaves, *results))
+    count = max(1, min(MOST_COPIES, TOUCHED_BYTES // max(1, size)))
+    sets = [pytree.tree_map(lambda leaf: _copy(leaf), arguments) for _ in range(count)]
+    turns, kept = cycle(sets), deque[Any](maxlen=count)
+    return lambda: kept.append(operator(*next(turns), **options))
+
+
+def _copy(leaf: Any) -> Any:
+    """A tensor with the same strides in memory of its own; anything else itself."""
+    return (
+        torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+        if isinstance(leaf, Tensor)
+        else leaf
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSample:
+    """One call of an operator; make it with `of`.
+
+    Args:
+        name: of the curve that it belongs to: the operator's, or "memory".
+        work: what the cost models see in it.
+        prepare: gives what runs it once, see `cycled`; it holds the operands.
+    """
+
+    name: str
+    work: Work
+    prepare: Callable[[], Callable[[], object]]
+
+    @classmethod
+    def of(cls, operator: Any, *arguments: Any, name: str | None = None, **options: Any) -> KernelSample:
+        """A call of an `OpOverload` on tensors; it runs once, for the shapes of its results.
+
+        Args:
+            operator: "torch.ops.aten.tanh.default".
+            arguments, options: of the call.
+            name: of its curve; default: the operator's.
+        """
+        inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        results = operator(*arguments, **options)
+        outputs = [_info(leaf) for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+        plain = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
+        done = work(str(operator), inputs, outputs, plain)
+        return cls(name or str(operator), done, lambda: cycled(operator, *arguments, **options))
+
+    @property
+    def bytes_moved(self) -> float:
+        """What the curve goes by: bytes read and written; of attention, those of its scores."""
+        if self.work.attention is not None:
+            return score_bytes(self.work.attention, self.work.dtype)
+        return self.work.bytes_read + self.work.bytes_written
+
+    @property
+    def key(self) -> str:
+        """The name of its measurement."""
+        return f"kernel.{self.name}.{round(self.bytes_moved)}"
+
+    def point(self, seconds: float, device: Device) -> tuple[float, float]:
+        """Bytes, and the seconds that the curve stands for: without the launch, and the products of attention."""
+        known = device.launch_latency_s
+        if self.work.attention is not None:
+            products = score_products(self.work.attention)
+            known += sum(
+                work_time(Work(product.flops, 0, 0, Kind.MATMUL, self.work.dtype, (product,)), device)
+                - device.launch_latency_s
+                for product in products
+            )
+        return self.bytes_moved, max(seconds - known, 0.1 * seconds)
+
+
+def memory_samples() -> Iterator[KernelSample]:
+    """Sums of two vectors, from those that fit the first cache to those that fit none."""
+    for size in VECTORS:
+        yield KernelSample.of(torch.ops.aten.add.Tensor, torch.randn(size), torch.randn(size), name=MEMORY)
+
+
+_UNARY = ("tanh", "exp", "log", "sigmoid", "silu", "gelu", "erf", "rsqrt", "cos", "sin")
+_BACKWARD = ("tanh", "sigmoid", "silu", "gelu")
+
+
+def aten_samples(rows: Sequence[int] = ROWS) -> Iterator[KernelSample]:
+    """Operators that compute more than they move, or read with strides, on `rows` of 768 float32 numbers."""
+    aten = torch.ops.aten
+    weight, bias = torch.ones(COLUMNS), torch.zeros(COLUMNS)
+    for count in rows:
+        x, grad = torch.rand(count, COLUMNS) + 0.5, torch.randn(count, COLUMNS)
+        for name in _UNARY:
+            yield KernelSample.of(getattr(aten, name).default, x)
+        for name in _BACKWARD:
+            yield KernelSample.of(getattr(aten, f"{name}_backward").default, grad, x)
+        yield KernelSample.of(aten._softmax.default, x, -1, False)
+        yield KernelSample.of(aten._softmax_backward_data.default, grad, torch.softmax(x, -1), -1, torch.float32)
+        yield KernelSample.of(aten.native_layer_norm.default, x, [COLUMNS], weight, bias, 1e-5)
+        _, mean, rstd = aten.native_layer_norm.default(x, [COLUMNS], weight, bias, 1e-5)
+        masks = [True, True, True]
+        backward = aten.native_layer_norm_backward.default
+        yield KernelSample.of(backward, grad, x, [COLUMNS], mean, rstd, weight, bias, masks)
+        heads = x.view(count, 16, COLUMNS // 16).permute(1, 0, 2)
+        yield KernelSample.of(aten.clone.default, heads, memory_format=torch.contiguous_format)
+        rows_of = torch.randint(0, 1024, (count,))
+        yield KernelSample.of(aten.embedding_dense_backward.default, grad, rows_of, 1024, -1, False)
+
+
+def _info(tensor: Tensor) -> TensorInfo:
+    name = _DTYPES.get(tensor.dtype, "i64" if tensor.dtype == torch.int64 else str(tensor.dtype).rpartition(".")[2])
+    return TensorInfo(tuple(tensor.shape), tensor.element_size(), name)

@@ -1,0 +1,190 @@
+"""The plans that `tests.benchmarks.local_plans` runs: small models, and layouts that differ in time by a factor.
+
+A layout is what a planner chooses under constraints on parameters and inputs, for this machine or for one with other
+links: for links that are much slower it copies and computes twice, for faster ones it splits all it can. Either way it
+is priced for the machine as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import DoesNotFitError, Mesh, P, PartitionSpec
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from cost_models.topology import Link
+from passes.assignment import Floats
+from passes.build_assignment import PlanningProblem, build_problem
+from passes.constraints import allowed_options
+from passes.fold_blocks import fold_blocks
+from passes.pipeline import PlanOptions, plan_of_choice, planning_problem
+from passes.price import Prices
+from passes.search import Search
+
+Constraints = Mapping[str, PartitionSpec]
+Model = Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
+SEARCH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a plan is asked to be.
+
+    Args:
+        mesh, constraints: of the plan.
+        link_speed: the planner takes links to be so many times as fast as they are.
+        memory: limit as a multiple of the least that any plan needs; None: no limit.
+        drawn: a seed by which the planner's costs are garbled, the more the larger it is, so that the plan is like no
+            expert's; 0: they are not.
+    """
+
+    name: str
+    mesh: Mesh
+    constraints: Constraints = field(default_factory=dict)
+    link_speed: float = 1.0
+    memory: float | None = None
+    drawn: int = 0
+
+
+def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """GPT-2 of 3 layers, width 256."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=1024, n_positions=128, n_embd=256, n_layer=3, n_head=4, use_cache=False, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config), _tokens(1024)
+
+
+def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Llama of 3 layers, width 256, with grouped queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=640, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config), _tokens(1024)
+
+
+def _tokens(vocabulary: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, vocabulary, (16, 128), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+MODELS: dict[str, Model] = {"gpt": gpt, "llama": llama}
+
+_TENSOR: dict[str, Callable[[str], Constraints]] = {
+    "gpt": lambda axis: {
+        "transformer.h.*.attn.c_attn.weight": P(None, axis),
+        "transformer.h.*.attn.c_proj.weight": P(axis),
+        "transformer.h.*.mlp.c_fc.weight": P(None, axis),
+        "transformer.h.*.mlp.c_proj.weight": P(axis),
+    },
+    "llama": lambda axis: {
+        "model.layers.*.self_attn.[qkv]_proj.weight": P(axis),
+        "model.layers.*.self_attn.o_proj.weight": P(None, axis),
+        "model.layers.*.mlp.gate_proj.weight": P(axis),
+        "model.layers.*.mlp.up_proj.weight": P(axis),
+        "model.layers.*.mlp.down_proj.weight": P(None, axis),
+    },
+}
+_TABLES = {"gpt": "transformer.wte.weight", "llama": "lm_head.weight"}
+_WEIGHTS = {"gpt": "transformer.h.*.c_*.weight", "llama": "model.layers.*_proj.weight"}
+
+
+def layouts(model: str, ranks: int) -> list[Layout]:
+    """The layouts that a model is run in."""
+    tensor, table, weights = _TENSOR[model], _TABLES[model], _WEIGHTS[model]
+    line, whole = Mesh({"x": ranks}), {"*.weight": P(), "*.bias": P()} if model == "gpt" else {"*.weight": P()}
+    batch, sharded = {"input:*": P("x")}, {weights: P("x"), table: P("x")}
+    copied = {"input:*": P()}
+    found = [
+        Layout("chosen", line),
+        Layout("all on each rank", line, {**copied, **whole}, 1e-4),
+        Layout("data", line, {**batch, **whole}, 0.3),
+        Layout("data, all split", line, {**batch, **whole}, 100.0),
+        Layout("fully sharded", line, {**batch, **sharded}, 0.3),
+        Layout("fully sharded, all split", line, {**batch, **sharded}, 100.0),
+        Layout("tensor", line, {**copied, **tensor("x")}, 0.3),
+        Layout("tensor and sequence", line, {**copied, **tensor("x")}, 100.0),
+        Layout("tensor and vocabulary", line, {**copied, **tensor("x"), table: P("x")}),
+        Layout("all split", line, {}, 100.0),
+        Layout("least memory", line, {}, 1.0, 1.02),
+        Layout("little memory", line, {}, 1.0, 1.2),
+        *(Layout(f"drawn {seed}", line, drawn=seed) for seed in (1, 2, 3, 4)),
+    ]
+    if ranks == 4:
+        square = Mesh({"x": 2, "y": 2})
+        found += [
+            Layout("chosen", square),
+            Layout("data and tensor", square, {**batch, **tensor("y")}, 0.3),
+            Layout("data, tensor and vocabulary", square, {**batch, **tensor("y"), table: P("y")}),
+            Layout("data on y, tensor on x", square, {"input:*": P("y"), **tensor("x")}),
+            Layout("hybrid sharded", square, {"input:*": P(("x", "y")), weights: P("y"), table: P("y")}, 0.3),
+            Layout("all split", square, {}, 100.0),
+            *(Layout(f"drawn {seed}", square, drawn=seed) for seed in (1, 3)),
+        ]
+    return found
+
+
+def plan_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) -> Plan:
+    """The plan of a layout, priced for `cluster`."""
+    options = PlanOptions(constraints=layout.constraints, with_baselines=False)
+    planning = planning_problem(program, layout.mesh, _with_links(cluster, layout.link_speed), options)
+    allowed = allowed_options(planning, layout.constraints)
+    limit = None if layout.memory is None else layout.memory * _least_bytes(planning, allowed)
+    searched = _garbled(planning, layout.drawn) if layout.drawn else planning
+    solution = Search(limit, SEARCH_S)(searched, allowed)
+    space = planning.space
+    real = build_problem(space, Prices(cluster, layout.mesh), planning.liveness, fold_blocks(space))
+    cost = real.assignment.cost_of(solution.choice)
+    return plan_of_choice(real, solution.choice, cost, None, cluster, options)
+
+
+def _garbled(planning: PlanningProblem, seed: int) -> PlanningProblem:
+    """The problem with every cost multiplied by a factor of its own: log-normal, as wide as the seed says."""
+    draw = np.random.default_rng(seed)
+
+    def garble(costs: Floats) -> Floats:
+        return costs * np.exp(draw.normal(scale=0.25 + 0.25 * seed, size=costs.shape))
+
+    problem = planning.assignment
+    edges = tuple(replace(edge, cost=garble(edge.cost)) for edge in problem.edges)
+    return replace(planning, assignment=replace(problem, costs=tuple(map(garble, problem.costs)), edges=edges))
+
+
+def _least_bytes(planning: PlanningProblem, allowed: Mapping) -> float:
+    """The smallest limit that a plan fits in."""
+    try:
+        Search(1.0, SEARCH_S)(planning, allowed)
+    except DoesNotFitError as error:
+        return float(error.smallest_bytes)
+    raise AssertionError("no plan fits in one byte")
+
+
+def _with_links(cluster: autoshard.Cluster, speed: float) -> autoshard.Cluster:
+    """The same cluster with links that are faster in every respect."""
+    link = cluster.node.intra
+    measured = tuple(
+        replace(
+            each,
+            start_s=each.start_s / speed,
+            latency_s=each.latency_s / speed,
+            bandwidth_bytes_per_s=each.bandwidth_bytes_per_s * speed,
+        )
+        for each in link.measured
+    )
+    faster: Link = replace(
+        link.scaled(speed), latency_s=link.latency_s / speed, start_s=link.start_s / speed, measured=measured
+    )
+    return autoshard.Cluster(replace(cluster.node, intra=faster), cluster.nodes, cluster.devices_per_node)

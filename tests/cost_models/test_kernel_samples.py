@@ -1,0 +1,49 @@
+"""tests cost_models/kernel_samples.py."""
+
+import pytest
+import torch
+
+from cost_models.compute import work_time
+from cost_models.hardware import Device, MatmulCurve
+from cost_models.kernel_samples import KernelSample, aten_samples, cycled
+from cost_models.throughput import curve_of
+
+UNIT = Device("one", {"f32": 1e11}, 2**30, 1e10, 1.0, 1e-6, MatmulCurve(1, 1, 1, 0.0, 0.0, {"f32": 1.0}), 1.0)
+
+
+def test_samples_have_the_work_of_their_calls_and_run():
+    """Bytes of 4 rows of 768 numbers, read and written."""
+    samples = {sample.name: sample for sample in aten_samples(rows=(4,))}
+    assert samples["aten.tanh.default"].bytes_moved == 2 * 4 * 768 * 4
+    assert samples["aten.tanh_backward.default"].bytes_moved == 3 * 4 * 768 * 4
+    assert all(sample.bytes_moved > 0 for sample in samples.values())
+    for sample in samples.values():
+        sample.prepare()()
+
+
+def test_a_point_priced_again_takes_what_was_measured():
+    """Of attention, whose products are priced apart, too."""
+    q = torch.randn(1, 2, 32, 8)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    for sample in (KernelSample.of(attention, q, q, q), KernelSample.of(torch.ops.aten.exp.default, q)):
+        point = sample.point(3e-3, UNIT)
+        measured = Device(**{**_fields(UNIT), "throughput": {sample.name: curve_of([point])}})
+        assert work_time(sample.work, measured, sample.name) == pytest.approx(3e-3)
+
+
+def test_cycled_calls_take_operands_of_their_own_with_the_same_strides():
+    """A transposed operand stays transposed; the given one is not among them."""
+    seen = []
+    x = torch.randn(64, 128).t()
+    run = cycled(lambda operand: seen.append(operand) or operand + 1, x)
+    seen.clear()
+    run()
+    run()
+    first, second = seen
+    assert first.stride() == x.stride()
+    assert torch.equal(first, x)
+    assert len({first.data_ptr(), second.data_ptr(), x.data_ptr()}) == 3
+
+
+def _fields(unit: Device) -> dict:
+    return {name: getattr(unit, name) for name in Device.__slots__}
