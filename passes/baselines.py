@@ -1,7 +1,9 @@
 """Known recipes as restrictions of the search space, priced like any plan.
 
-* data parallel: the batch is split over all axes, parameters are copied;
-* fully sharded data parallel: the batch is split over all axes, and so is every parameter that divides.
+* data parallel: the batch is split over all axes, parameters and optimizer state are copied;
+* ZeRO-1, where the plan is of a whole training step with state: the same, but state that divides is split over all
+  axes;
+* fully sharded data parallel: the batch is split over all axes, and so is every parameter, and its state, that divides.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from passes.enumerate_strategies import Site
 from passes.search import Search
 
 Restriction = Callable[[PlanningProblem], dict[int, np.ndarray]]
+_Keep = Callable[[Site, PartitionSpec], bool]
 
 
 def solve_baselines(
     planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray]
 ) -> dict[str, Solution | None]:
     """The best plan of each recipe, None where none fits (or the user's constraints exclude it)."""
-    return {name: _price(planning, search, allowed, restriction(planning)) for name, restriction in _RECIPES.items()}
+    has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
+    recipes = {name: restriction for name, restriction in _RECIPES.items() if has_state or name != ZERO_1}
+    return {name: _price(planning, search, allowed, restriction(planning)) for name, restriction in recipes.items()}
 
 
 def _price(
@@ -44,22 +49,33 @@ def _price(
 
 
 def _data_parallel(planning: PlanningProblem) -> dict[int, np.ndarray]:
-    return _masks(planning, InputKind.PARAMETER, _is_whole) | _masks(planning, InputKind.INPUT, _splits_batch)
+    return _layout(planning, _is_whole, _is_whole)
+
+
+def _zero_1(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    return _layout(planning, _is_whole, _splits_most)
 
 
 def _fully_sharded(planning: PlanningProblem) -> dict[int, np.ndarray]:
-    return _masks(planning, InputKind.PARAMETER, _splits_most) | _masks(planning, InputKind.INPUT, _splits_batch)
+    return _layout(planning, _splits_most, _splits_most)
 
+
+def _layout(planning: PlanningProblem, parameters: _Keep, state: _Keep) -> dict[int, np.ndarray]:
+    """The batch is split; parameters and optimizer state lie as said."""
+    masks = _masks(planning, InputKind.PARAMETER, parameters) | _masks(planning, InputKind.STATE, state)
+    return masks | _masks(planning, InputKind.INPUT, _splits_batch)
+
+
+ZERO_1 = "ZeRO-1"
 
 _RECIPES: Mapping[str, Restriction] = {
     "data parallel": _data_parallel,
+    ZERO_1: _zero_1,
     "fully sharded data parallel": _fully_sharded,
 }
 
 
-def _masks(
-    planning: PlanningProblem, kind: InputKind, keep: Callable[[Site, PartitionSpec], bool]
-) -> dict[int, np.ndarray]:
+def _masks(planning: PlanningProblem, kind: InputKind, keep: _Keep) -> dict[int, np.ndarray]:
     masks = {}
     for slot in planning.space.program.inputs_of(kind):
         site = planning.space.sites[slot.node]
