@@ -141,7 +141,7 @@ def _contracts(kernel: Kernel, inputs: Sequence[TensorInfo], outputs: Sequence[T
     """Whether a call is made of products, or attention; that does not depend on sizes."""
 
     def numbers(item: TensorInfo) -> TensorInfo:
-        symbols = {symbol for dim in item.shape for symbol in sympy.sympify(dim).free_symbols}
+        symbols: Any = {symbol for dim in item.shape for symbol in sympy.sympify(dim).free_symbols}
         shape = tuple(int(value_at(dim, dict.fromkeys(symbols, _ANY_SIZE))) for dim in item.shape)
         return item._replace(shape=shape)
 
