@@ -196,7 +196,7 @@ def plan(
     meshes = [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else candidate_meshes(target)
     found = planner.search_meshes(program, meshes)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
-    return replace(found, formulas=formulas)
+    return replace(found, formulas=formulas, alternatives=planner.alternatives(program, found.mesh))
 
 
 def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:

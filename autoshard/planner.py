@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,10 @@ from autoshard.runtime.launch import share_among_processes, world_size
 from autoshard.runtime.sharded_module import Request
 from autoshard.runtime.traced_optimizer import describe_update, names_of, why_untraced
 from cost_models.hardware import Cluster
+
+if TYPE_CHECKING:
+    from passes.explain import PlanAlternatives
+    from passes.pipeline import PlanOptions
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -95,18 +99,27 @@ class Planner:
 
     def search(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> Plan:
         """The plan of a program on a mesh, with parameters where they already are."""
-        from passes.pipeline import PlanOptions, plan_program
+        from passes.pipeline import plan_program
 
-        cluster = self.cluster_for(mesh)
-        budget = self.memory_budget if self.memory_budget is not None else cluster.device.memory_bytes
-        options = PlanOptions(
+        return plan_program(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
+
+    def alternatives(self, program: Program, mesh: Mesh) -> PlanAlternatives:
+        """What answers `Plan.explain` for the plans that `search_meshes` finds."""
+        from passes.explain import PlanAlternatives
+
+        return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}))
+
+    def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
+        from passes.pipeline import PlanOptions
+
+        budget = self.memory_budget if self.memory_budget is not None else self.cluster_for(mesh).device.memory_bytes
+        return PlanOptions(
             constraints={**self._constraints_of(program), **_within(program, placed)},
             memory_budget=budget,
             time_budget_s=self.time_budget_s,
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
         )
-        return plan_program(program, mesh, cluster, options)
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """The fastest plan on any of some meshes; the error of the last one if none has a plan."""

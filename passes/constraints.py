@@ -51,7 +51,7 @@ def _allow(
 ) -> None:
     site = planning.space.sites[site_name]
     spec.check(planning.space.mesh, _ndim(site))
-    mask = np.array([_own_spec(site, index) == spec for index in range(len(site.strategies))])
+    mask = np.array([own == spec for own in own_specs(site)])
     if not mask.any():
         raise InvalidSpecError(
             f"constraints: {name!r} cannot be laid out as {spec!r} on {planning.space.mesh}: "
@@ -63,9 +63,9 @@ def _allow(
     allowed[variable] = allowed.get(variable, mask) & mask
 
 
-def _own_spec(site: Site, index: int) -> PartitionSpec:
-    strategy = site.strategies[index]
-    return strategy.outputs[0] if strategy.outputs else strategy.inputs[0]
+def own_specs(site: Site) -> list[PartitionSpec]:
+    """The spec of a site's value under each of its strategies: of its first result, or of what leaves the program."""
+    return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 
 
 def _shape(site: Site) -> tuple[int, ...] | str:

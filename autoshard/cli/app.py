@@ -93,6 +93,32 @@ def plan(
 
 
 @app.command()
+def explain(
+    model: Annotated[str, typer.Argument(help="As for plan.")],
+    name: Annotated[str, typer.Argument(help="A parameter or buffer, input:0, output:0, or optimizer state.")],
+    cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],
+    mesh: Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    precision: Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")] = "bf16",
+    optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, or none.")] = "adamw",
+    memory_gib: Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Plan as plan does, and say where else a value could lie and what the best plan with it there would cost."""
+    loaded = load_model(model, batch=batch, seq=seq, precision=precision)
+    found = api.plan(
+        loaded.model,
+        parse_cluster(cluster),
+        example_inputs=loaded.inputs,
+        mesh=None if mesh is None else parse_mesh(mesh),
+        optimizer=optimizer,
+        memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
+    ).explain(name)
+    _show(found.to_json() if as_json else str(found))
+
+
+@app.command()
 def price(
     model: Annotated[str, typer.Argument(help="As for plan.")],
     cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
+from autoshard.ir.explanation import Comparison, Explanation, compare
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.printer import render_plan
 from autoshard.ir.spec import PartitionSpec
@@ -142,6 +143,14 @@ class Formulas(Protocol):
         ...
 
 
+class Alternatives(Protocol):
+    """What answers `Plan.explain`; it has the program at hand, and does nothing until it is asked."""
+
+    def explain(self, plan: Plan, name: str) -> Explanation:
+        """See `Plan.explain`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a program runs on a mesh.
@@ -162,6 +171,7 @@ class Plan:
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
         formulas: what makes `formula`; None for a plan without its model (one from a file, or of another process).
+        alternatives: what answers `explain`; None likewise.
     """
 
     mesh: Mesh
@@ -180,6 +190,7 @@ class Plan:
     replicated_operators: tuple[tuple[str, str], ...] = ()
     operators: tuple[OperatorCoverage, ...] = ()
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
+    alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
     @property
     def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
@@ -281,6 +292,31 @@ class Plan:
                 "file, or from `compile` or another process. Call autoshard.plan or autoshard.price with the model."
             )
         return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)
+
+    def explain(self, name: str) -> Explanation:
+        """Why a value lies as it does: each spec that it could have, and what the best plan with it costs.
+
+        Each alternative is searched for anew, with all else free to change, within the plan's own memory limit and
+        constraints: its figures are those of `autoshard.plan` with the spec as a constraint. Print the result.
+
+        Args:
+            name: qualified name of a parameter or buffer, "input:0", "output:0", "exp_avg:w" (optimizer state), or a
+                node of `nodes`.
+
+        Raises:
+            InvalidSpecError: no such name.
+            NotAvailableError: the plan has no model at hand: it is from a file, prices a recipe, or `compile` made it.
+        """
+        if self.alternatives is None:
+            raise NotAvailableError(
+                f"explain({name!r}) searches again, and this plan has no model at hand: it is from a file, prices a "
+                "recipe, or `compile` made it. Call autoshard.plan with the model."
+            )
+        return self.alternatives.explain(self, name)
+
+    def compare(self, other: Plan) -> Comparison:
+        """This plan beside another one of the model: times, memory, and the specs that differ. Print the result."""
+        return compare(self, other)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data; the schema is the fields of this class, specs as text."""

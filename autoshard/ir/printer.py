@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,13 +17,16 @@ _WIDTH = 110
 
 def render_plan(plan: Plan) -> str:
     """A plan as tables of at most 110 columns, without colours."""
+    whole = [_replicated_table(plan.replicated_operators)] if plan.replicated_operators else []
+    return as_text(_summary(plan), _parameter_table(plan.parameters), _cost_table(plan), *whole)
+
+
+def as_text(*parts: str | Table) -> str:
+    """Lines and tables as plain text; lines are not wrapped."""
     console = Console(width=_WIDTH, no_color=True, highlight=False)
     with console.capture() as capture:
-        console.print(_summary(plan), soft_wrap=True)
-        console.print(_parameter_table(plan.parameters))
-        console.print(_cost_table(plan))
-        if plan.replicated_operators:
-            console.print(_replicated_table(plan.replicated_operators))
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str))
     return capture.get().rstrip()
 
 
@@ -49,12 +52,12 @@ def _interval(plan: Plan) -> str:
 
 def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
     table = Table("parameter", "count", "shape", "spec", "bytes per device", title="Parameters", title_justify="left")
-    groups: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+    groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, item in parameters.items():
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), item.shape, repr(item.spec))
-        groups.setdefault(key, []).append(item.local_bytes)
-    for (name, shape, spec), sizes in groups.items():
-        table.add_row(name, str(len(sizes)), "x".join(map(str, shape)), spec, format_bytes(sum(sizes)))
+        groups.setdefault((any_block(name), item.shape, repr(item.spec)), []).append(name)
+    for (_, shape, spec), names in groups.items():
+        size = sum(parameters[name].local_bytes for name in names)
+        table.add_row(common_name(names), str(len(names)), "x".join(map(str, shape)), spec, format_bytes(size))
     return table
 
 
@@ -85,6 +88,17 @@ def _replicated_table(operators: Iterable[tuple[str, str]]) -> Table:
     for operator, line in operators:
         table.add_row(operator, line or "-")
     return table
+
+
+def any_block(name: str) -> str:
+    """A qualified name without the numbers in it: "layers.*.mlp.*.weight"."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def common_name(names: Sequence[str]) -> str:
+    """What names that differ in numbers have in common: "layers.*.mlp.2.weight"."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def format_bytes(size: float) -> str:

@@ -106,3 +106,15 @@ def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["mesh"] == {"data": 2}
     assert _run(monkeypatch, *command, "--recipe", "data=4") == 1
     assert "the cluster has 2" in capsys.readouterr().err
+
+
+def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Every spec that a parameter could have; as a table and as data; a name that is none is one sentence."""
+    arguments = ("--cluster", "h100_sxm:1x4", "--mesh", "data=2,model=2", "--batch", "8", "--seq", "16")
+    assert _run(monkeypatch, "explain", model, "up.weight", *arguments) == 0
+    assert "chosen" in capsys.readouterr().out
+    assert _run(monkeypatch, "explain", model, "up.weight", *arguments, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["others"]) >= 4
+    assert _run(monkeypatch, "explain", model, "middle.weight", *arguments) == 1
+    assert "there are up.weight" in capsys.readouterr().err

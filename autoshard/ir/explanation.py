@@ -1,0 +1,189 @@
+"""What `plan.explain` and `plan.compare` answer: figures with the tables that show them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.table import Table
+
+from autoshard.ir.printer import any_block, as_text, common_name, format_bytes, format_time
+from autoshard.ir.spec import PartitionSpec
+
+if TYPE_CHECKING:
+    from autoshard.ir.plan import Plan
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One spec that a value could have, with the best plan that gives it this spec.
+
+    Args:
+        spec: the spec.
+        fits: whether there is a plan within the memory limit (and the user's constraints); without, all below is None
+            but `smallest_bytes`.
+        objective: what the search minimises, seconds.
+        lower_bound: proven bound of it, seconds.
+        step_time_s: predicted time of a step.
+        peak_memory_bytes: predicted peak per rank.
+        breakdown: parts of the step time by name, seconds.
+        smallest_bytes: where nothing fits for want of memory, the smallest limit that would do, bytes.
+    """
+
+    spec: PartitionSpec
+    fits: bool
+    objective: float | None = None
+    lower_bound: float | None = None
+    step_time_s: float | None = None
+    peak_memory_bytes: int | None = None
+    breakdown: Mapping[str, float] | None = None
+    smallest_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a value lies as it does: each spec that it could have, and what the best plan with it costs.
+
+    Args:
+        name: qualified name of the value.
+        shape: its global shape.
+        alike: names of the other values that are chosen together with it: the same place of repeated blocks.
+        chosen: the plan's own spec.
+        others: all others, the cheapest first, those that do not fit last.
+        memory_budget: bytes per device, or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    alike: tuple[str, ...]
+    chosen: Alternative
+    others: tuple[Alternative, ...]
+    memory_budget: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data, specs as text."""
+        items = [{**asdict(item), "spec": repr(item.spec)} for item in (self.chosen, *self.others)]
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "alike": list(self.alike),
+            "memory_budget": self.memory_budget,
+            "chosen": items[0],
+            "others": items[1:],
+        }
+
+    def __str__(self) -> str:
+        limit = "without a memory limit" if self.memory_budget is None else f"within {format_bytes(self.memory_budget)}"
+        together = f" (with {len(self.alike)} alike)" if self.alike else ""
+        shape = "x".join(map(str, self.shape)) or "a scalar"
+        table = Table("spec", "step", "beside", "peak memory", "where it differs")
+        for item in (self.chosen, *self.others):
+            table.add_row(repr(item.spec), *self._cells(item))
+        return as_text(f"{self.name}: {shape}{together}; the best plan for each spec, {limit}", table)
+
+    def _cells(self, item: Alternative) -> list[str]:
+        if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
+            return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
+        if item is self.chosen or self.chosen.step_time_s is None or self.chosen.breakdown is None:
+            return [format_time(item.step_time_s), "chosen", format_bytes(item.peak_memory_bytes), ""]
+        return [
+            format_time(item.step_time_s),
+            difference(item.step_time_s, self.chosen.step_time_s),
+            format_bytes(item.peak_memory_bytes),
+            _largest_differences(item.breakdown, self.chosen.breakdown),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two plans of one model side by side.
+
+    Args:
+        step_time_s, peak_memory_bytes: of the first and of the second.
+        breakdown, memory_breakdown: part to what each spends on it, seconds and bytes; 0 where it has no such part.
+        parameters: parameters whose specs differ, to both; None where a plan has no such parameter.
+        outputs: the same of results of the program ("gradient w", "output output:0").
+        meshes: both meshes as text.
+    """
+
+    step_time_s: tuple[float, float]
+    peak_memory_bytes: tuple[int, int]
+    breakdown: Mapping[str, tuple[float, float]]
+    memory_breakdown: Mapping[str, tuple[int, int]]
+    parameters: Mapping[str, tuple[PartitionSpec | None, PartitionSpec | None]]
+    outputs: Mapping[str, tuple[PartitionSpec | None, PartitionSpec | None]]
+    meshes: tuple[str, str]
+
+    def __str__(self) -> str:
+        costs = Table("", "this plan", "the other", "difference", title="Cost of one step", title_justify="left")
+        costs.add_row("mesh", *self.meshes, "")
+        costs.add_row("step time", *map(format_time, self.step_time_s), difference(*reversed(self.step_time_s)))
+        for name, (first, second) in self.breakdown.items():
+            costs.add_row(f"  {name}", format_time(first), format_time(second), _signed(second - first, format_time))
+        first, second = self.peak_memory_bytes
+        costs.add_row("peak memory", format_bytes(first), format_bytes(second), difference(second, first))
+        for name, (first, second) in self.memory_breakdown.items():
+            costs.add_row(f"  {name}", format_bytes(first), format_bytes(second), _signed(second - first, format_bytes))
+        return as_text(costs, self._specs() or "All specs are the same.")
+
+    def _specs(self) -> Table | None:
+        """The specs that differ; values that differ in numbers of their names alone share a row."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, pair in {**self.parameters, **self.outputs}.items():
+            specs = ("-" if spec is None else repr(spec) for spec in pair)
+            groups.setdefault((any_block(name), *specs), []).append(name)
+        if not groups:
+            return None
+        table = Table("value", "count", "this plan", "the other", title="Where they differ", title_justify="left")
+        for (_, *specs), names in groups.items():
+            table.add_row(common_name(names), str(len(names)), *specs)
+        return table
+
+
+def compare(first: Plan, second: Plan) -> Comparison:
+    """What differs between two plans."""
+    mine, others = first.predicted, second.predicted
+    specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
+    return Comparison(
+        step_time_s=(mine.step_time_s, others.step_time_s),
+        peak_memory_bytes=(mine.peak_memory_bytes, others.peak_memory_bytes),
+        breakdown=_side_by_side(mine.breakdown, others.breakdown, 0.0),
+        memory_breakdown=_side_by_side(mine.memory_breakdown, others.memory_breakdown, 0),
+        parameters=_differing(*specs),
+        outputs=_differing(first.outputs, second.outputs),
+        meshes=(str(first.mesh), str(second.mesh)),
+    )
+
+
+def _side_by_side(first: Mapping[str, _T], second: Mapping[str, _T], absent: _T) -> dict[str, tuple[_T, _T]]:
+    return {name: (first.get(name, absent), second.get(name, absent)) for name in {**first, **second}}
+
+
+def _differing(
+    first: Mapping[str, PartitionSpec], second: Mapping[str, PartitionSpec]
+) -> dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]:
+    pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
+    """The two parts of the step time that differ most: `communication over data +1.2 ms`."""
+    changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
+    largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
+    return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if change)
+
+
+def _needs(item: Alternative) -> str:
+    return f"needs {format_bytes(item.smallest_bytes)}" if item.smallest_bytes else ""
+
+
+def difference(value: float, reference: float) -> str:
+    """A change as a share: `+12.5%`."""
+    return f"{value / reference - 1:+.1%}" if reference > 0 else "-"
+
+
+def _signed(change: float, text: Callable[[float], str]) -> str:
+    return f"{'-' if change < 0 else '+'}{text(abs(change))}"

@@ -1,0 +1,130 @@
+"""What else a value could be, and what the best plan with it would cost: `plan.explain`.
+
+Each spec that the value may have is forced in turn and the search is run again, within the same limits: all else may
+change with it. So a figure here is that of `autoshard.plan` with the spec as a constraint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.errors import DoesNotFitError, InvalidSpecError
+from autoshard.ir.explanation import Alternative, Explanation
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import NodePlan, Plan
+from autoshard.ir.program import Program
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster
+from passes.build_assignment import PlanningProblem
+from passes.constraints import allowed_options, constrainable, own_specs
+from passes.pipeline import PlanOptions, planning_problem, solve
+from passes.predict import predict
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAlternatives:
+    """Answers `Plan.explain` for the plans of one program on one mesh; the search space is built when first needed.
+
+    Args:
+        program: as traced.
+        mesh, cluster, options: what the plan was made with.
+    """
+
+    program: Program
+    mesh: Mesh
+    cluster: Cluster
+    options: PlanOptions
+    _planning: list[PlanningProblem] = field(default_factory=list, repr=False)
+
+    def explain(self, plan: Plan, name: str) -> Explanation:
+        """See `Plan.explain`."""
+        planning = self._problem()
+        site_name = _site_named(planning, name)
+        specs = own_specs(planning.space.sites[site_name])
+        chosen = _chosen(plan, planning, site_name)
+        allowed = allowed_options(planning, self.options.constraints)
+        variable = planning.classes[site_name]
+        found = {
+            spec: self._price(planning, spec, {**allowed, variable: mask & allowed.get(variable, mask)})
+            for spec in dict.fromkeys(specs)
+            if spec != chosen
+            for mask in [np.array([own == spec for own in specs])]
+        }
+        return Explanation(
+            name=name,
+            shape=_shape(planning, site_name),
+            alike=tuple(other for other in _names_of(planning, variable) if other != name),
+            chosen=Alternative(
+                chosen,
+                fits=True,
+                objective=plan.objective,
+                lower_bound=plan.lower_bound,
+                step_time_s=plan.predicted.step_time_s,
+                peak_memory_bytes=plan.predicted.peak_memory_bytes,
+                breakdown=plan.predicted.breakdown,
+            ),
+            others=tuple(sorted(found.values(), key=_order)),
+            memory_budget=plan.memory_budget,
+        )
+
+    def _problem(self) -> PlanningProblem:
+        if not self._planning:
+            self._planning.append(planning_problem(self.program, self.mesh, self.cluster, self.options))
+        return self._planning[0]
+
+    def _price(self, planning: PlanningProblem, spec: PartitionSpec, allowed: Mapping[int, np.ndarray]) -> Alternative:
+        """The best plan within some options, as what it costs."""
+        if not all(mask.any() for mask in allowed.values()):
+            return Alternative(spec, fits=False)
+        try:
+            solution, _ = solve(planning, self.options, allowed)
+        except DoesNotFitError as error:
+            return Alternative(spec, fits=False, smallest_bytes=error.smallest_bytes)
+        predicted = predict(planning, solution.choice, self.options.runtime)
+        return Alternative(
+            spec,
+            fits=True,
+            objective=solution.cost,
+            lower_bound=solution.lower_bound,
+            step_time_s=predicted.step_time_s,
+            peak_memory_bytes=predicted.peak_memory_bytes,
+            breakdown=predicted.breakdown,
+        )
+
+
+def _order(item: Alternative) -> tuple[bool, float]:
+    return not item.fits, item.objective if item.objective is not None else float(item.smallest_bytes or 0)
+
+
+def _site_named(planning: PlanningProblem, name: str) -> str:
+    """The site of a qualified name, or of a node of the program."""
+    sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
+    if name not in sites:
+        known = list(constrainable(planning.space))
+        raise InvalidSpecError(
+            f"explain({name!r}): the plan has no parameter, buffer, input, output or node of that name; there are "
+            f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}, and the nodes of plan.nodes."
+        )
+    return sites[name]
+
+
+def _chosen(plan: Plan, planning: PlanningProblem, site_name: str) -> PartitionSpec:
+    site = planning.space.sites[site_name]
+    if site.node is None:
+        return plan.outputs[f"output {site_name}"]
+    node: NodePlan = plan.nodes[site_name]
+    return node.outputs[0] if node.outputs else node.inputs[0]
+
+
+def _shape(planning: PlanningProblem, site_name: str) -> tuple[int, ...]:
+    site = planning.space.sites[site_name]
+    return tuple(site.results[0].shape) if site.results else ()
+
+
+def _names_of(planning: PlanningProblem, variable: int) -> Sequence[str]:
+    """The qualified names of what a variable decides, nodes by their own."""
+    names = {site: name for name, site in constrainable(planning.space).items()}
+    return [names.get(site, site) for site in planning.members[variable]]

@@ -1,0 +1,52 @@
+"""Plans side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, Mesh, P
+from autoshard.ir.plan import Plan
+
+CLUSTER = Cluster("h100_sxm", nodes=1, devices_per_node=4)
+
+
+def make_plan(mesh: dict[str, int], **constraints: autoshard.PartitionSpec) -> Plan:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
+    inputs = (torch.randn(8, 64),)
+    named = {name.replace("_", "."): spec for name, spec in constraints.items()}
+    return autoshard.plan(model, CLUSTER, mesh=Mesh(mesh), example_inputs=inputs, constraints=named)
+
+
+def test_differences_are_both_plans_figures() -> None:
+    """Times, memory and specs of the one and of the other."""
+    one, other = make_plan({"data": 4}), make_plan({"data": 2, "model": 2}, **{"0_weight": P("model", None)})
+    found = one.compare(other)
+    assert found.step_time_s == (one.predicted.step_time_s, other.predicted.step_time_s)
+    assert found.peak_memory_bytes == (one.predicted.peak_memory_bytes, other.predicted.peak_memory_bytes)
+    assert found.parameters["0.weight"] == (one.parameters["0.weight"].spec, P("model"))
+    assert found.breakdown["communication over model"][0] == 0
+    for index, plan in enumerate((one, other)):
+        assert {name: pair[index] for name, pair in found.breakdown.items() if pair[index]} == {
+            name: seconds for name, seconds in plan.predicted.breakdown.items() if seconds
+        }
+
+
+def test_a_plan_differs_from_itself_in_nothing() -> None:
+    """And says so."""
+    plan = make_plan({"data": 4})
+    found = plan.compare(plan)
+    assert not found.parameters
+    assert not found.outputs
+    assert "All specs are the same." in str(found)
+
+
+def test_alike_differences_share_a_row() -> None:
+    """Blocks are counted, and numbers that agree are kept."""
+    one = make_plan({"data": 4}, **{"1_*_weight": P("data", None)})
+    other = make_plan({"data": 4}, **{"1_*_weight": P(None, "data")})
+    row = next(line for line in str(one.compare(other)).splitlines() if "1.*.weight" in line and "update" not in line)
+    assert "2" in row
+    assert "P('data')" in row
+    assert "P(None, 'data')" in row
