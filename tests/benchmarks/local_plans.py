@@ -193,6 +193,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Rank correlation and errors over `rows`; the rank of the measured best among the predicted."""
     predicted, measured = [row.predicted_s for row in rows], [row.measured_s for row in rows]
     best = min(range(len(rows)), key=measured.__getitem__)
+    lowered = [abs(row.lowered_bytes / row.measured_bytes - 1) for row in rows if row.lowered_bytes]
     return {
         "plans": len(rows),
         "slowest over fastest": max(measured) / min(measured),
@@ -201,10 +202,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         "bias": statistics.mean(p / m - 1 for p, m in zip(predicted, measured, strict=True)),
         "rank of the fastest": 1 + sum(value < predicted[best] for value in predicted),
         "worst error of memory": max(abs(row.predicted_bytes / row.measured_bytes - 1) for row in rows),
-        "worst error of lowered memory": max(
-            (abs(row.lowered_bytes / row.measured_bytes - 1) for row in rows if row.lowered_bytes), default=float("nan")
-        ),
-    }
+    } | ({"worst error of lowered memory": max(lowered)} if lowered else {})
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
