@@ -214,7 +214,7 @@ def _ramp(carried_bytes: float, link: Link) -> float:
 
 
 def _around(group: GroupLinks) -> float:
-    """Latency of the way around a ring that passes every member once: size - 1 hops, nodes - 1 of them over the network.
+    """Latency of the way around a ring past every member: size - 1 hops, nodes - 1 of them over the network.
 
     As in NCCL's tuner (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
     """

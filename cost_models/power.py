@@ -1,7 +1,7 @@
 """The clock of matrix products inside a step, from what else the step does.
 
-A device that multiplies without a break runs into its power limit, which holds the clock below what it could be: that is
-the rate that benchmarks of products show, and the files of devices hold. In a step, products take turns with kernels
+A device that multiplies without a break runs into its power limit, which holds the clock below what it could be: that
+is the rate that benchmarks of products show, and the files of devices hold. In a step, products take turns with kernels
 bound by memory, collectives and waiting, which draw less. The limit holds for the mean over many kernels (about a
 second), so products may run faster then:
 
