@@ -78,6 +78,12 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
     return _written((operands, (all_blocked(len(shape)),)), x, source, 2)
 
 
+@sharding_rule(aten.masked_select.default)
+def masked_select(x: torch.Tensor, mask: torch.Tensor) -> Rule:
+    """How much a mask selects depends on its values, so all is whole."""
+    return Rule(((all_blocked(x.dim()), all_blocked(mask.dim())), (all_blocked(1),)), transparent=True)
+
+
 @sharding_rule(aten.masked_scatter_backward.default)
 def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> Rule:
     sides = ((all_blocked(grad.dim()), all_blocked(mask.dim())), (all_blocked(len(sizes)),))

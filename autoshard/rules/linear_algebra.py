@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.rules.carries import only_in, sums
+from autoshard.rules.carries import meaningful, moving, only_in, sums
 from autoshard.rules.dims import (
     BLOCKED,
     all_blocked,
@@ -19,7 +19,7 @@ from autoshard.rules.dims import (
     with_blocked,
     without,
 )
-from autoshard.rules.notation import Rule
+from autoshard.rules.notation import Carry, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -66,10 +66,14 @@ for _operands, _results, _linear, _operators in (
 def lu_unpack(
     lu: torch.Tensor, pivots: torch.Tensor, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> Rule | None:
-    """Results that are not asked for are empty, without batches."""
+    """Results that are not asked for are empty, without batches.
+
+    The factors hold what the pivots do not touch, zeros, and ones: no sum passes into them.
+    """
     if not (unpack_data and unpack_pivots):
         return None
-    return _batched((2, 1), (2, 2, 2))(lu, pivots)
+    carries = [Carry(frozenset({0}), carry.reduction, (None, *[carry.reduction] * 2)) for carry in moving((0,))]
+    return replace(_batched((2, 1), (2, 2, 2))(lu, pivots), carries=meaningful([lu], carries))
 
 
 @sharding_rule(aten._linalg_solve_ex.default)

@@ -38,10 +38,10 @@ Linear = Sequence[Sequence[int]]
 _NONLINEAR = """
     __lshift__ __rshift__ __xor__ __and__ __or__ acos asin atan2 atanh bitwise_and.Scalar
     bitwise_and.Scalar_Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor
-    bitwise_left_shift bitwise_right_shift bitwise_xor copysign.Scalar cos cosh
-    digamma eq erfinv float_power floor_divide fmod frac gcd gelu hardswish heaviside hypot i0 igamma igammac isfinite
-    isinf isnan isneginf isposinf lcm lgamma mvlgamma logical_xor logit mish ne nextafter polygamma
-    pow.Tensor_Tensor pow.Scalar remainder silu sin sinc special_airy_ai special_bessel_j0 special_bessel_j1
+    bitwise_left_shift bitwise_right_shift.Scalar_Tensor bitwise_xor copysign.Scalar cos cosh
+    digamma eq erfinv float_power floor_divide fmod frac gcd gelu hardswish hypot i0 igamma igammac isfinite
+    isinf isnan isneginf isposinf lcm lgamma mvlgamma logical_xor logit mish ne polygamma
+    pow.Tensor_Tensor remainder silu sin sinc special_airy_ai special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
     special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_hermite_polynomial_h
     special_hermite_polynomial_he special_i0e special_i1 special_i1e special_laguerre_polynomial_l
@@ -135,6 +135,8 @@ _pointwise("rsqrt", _never, [carry for carry in decreasing((0,)) if carry.reduct
 _pointwise("complex.default", _in_both)
 _pointwise("square", _never, products((0,)))
 _pointwise("copysign.Tensor", _never, increasing((1,)))
+_pointwise("nextafter bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar", _never, increasing((0,)))
+_pointwise("heaviside", _never, moving((1,)))
 _pointwise("ge.Tensor gt.Tensor", _never, [*increasing((0,)), *decreasing((1,))])
 _pointwise("le.Tensor lt.Tensor", _never, [*decreasing((0,)), *increasing((1,))])
 _pointwise("max.other maximum fmax clamp_min.Tensor", _never, [*increasing((0,), (1,)), *maxima((0, 1))])
@@ -266,6 +268,13 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
     if number == 1 and _keeps_type(x, exponent):
         return _rule([x], _in_first([x]), moving((0,)))
     return _rule([x], (), [*_if(is_whole, products((0,))), *_if(is_odd and x.is_floating_point(), increasing((0,)))])
+
+
+@sharding_rule(aten.pow.Scalar)
+def exponential(base: Any, exponent: torch.Tensor) -> Rule:
+    """Powers of one and more rise with the exponent, those of smaller positive numbers fall."""
+    is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
+    return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
 
 
 @sharding_rule(aten.clamp.Tensor, aten.clip.Tensor)

@@ -283,9 +283,12 @@ sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
+    """Where the reduced dims are of size one, both results are the operand."""
+    is_move = all(x.shape[position] == 1 for position in _positions(x, dim))
+    carries = meaningful([x], [*sums((0,)), *moving((0,))]) if is_move else []
     if not can_travel(x.dtype):
-        return _over_whole(x, dim, keepdim, results=2)
-    return _split_inside(x, dim, keepdim, _local_aminmax, None, results=2, is_even=True)
+        return _over_whole(x, dim, keepdim, results=2, carries=carries)
+    return _split_inside(x, dim, keepdim, _local_aminmax, None, results=2, is_even=True, carries=carries)
 
 
 def _local_aminmax(

@@ -27,6 +27,8 @@ _CALLS: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = [
     (aten._chunk_cat.default, ([tensor(4, 6), tensor(3)], 0, 2)),
     (aten.masked_scatter.default, (_X, _MASK, tensor(40))),
     (aten.masked_scatter_backward.default, (_X, _MASK, [4, 8])),
+    (aten.masked_select.default, (_X, _MASK)),
+    (aten.masked_select.default, (_X, _MASK[0])),
     (aten.put.default, (_X, torch.randperm(4), tensor(4))),
     (aten.put.default, (_X, _INDEX, tensor(4), True)),
     (aten.put.default, (_X, _INDEX, tensor(2, 2), True)),

@@ -105,6 +105,12 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.masked_fill.Scalar, (_X, _X > 0, 1), "0max>max 0min>min 0product>product"),
     (aten.logical_not.default, (_X > 0,), "0max>min 0min>max"),
     (aten.logical_not.default, (_X,), ""),
+    (aten.nextafter.default, (_X, _X + 1), "0max>max 0min>min"),
+    (aten.heaviside.default, (_X, _X + 1), "1max>max 1min>min 1product>product"),
+    (aten.bitwise_right_shift.Tensor_Scalar, (_X.long(), 1), "0max>max 0min>min"),
+    (aten.pow.Scalar, (2, _X), "0max>max 0min>min"),
+    (aten.pow.Scalar, (0.5, _X), "0max>min 0min>max"),
+    (aten.pow.Scalar, (-2, _X), ""),
     (aten.logical_and.default, (_X > 0, _X > 1), "01min>min 0max>max 0min>min 1max>max 1min>min"),
 ]
 

@@ -68,7 +68,6 @@ _WHOLE = {
     "aten._unique2.default": "the size of the result depends on the data",
     "aten.eye.default": "made whole at no cost",
     "aten.linspace.default": "steps of floats round by their distance from the start",
-    "aten.masked_select.default": "the size of the result depends on the data",
     "aten.mkldnn_rnn_layer.default": "one device's own recurrence, with opaque memory; traces have autoshard::lstm",
     "aten.mkldnn_rnn_layer_backward.default": "likewise",
     "aten.multinomial.default": "random numbers must not depend on the mesh",
