@@ -68,8 +68,9 @@ class DistributedEngine:
         return ControlGroup(self.device_mesh.mesh.flatten().tolist())
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """See `Engine`: what is written over is written over."""
-        bound = bind(write_in_place(graph_module, written) if written else graph_module, self.groups)
+        """See `Engine`: results are written over inputs, unless a compiler decides about memory."""
+        in_place = bool(written) and self._wrap is None
+        bound = bind(write_in_place(graph_module, written) if in_place else graph_module, self.groups)
         run_bound = taking_from_a_list(bound) if self._wrap is None else _spread(self._wrap(bound))
         coordinates = self.groups.coordinates
 

@@ -353,6 +353,12 @@ def check_memory_on_gloo() -> None:
         assert abs(found / predicted - 1) < 0.03, (constraints, found, predicted)
 
 
+def check_inductor_on_gloo() -> None:
+    """Compiled code updates as the graph does."""
+    options = {"constraints": ZERO_1, "backend": "inductor"}
+    check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
+
+
 CHECKS = {
     **{f"{kind}, chosen": partial(check_on_gloo, kind, {}, 1) for kind in OPTIMIZERS},
     **{f"{kind}, ZeRO-3": partial(check_on_gloo, kind, ZERO_3, 1) for kind in ("momentum", "adam")},
@@ -372,3 +378,9 @@ def outcomes() -> dict[str, str]:
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)
+
+
+@pytest.mark.slow
+def test_inductor_on_four_processes() -> None:
+    """The backend "inductor" agrees with one device over several steps."""
+    report(run_checks({"inductor": check_inductor_on_gloo}), "inductor")
