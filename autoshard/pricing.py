@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import tracing
-from autoshard.errors import RecipeError, TraceError
+from autoshard.errors import NotAvailableError, RecipeError, TraceError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
@@ -57,6 +57,7 @@ def price(
 
     Raises:
         RecipeError: the recipe does not fit the model or the cluster.
+        NotAvailableError: the recipe offloads something to the host's memory.
         TraceError: the model cannot be traced, or does other things for two sequences than for one.
 
     Example:
@@ -72,6 +73,11 @@ def price(
 
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+    if recipe.offload != "none":
+        raise NotAvailableError(
+            f"offload={recipe.offload!r} cannot be priced yet: how long what lies in the host's memory takes to "
+            "come and go is not known for these nodes. Price the recipe with offload='none'."
+        )
     found = recipe_plan(priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
     args, kwargs = _arguments(example_inputs)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster, P, Plan, Recipe, RecipeError
+from autoshard.errors import NotAvailableError
 from tests.passes.decoders import dense, sparse, tokens
 
 MODEL, SPARSE = dense(8), sparse()
@@ -164,6 +165,12 @@ def test_more_stages_than_blocks_are_refused() -> None:
         _price(Recipe(pipeline=16))
     with pytest.raises(RecipeError, match="shares out 4 blocks; the model has 8"):
         _price(Recipe(pipeline=2, stage_blocks=(2, 2)))
+
+
+def test_what_has_no_price_yet_is_refused() -> None:
+    """Nothing that takes time is priced at nothing."""
+    with pytest.raises(NotAvailableError, match="offload='optimizer' cannot be priced yet"):
+        _price(Recipe(data=8, zero=1, offload="optimizer"))
 
 
 def test_what_is_no_recipe_is_refused() -> None:
