@@ -56,6 +56,7 @@ class TracedStep:
             else:
                 _check_alike(executable, found)
                 carried = [self._sharded.engine.add(*pair) for pair in zip(carried, gradients, strict=True)]
+                gradients.clear()  # nothing but the sums is held during the update
         assert executable is not None, "a batch has at least one part"
         if executable.phased.update is not None:
             held = self._state.hold(executable)
