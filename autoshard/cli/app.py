@@ -25,6 +25,7 @@ from autoshard.cli.recipes import parse_recipe
 from autoshard.cluster import Cluster as PublicCluster
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster
 
@@ -37,6 +38,13 @@ app = typer.Typer(
 )
 console = Console(highlight=False)
 
+_Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")]
+_Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
+_Batch = Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")]
+_Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
+_Precision = Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")]
+_Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
+_MemoryGib = Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -66,27 +74,18 @@ def plan(
         str,
         typer.Argument(help="path/to/file.py:build, package.module:build, or hf:CONFIG (file or folder)."),
     ],
-    cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],
-    mesh: Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")] = 8,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
-    precision: Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")] = "bf16",
-    optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, or none.")] = "adamw",
-    memory_gib: Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")] = None,
+    cluster: _Cluster,
+    mesh: _Axes = None,
+    batch: _Batch = 8,
+    seq: _Seq = 1024,
+    precision: _Precision = "bf16",
+    optimizer: _Optimizer = "adamw",
+    memory_gib: _MemoryGib = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan that fits in memory, and print it."""
-    loaded = load_model(model, batch=batch, seq=seq, precision=precision)
-    hardware = parse_cluster(cluster)
-    result = api.plan(
-        loaded.model,
-        hardware,
-        example_inputs=loaded.inputs,
-        mesh=None if mesh is None else parse_mesh(mesh),
-        optimizer=optimizer,
-        memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
-    )
+    result = _plan(model, cluster, mesh, batch, seq, precision, optimizer, memory_gib)
     if out is not None:
         result.save(out)
     _show(result.to_json() if as_json else str(result))
@@ -96,34 +95,48 @@ def plan(
 def explain(
     model: Annotated[str, typer.Argument(help="As for plan.")],
     name: Annotated[str, typer.Argument(help="A parameter or buffer, input:0, output:0, or optimizer state.")],
-    cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],
-    mesh: Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")] = 8,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
-    precision: Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")] = "bf16",
-    optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, or none.")] = "adamw",
-    memory_gib: Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")] = None,
+    cluster: _Cluster,
+    mesh: _Axes = None,
+    batch: _Batch = 8,
+    seq: _Seq = 1024,
+    precision: _Precision = "bf16",
+    optimizer: _Optimizer = "adamw",
+    memory_gib: _MemoryGib = None,
     as_json: _Json = False,
 ) -> None:
     """Plan as plan does, and say where else a value could lie and what the best plan with it there would cost."""
+    found = _plan(model, cluster, mesh, batch, seq, precision, optimizer, memory_gib).explain(name)
+    _show(found.to_json() if as_json else str(found))
+
+
+def _plan(
+    model: str,
+    cluster: str,
+    mesh: str | None,
+    batch: int,
+    seq: int,
+    precision: str,
+    optimizer: str | None,
+    memory_gib: float | None,
+) -> Plan:
+    """The plan that options of the command line ask for."""
     loaded = load_model(model, batch=batch, seq=seq, precision=precision)
-    found = api.plan(
+    return api.plan(
         loaded.model,
         parse_cluster(cluster),
         example_inputs=loaded.inputs,
         mesh=None if mesh is None else parse_mesh(mesh),
         optimizer=optimizer,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
-    ).explain(name)
-    _show(found.to_json() if as_json else str(found))
+    )
 
 
 @app.command()
 def price(
     model: Annotated[str, typer.Argument(help="As for plan.")],
-    cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")],
+    cluster: _Cluster,
     recipe: Annotated[str, typer.Option(help="FIELD=VALUE,... (data=8,tensor=8,zero=1), or a JSON file.")],
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    seq: _Seq = 1024,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,
 ) -> None:
@@ -162,10 +175,10 @@ def doctor(
         typer.Argument(help="A model, as for plan: report on its operators. Without: report on this machine."),
     ] = None,
     cluster: Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES to plan the model for.")] = "h100_sxm:1x4",
-    mesh: Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")] = 8,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
-    precision: Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")] = "bf16",
+    mesh: _Axes = None,
+    batch: _Batch = 8,
+    seq: _Seq = 1024,
+    precision: _Precision = "bf16",
     as_json: _Json = False,
 ) -> None:
     """Say what this machine has, or which operators of a model run whole on every device and what that takes."""
