@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.errors import AutoshardError
 from autoshard.ir.local import axis_index
+from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.runtime.simulator import simulate
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -315,3 +318,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     swap_operands, replace_operand, change_rank_axis, change_offset, forget_offset, permute_otherwise, reverse_ranks,
     scale_value, change_literal, skip_node, remove_wait, change_operator, swap_results,
 )  # fmt: skip
+
+
+def changes_numbers(
+    program: LoweredProgram,
+    mutated: fx.GraphModule,
+    values: Sequence[list[torch.Tensor]],
+    *,
+    rtol: float,
+    atol: float,
+    equal_nan: bool = False,
+) -> bool:
+    """Whether some rank returns another number than before, of `values` by rank; one that does not run counts."""
+    expected = simulate(program.graph_module, program.mesh, values)
+    try:
+        results = simulate(mutated, program.mesh, values)
+    except (AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError):
+        return True
+    pairs = [pair for ranks, others in zip(results, expected, strict=True) for pair in zip(ranks, others, strict=True)]
+    return not all(
+        left.shape == right.shape and torch.allclose(left, right, rtol=rtol, atol=atol, equal_nan=equal_nan)
+        for left, right in pairs
+    )
