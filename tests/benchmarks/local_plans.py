@@ -253,9 +253,10 @@ def main() -> None:
     else:
         for ranks in options.ranks:
             for model in options.models:
-                rows += run_on(ranks, model, (index, parts))
-        if options.save:
-            _save(rows)
+                measured = run_on(ranks, model, (index, parts))
+                if options.save:  # at once: what follows takes minutes
+                    _save(measured)
+                rows += measured
     console.print(table_of(rows))
     for name, figures in summaries(rows).items():
         console.print(name, {key: round(value, 3) for key, value in figures.items()})
