@@ -64,7 +64,7 @@ class ScheduleGraph:
     held: Integers
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def schedule_graph(
     schedule: str,
     ranks: int,

@@ -329,22 +329,40 @@ _ONE_STAGE = frozenset({"GPipe", "1F1B"})
 _IN_ROUNDS = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
 
 
+def admits(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> bool:
+    """Whether a schedule runs so many micro-batches and virtual stages: whether `rank_orders` takes them.
+
+    Example:
+        >>> admits("1F1B", 4, 6), admits("1F1B", 4, 6, 2), admits("Interleaved1F1B", 4, 9, 2)
+        (True, False, False)
+    """
+    return _refusal(schedule, ranks, micro_batches, virtual_stages) is None
+
+
 def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> None:
+    refusal = _refusal(schedule, ranks, micro_batches, virtual_stages)
+    if refusal is not None:
+        raise CostArgumentError(refusal)
+
+
+def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
+    """Why a schedule does not admit these numbers; None if it does."""
     if schedule not in _ORDERS:
-        raise CostArgumentError(f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}.")
+        return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:
-        raise CostArgumentError(f"{schedule} with {ranks=}, {micro_batches=}, {virtual_stages=}: each is at least 1.")
+        return f"{schedule} with {ranks=}, {micro_batches=}, {virtual_stages=}: each is at least 1."
     shape = _Shape(ranks, virtual_stages, micro_batches)
     if schedule in _ONE_STAGE and virtual_stages != 1:
-        raise CostArgumentError(f"{schedule} has one stage a rank; virtual_stages={virtual_stages}.")
+        return f"{schedule} has one stage a rank; virtual_stages={virtual_stages}."
     if schedule in V_SHAPED and virtual_stages != 2:
-        raise CostArgumentError(f"{schedule} has two stages a rank; virtual_stages={virtual_stages}.")
+        return f"{schedule} has two stages a rank; virtual_stages={virtual_stages}."
     if schedule in _IN_ROUNDS and micro_batches % shape.rounds:
-        raise CostArgumentError(
+        return (
             f"{schedule} on ranks={ranks} takes micro-batches in {shape.rounds} equal rounds (one for each "
             f"full {ranks}); micro_batches={micro_batches} is no multiple of that."
         )
     if schedule == "DualPipeV" and micro_batches < shape.stages:
-        raise CostArgumentError(
+        return (
             f"DualPipeV needs at least as many micro-batches as stages ({shape.stages}); micro_batches={micro_batches}."
         )
+    return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,25 @@ def pipeline_times(
     check_stages(stages, virtual_stages, buckets)
     ranks = len(stages) // virtual_stages
     overlaps = schedule != "1F1B" if overlap_sends is None else overlap_sends
+    graph, window, more = _graph(schedule, ranks, micro_batches, virtual_stages, overlaps, overlap_pairs)
+    run = _run(graph, stages, buckets, window, more)
+    total, parts = _parts(run, stages, buckets, clips_norm)
+    return PipelineTimes(total, parts, *_held(graph, stages), len(run.ends))
+
+
+@lru_cache(maxsize=1024)
+def micro_batches_in_flight(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1, *, overlap_sends: bool
+) -> tuple[int, ...]:
+    """`PipelineTimes.in_flight`, which depends on the order of the actions alone, not on how long they take."""
+    graph, _, _ = _graph(schedule, ranks, micro_batches, virtual_stages, overlap_sends, overlap_pairs=False)
+    return _held(graph, [StageTimes(0.0, 0.0, 0.0)] * (ranks * virtual_stages))[0]
+
+
+def _graph(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, overlap_sends: bool, overlap_pairs: bool
+) -> tuple[ScheduleGraph, Window, int]:
+    """A graph of a few rounds of micro-batches, its steady state, and how many periods are left out of it."""
     step = repeating_micro_batches(schedule, ranks, micro_batches) or micro_batches
     rounds = _ROUNDS
     while True:
@@ -83,16 +103,13 @@ def pipeline_times(
             ranks,
             micro_batches - more * step,
             virtual_stages,
-            overlap_sends=overlaps,
+            overlap_sends=overlap_sends,
             overlap_pairs=overlap_pairs,
         )
         window = steady_window(graph, step) if more else Window(len(graph.first), 0, 0)
         if window is not None:
-            break
+            return graph, window, more
         rounds *= 2
-    run = _run(graph, stages, buckets, window, more)
-    total, parts = _parts(run, stages, buckets, clips_norm)
-    return PipelineTimes(total, parts, *_held(graph, stages), len(run.ends))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,14 @@ def _block_counts(blocks: int, recipe: Recipe) -> list[int]:
     return counts
 
 
-def rank_stages(stages: Sequence[Stage], recipe: Recipe, rank: int) -> list[Stage]:
-    """The stages on a pipeline rank, as its schedule lays them out."""
+def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int]]:
+    """By pipeline rank, how often it has each section, as its schedule lays the stages out."""
+    held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]
     owners = stage_ranks(schedule_name(recipe), recipe.pipeline, recipe.virtual_stages)
-    return [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
+    for stage, owner in zip(stages, owners, strict=True):
+        for name, count in stage.sections:
+            held[owner][name] = held[owner].get(name, 0) + count
+    return held
 
 
 def schedule_name(recipe: Recipe) -> str:

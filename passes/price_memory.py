@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from autoshard.ir.recipe import Recipe
 from cost_models.memory import MOMENTS
 from passes.fold_program import AFTER, BEFORE
-from passes.pipeline_stages import Stage, rank_stages
+from passes.pipeline_stages import Stage, rank_sections
 from passes.price_recipe import GRADIENT_BYTES, WEIGHT_BYTES, Groups
 from passes.price_sections import SectionPrice
 
@@ -50,19 +50,12 @@ def memory_price(
         groups: how many ranks share.
         in_flight: by pipeline rank, micro-batches that each of its stages holds at its peak.
     """
-    ranks = [
-        _rank_memory(sections, _merged(rank_stages(stages, recipe, rank)), recipe, groups, in_flight[rank])
-        for rank in range(recipe.pipeline)
-    ]
+    fullest: dict[tuple[tuple[str, int], ...], float] = {}
+    for counts, held in zip(rank_sections(stages, recipe), in_flight, strict=True):
+        kind = tuple(counts.items())
+        fullest[kind] = max(held, fullest.get(kind, held))
+    ranks = [_rank_memory(sections, dict(kind), recipe, groups, held) for kind, held in fullest.items()]
     return max(ranks, key=lambda memory: memory.total)
-
-
-def _merged(stages: Sequence[Stage]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for stage in stages:
-        for name, count in stage.sections:
-            counts[name] = counts.get(name, 0) + count
-    return counts
 
 
 def _rank_memory(

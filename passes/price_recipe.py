@@ -31,7 +31,7 @@ from cost_models.schedules import StageTimes
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
 from passes.fold_program import AFTER, BEFORE
-from passes.pipeline_stages import Stage, rank_stages, run_stages
+from passes.pipeline_stages import Stage, rank_sections, run_stages
 from passes.price_sections import Busy, PhasePrice, SectionPrice, Traffic
 from passes.propagate_axis import MoveKind
 
@@ -283,13 +283,19 @@ def products_time(
     """Seconds of matrix products and attention in a step, mean over pipeline ranks, recomputed ones included."""
     total = 0.0
     for name, count in (item for stage in stages for item in stage.sections):
-        price = sections[name]
-        phases = [price.forward.busy, price.backward.busy]
-        if name not in (BEFORE, AFTER) and recipe.recompute != "none":
-            phases.append(price.forward.busy if recipe.recompute == "full" else price.forward.core)
-        for busy in phases:
-            total += count * (busy.matmul_s * model.matmul_slowdown + busy.attention_s * model.attention_slowdown)
+        total += count * sum(section_products(sections[name], recipe, model, is_block=name not in (BEFORE, AFTER)))
     return total * recipe.micro_batches / recipe.pipeline
+
+
+def section_products(price: SectionPrice, recipe: Recipe, model: StepModel, *, is_block: bool) -> tuple[float, float]:
+    """Seconds of matrix products and attention in a section's forward, and in its backward with what is recomputed."""
+
+    def seconds(busy: Busy) -> float:
+        return busy.matmul_s * model.matmul_slowdown + busy.attention_s * model.attention_slowdown
+
+    again = {"none": Busy(), "selective": price.forward.core, "full": price.forward.busy}
+    recomputed = seconds(again[recipe.recompute]) if is_block else 0.0
+    return seconds(price.forward.busy), seconds(price.backward.busy) + recomputed
 
 
 def _step_price(
@@ -306,18 +312,17 @@ def _step_price(
     }
     stage_times = [_stage_times(stage, times, sections, recipe, groups, model) for stage in stages]
     pipe_s, bubble_s, in_flight = run_stages(stage_times, recipe)
-    ends = [
-        _end_times(index, stages, sections, times, recipe, groups, cluster, model) for index in range(recipe.pipeline)
-    ]
+    ranks = rank_sections(stages, recipe)
+    kinds = [dict(kind) for kind in dict.fromkeys(tuple(counts.items()) for counts in ranks)]
+    ends = [end_times(load_of(counts, sections, times), recipe, groups, cluster, model) for counts in kinds]
     end = max(ends, key=lambda parts: sum(parts.values()))
     total = pipe_s + sum(end.values()) + model.step_overhead_s
     breakdown: dict[str, float] = {}
-    for rank in range(recipe.pipeline):
-        for stage in rank_stages(stages, recipe, rank):
-            for name, count in stage.sections:
-                for axis, value in times[name].communication.items():
-                    key = f"communication over {axis}"
-                    breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
+    for name, time in times.items():
+        count = sum(counts.get(name, 0) for counts in ranks)
+        for axis, value in time.communication.items():
+            key = f"communication over {axis}"
+            breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
     if bubble_s:
         breakdown["pipeline bubble"] = bubble_s
     sends = 2 * stage_times[0].send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
@@ -342,10 +347,10 @@ def _stage_times(
     backward = sum(times[name].backward_s * count for name, count in stage.sections)
     late = sum(times[name].weight_gradient_s * count for name, count in stage.sections)
     again = sum(times[name].recompute_s * count for name, count in stage.sections)
-    return StageTimes(forward, backward - late, late, _send_time(sections, recipe, groups, model), again)
+    return StageTimes(forward, backward - late, late, send_time(sections, recipe, groups, model), again)
 
 
-def _send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Groups, model: StepModel) -> float:
+def send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Groups, model: StepModel) -> float:
     """Seconds of handing a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
     if recipe.pipeline == 1:
         return 0.0
@@ -360,33 +365,42 @@ def _send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Gro
     return sent
 
 
-def _end_times(
-    rank: int,
-    stages: Sequence[Stage],
-    sections: Mapping[str, SectionPrice],
-    times: Mapping[str, SectionTime],
-    recipe: Recipe,
-    groups: Groups,
-    cluster: Cluster,
-    model: StepModel,
-) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What a pipeline rank has: elements of parameters and how many tensors, and seconds of each micro-batch."""
+
+    dense: float
+    expert: float
+    tensors: int
+    forward_s: float
+    backward_s: float
+
+
+def load_of(
+    counts: Mapping[str, int], sections: Mapping[str, SectionPrice], times: Mapping[str, SectionTime]
+) -> RankLoad:
+    """The load of a rank that has each section so often."""
+    mine = [(sections[name], times[name], count) for name, count in counts.items()]
+    return RankLoad(
+        dense=sum(price.parameters * count for price, _, count in mine),
+        expert=sum(price.expert_parameters * count for price, _, count in mine),
+        tensors=sum(price.tensors * count for price, _, count in mine),
+        forward_s=sum(time.forward_s * count for _, time, count in mine),
+        backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
+    )
+
+
+def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel) -> dict[str, float]:
     """What a pipeline rank does once per step: reduce gradients, update, gather parameters."""
-    mine = [(sections[name], times[name], count) for stage in rank_stages(stages, recipe, rank)
-            for name, count in stage.sections]  # fmt: skip
-    dense = sum(price.parameters * count for price, _, count in mine)
-    expert = sum(price.expert_parameters * count for price, _, count in mine)
-    backward = sum((time.backward_s + time.recompute_s) * count for _, time, count in mine)
-    forward = sum(time.forward_s * count for _, time, count in mine)
-    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, cluster, model)
+    reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups, cluster, model)
     if recipe.whole_tensors:
-        tensors = sum(price.tensors * count for price, _, count in mine)
-        gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
+        gather_s = broadcasts_time(load.dense, load.tensors, recipe, groups, model)
     if recipe.overlap_gradients:
-        reduce_s = model.beside(backward, reduce_s) - backward
+        reduce_s = model.beside(load.backward_s, reduce_s) - load.backward_s
     if recipe.overlap_parameters:
-        gather_s = model.beside(forward, gather_s) - forward
+        gather_s = model.beside(load.forward_s, gather_s) - load.forward_s
     shards = groups.zero.size if recipe.zero else 1
-    elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
+    elements = load.dense / shards + load.expert / (groups.expert_replicas.size if recipe.zero else 1)
     update = memory_time(elements * update_bytes(recipe), cluster.device) * model.memory_slowdown
     return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": update}
 

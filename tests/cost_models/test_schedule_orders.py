@@ -12,6 +12,7 @@ from cost_models.schedule_orders import (
     SCHEDULES,
     Action,
     ActionKind,
+    admits,
     peak_in_flight,
     rank_orders,
     stage_ranks,
@@ -87,6 +88,7 @@ def shapes(draw):
 @given(shapes())
 def test_the_order_of_each_rank_is_torchs(shape):
     """Same actions, stages, micro-batches and overlapped pairs, in the same order."""
+    assert admits(*shape)
     ours = [
         [tuple((a.stage, a.kind.value, a.micro_batch) for a in slot) for slot in order] for order in rank_orders(*shape)
     ]
@@ -170,6 +172,7 @@ def test_sizes_weigh_what_is_held():
 )
 def test_what_a_schedule_does_not_admit_is_refused(shape, message):
     """The message names the schedule's condition."""
+    assert not admits(*shape)
     with pytest.raises(CostArgumentError, match=message):
         rank_orders(*shape)
 
