@@ -19,7 +19,6 @@ _LEAVES = (
     "autoshard.rules",
     "autoshard.kernels",
     "autoshard.runtime",
-    "autoshard.report",
     "cost_models",
 )
 
@@ -31,7 +30,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.rules": (*_IR, "autoshard.kernels"),
     "autoshard.tracing": (*_IR, "autoshard.kernels"),
     "autoshard.runtime": _IR,
-    "autoshard.report": _IR,
     "cost_models": (),
     "passes": _LEAVES,
     "autoshard.cluster": _LEAVES,

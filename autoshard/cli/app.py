@@ -132,6 +132,40 @@ def _plan(
 
 
 @app.command()
+def report(
+    source: Annotated[str, typer.Argument(help="A plan that was saved (a .json file), or a model, as for plan.")],
+    out: Annotated[Path, typer.Option(help="Write the page here.")] = Path("plan.html"),
+    cluster: Annotated[str | None, typer.Option(help="For a model: as for plan.")] = None,
+    mesh: _Axes = None,
+    batch: _Batch = 8,
+    seq: _Seq = 1024,
+    precision: _Precision = "bf16",
+    optimizer: _Optimizer = "adamw",
+    memory_gib: _MemoryGib = None,
+    as_json: _Json = False,
+) -> None:
+    """Write a plan as one page of HTML: where time and memory go, the timeline, and where everything lies."""
+    if source.endswith(".json") and not source.startswith("hf:"):
+        found = Plan.load(_existing(source))
+    elif cluster is None:
+        raise AutoshardError(f"report {source}: a model is planned for a cluster; pass --cluster, or a saved plan.")
+    else:
+        found = _plan(source, cluster, mesh, batch, seq, precision, optimizer, memory_gib)
+    try:
+        found.report(out)
+    except OSError as error:
+        raise AutoshardError(f"--out {out} cannot be written: {error.strerror}.") from error
+    _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")
+
+
+def _existing(path: str) -> Path:
+    """The path, if there is a file."""
+    if not Path(path).is_file():
+        raise AutoshardError(f"there is no file {path}; pass a plan that `autoshard plan --out` or Plan.save wrote.")
+    return Path(path)
+
+
+@app.command()
 def price(
     model: Annotated[str, typer.Argument(help="As for plan.")],
     cluster: _Cluster,

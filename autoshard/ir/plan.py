@@ -259,6 +259,16 @@ class Plan:
             )
         self.predicted.timeline.write(path)
 
+    def report(self, path: str | Path) -> None:
+        """Write the plan as one page of HTML, which opens without a network.
+
+        It draws where the time of a step goes, what fills the memory at its peak, and the timeline; and lists the known
+        recipes, where parameters lie, the operators, and every spec.
+        """
+        from autoshard.ir.page import render_page
+
+        Path(path).write_text(render_page(self), encoding="utf-8")
+
     def formula(
         self,
         name: str,

@@ -18,7 +18,7 @@ _WIDTH = 110
 def render_plan(plan: Plan) -> str:
     """A plan as tables of at most 110 columns, without colours."""
     whole = [_replicated_table(plan.replicated_operators)] if plan.replicated_operators else []
-    return as_text(_summary(plan), _parameter_table(plan.parameters), _cost_table(plan), *whole)
+    return as_text(summary(plan), _parameter_table(plan.parameters), _cost_table(plan), *whole)
 
 
 def as_text(*parts: str | Table) -> str:
@@ -30,7 +30,8 @@ def as_text(*parts: str | Table) -> str:
     return capture.get().rstrip()
 
 
-def _summary(plan: Plan) -> str:
+def summary(plan: Plan) -> str:
+    """A plan in one sentence."""
     predicted = plan.predicted
     gap = "no bound" if plan.gap is None else f"gap {plan.gap:.2%}"
     budget = "no limit" if plan.memory_budget is None else f"limit {format_bytes(plan.memory_budget)}"
@@ -52,35 +53,62 @@ def _interval(plan: Plan) -> str:
 
 def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
     table = Table("parameter", "count", "shape", "spec", "bytes per device", title="Parameters", title_justify="left")
+    for row in parameter_rows(parameters):
+        table.add_row(*row)
+    return table
+
+
+def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, str, str, str, str]]:
+    """Name, count, shape, spec, bytes on each device; parameters that differ in numbers of their names share a row."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, item in parameters.items():
         groups.setdefault((any_block(name), item.shape, repr(item.spec)), []).append(name)
-    for (_, shape, spec), names in groups.items():
-        size = sum(parameters[name].local_bytes for name in names)
-        table.add_row(common_name(names), str(len(names)), "x".join(map(str, shape)), spec, format_bytes(size))
-    return table
+    return [
+        (
+            common_name(names),
+            str(len(names)),
+            "x".join(map(str, shape)),
+            spec,
+            format_bytes(sum(parameters[name].local_bytes for name in names)),
+        )
+        for (_, shape, spec), names in groups.items()
+    ]
 
 
 def _cost_table(plan: Plan) -> Table:
     table = Table("predicted", "value", title="Cost of one step", title_justify="left")
     for name, seconds in plan.predicted.breakdown.items():
         table.add_row(name, format_time(seconds))
-    for axis, seconds in plan.predicted.overlapped.items():
-        table.add_row(f"beside computation: communication over {axis}", format_time(seconds))
     for name, size in plan.predicted.memory_breakdown.items():
         table.add_row(f"memory: {name}", format_bytes(size))
-    if plan.predicted.tokens_per_s is not None:
-        table.add_row("tokens/s", f"{plan.predicted.tokens_per_s:,.0f}")
-    if plan.predicted.mfu is not None:
-        table.add_row("model FLOPs utilisation", f"{plan.predicted.mfu:.1%}")
-    if plan.predicted.hfu is not None:
-        table.add_row("hardware FLOPs utilisation", f"{plan.predicted.hfu:.1%}")
-    total = sum(plan.layouts.values())
-    for layout, count in plan.layouts.items():
-        table.add_row(f"layout: {layout}", f"{count / total:.1%} of parameters")
-    for name, seconds in plan.baselines.items():
-        table.add_row(f"baseline: {name}", "does not fit" if seconds is None else format_time(seconds))
+    for name, value in [*figure_rows(plan), *baseline_rows(plan)]:
+        table.add_row(name, value)
     return table
+
+
+def figure_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What is predicted beside time and memory: hidden communication, throughput, utilisation, layouts."""
+    predicted, total = plan.predicted, sum(plan.layouts.values())
+    rows = [
+        (f"beside computation: communication over {axis}", format_time(seconds))
+        for axis, seconds in predicted.overlapped.items()
+    ]
+    if predicted.tokens_per_s is not None:
+        rows.append(("tokens/s", f"{predicted.tokens_per_s:,.0f}"))
+    if predicted.mfu is not None:
+        rows.append(("model FLOPs utilisation", f"{predicted.mfu:.1%}"))
+    if predicted.hfu is not None:
+        rows.append(("hardware FLOPs utilisation", f"{predicted.hfu:.1%}"))
+    rows += [(f"layout: {layout}", f"{count / total:.1%} of parameters") for layout, count in plan.layouts.items()]
+    return rows
+
+
+def baseline_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The known recipes and what a step takes under each."""
+    return [
+        (f"baseline: {name}", "does not fit" if seconds is None else format_time(seconds))
+        for name, seconds in plan.baselines.items()
+    ]
 
 
 def _replicated_table(operators: Iterable[tuple[str, str]]) -> Table:

@@ -118,3 +118,24 @@ def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert len(data["others"]) >= 4
     assert _run(monkeypatch, "explain", model, "middle.weight", *arguments) == 1
     assert "there are up.weight" in capsys.readouterr().err
+
+
+def test_report(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page of a model's plan and of the same plan from a file; what cannot be is one sentence."""
+    page, saved = tmp_path / "plan.html", tmp_path / "plan.json"
+    options = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--seq", "16")
+    assert _run(monkeypatch, "report", model, *options, "--out", str(page)) == 0
+    assert "up.weight" in page.read_text()
+    assert _run(monkeypatch, "plan", model, *options, "--out", str(saved)) == 0
+    capsys.readouterr()
+    assert _run(monkeypatch, "report", str(saved), "--out", str(page), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["page"] == str(page)
+    for arguments, sentence in (
+        ((model,), "pass --cluster"),
+        (("nowhere.json",), "there is no file nowhere.json"),
+        ((str(saved), "--out", str(tmp_path / "nowhere" / "plan.html")), "cannot be written"),
+    ):
+        assert _run(monkeypatch, "report", *arguments) == 1
+        assert sentence in capsys.readouterr().err
