@@ -24,6 +24,7 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
     """
     if traced.inputs != prepared.inputs or _names(traced) != _names(prepared):
         raise VerificationError("preparing the program changed its inputs or the order of its outputs.")
+    _check_results(prepared)
     numbering = Numbering()
     expected, found = _result_numbers(numbering, traced), _result_numbers(numbering, prepared)
     for slot, before, after in zip(prepared.outputs, expected, found, strict=True):
@@ -34,6 +35,18 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
                 f"than in the trace; it comes from {node.meta.get('source') or 'an unknown line'}. Written by "
                 "passes.canonicalize or passes.insert_hubs."
             )
+
+
+def _check_results(program: Program) -> None:
+    """The graph returns the nodes that the slots name, in their order."""
+    returned = [str(item) for item in program.graph.output_node().args[0]]  # type: ignore[union-attr]
+    named = [slot.node for slot in program.outputs]
+    if returned != named:
+        wrong = [pair for pair in zip(returned, named, strict=False) if pair[0] != pair[1]]
+        raise VerificationError(
+            f"the prepared program returns {len(returned)} values, {[pair[0] for pair in wrong]} where its slots name "
+            f"{[pair[1] for pair in wrong]} of {len(named)}. Written by passes.canonicalize or passes.insert_hubs."
+        )
 
 
 def _names(program: Program) -> list[tuple[str, str]]:

@@ -45,24 +45,28 @@ def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph_module, graph)
 
 
-def _pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> fx.Node | None:
+def pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """Some call that is `wanted`."""
     found = [node for node in graph.nodes if node.op == "call_function" and wanted(node)]
     return random.choice(found) if found else None
 
 
-def _local(node: Any) -> torch.Tensor:
+def local_value(node: Any) -> torch.Tensor:
+    """What a node yields on a rank, fake."""
     return node.meta["val"]
 
 
-def _is_tensor(node: Any) -> bool:
+def is_tensor(node: Any) -> bool:
+    """Whether an argument is a node that yields a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _alike(left: fx.Node, right: fx.Node) -> bool:
-    return _local(left).shape == _local(right).shape and _local(left).dtype == _local(right).dtype
+def alike(left: fx.Node, right: fx.Node) -> bool:
+    """Whether two nodes yield tensors of one shape and type."""
+    return local_value(left).shape == local_value(right).shape and local_value(left).dtype == local_value(right).dtype
 
 
-def _insert(graph: fx.Graph, after: fx.Node, target: Any, *args: Any) -> fx.Node:
+def insert(graph: fx.Graph, after: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A call after `after` that all its users read from now on; its first operand is `after`."""
     users = list(after.users)
     with graph.inserting_after(after):
@@ -75,7 +79,7 @@ def _insert(graph: fx.Graph, after: fx.Node, target: Any, *args: Any) -> fx.Node
 
 def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """Ranks go on with what they hold themselves, brought to the shape that is expected."""
-    wait = _pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
+    wait = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
     if wait is None:
         return None
     collective = wait.args[0]
@@ -85,7 +89,7 @@ def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
             operand = graph.call_function(aten.cat.default, ([operand] * collective.args[1],))
     elif collective.target is c10d.reduce_scatter_tensor.default:
         with graph.inserting_before(wait):
-            operand = graph.call_function(aten.narrow.default, (operand, 0, 0, _local(wait).shape[0]))
+            operand = graph.call_function(aten.narrow.default, (operand, 0, 0, local_value(wait).shape[0]))
     wait.replace_all_uses_with(operand)
     graph.erase_node(wait)
     graph.erase_node(collective)
@@ -94,20 +98,20 @@ def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 def double_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """A reduction made twice."""
-    wait = _pick(
+    wait = pick(
         graph,
         random,
         lambda node: node.target is c10d.wait_tensor.default and node.args[0].target is c10d.all_reduce.default,
     )
     if wait is None:
         return None
-    again = _insert(graph, wait, c10d.all_reduce.default, *wait.args[0].args[1:])
-    _insert(graph, again, c10d.wait_tensor.default)
+    again = insert(graph, wait, c10d.all_reduce.default, *wait.args[0].args[1:])
+    insert(graph, again, c10d.wait_tensor.default)
     return f"doubled {wait.args[0]}"
 
 
 def move_collective_to_other_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    node = _pick(graph, random, lambda node: node.target in COLLECTIVES)
+    node = pick(graph, random, lambda node: node.target in COLLECTIVES)
     if node is None or len(mesh.axes) < 2:
         return None
     other = random.choice([axis for axis in mesh.axis_names if axis != node.args[-1]])
@@ -116,7 +120,7 @@ def move_collective_to_other_axis(graph: fx.Graph, random: Random, mesh: Mesh) -
 
 
 def change_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    node = _pick(graph, random, lambda node: node.target in REDUCING)
+    node = pick(graph, random, lambda node: node.target in REDUCING)
     if node is None:
         return None
     other = random.choice([name for name in ("sum", "max", "min", "avg", "product") if name != node.args[1]])
@@ -125,7 +129,7 @@ def change_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def change_group_size(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    node = _pick(graph, random, lambda node: node.target in COLLECTIVES and any(isinstance(a, int) for a in node.args))
+    node = pick(graph, random, lambda node: node.target in COLLECTIVES and any(isinstance(a, int) for a in node.args))
     if node is None:
         return None
     node.args = tuple(2 * item if isinstance(item, int) else item for item in node.args)
@@ -136,13 +140,13 @@ def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     def has_pair(node: fx.Node) -> bool:
         if node.target in COMMUTATIVE:
             return False
-        operands = [item for item in node.args if _is_tensor(item)]
-        return len(operands) >= 2 and operands[0] is not operands[1] and _alike(operands[0], operands[1])
+        operands = [item for item in node.args if is_tensor(item)]
+        return len(operands) >= 2 and operands[0] is not operands[1] and alike(operands[0], operands[1])
 
-    node = _pick(graph, random, has_pair)
+    node = pick(graph, random, has_pair)
     if node is None:
         return None
-    first, second = [item for item in node.args if _is_tensor(item)][:2]
+    first, second = [item for item in node.args if is_tensor(item)][:2]
     swap = {first: second, second: first}
     node.args = tuple(swap.get(item, item) if isinstance(item, fx.Node) else item for item in node.args)
     return f"swapped {first} and {second} in {node}"
@@ -151,12 +155,12 @@ def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 def replace_operand(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """A stale value, or a wrong one: any earlier one of the same shape."""
     nodes = list(graph.nodes)
-    node = _pick(graph, random, lambda node: any(map(_is_tensor, node.all_input_nodes)))
+    node = pick(graph, random, lambda node: any(map(is_tensor, node.all_input_nodes)))
     if node is None:
         return None
-    operand = random.choice([item for item in node.all_input_nodes if _is_tensor(item)])
+    operand = random.choice([item for item in node.all_input_nodes if is_tensor(item)])
     earlier = nodes[: nodes.index(node)]
-    others = [item for item in earlier if _is_tensor(item) and item is not operand and _alike(item, operand)]
+    others = [item for item in earlier if is_tensor(item) and item is not operand and alike(item, operand)]
     if not others:
         return None
     other = random.choice(others)
@@ -165,7 +169,7 @@ def replace_operand(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def change_rank_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    node = _pick(graph, random, lambda node: node.target is axis_index)
+    node = pick(graph, random, lambda node: node.target is axis_index)
     if node is None or len(mesh.axes) < 2:
         return None
     node.args = (next(axis for axis in mesh.axis_names if axis != node.args[0]),)
@@ -174,7 +178,7 @@ def change_rank_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 def change_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     arithmetic = (operator.mul, operator.add, operator.eq)
-    node = _pick(graph, random, lambda node: node.target in arithmetic and isinstance(node.args[1], int))
+    node = pick(graph, random, lambda node: node.target in arithmetic and isinstance(node.args[1], int))
     if node is None:
         return None
     node.args = (node.args[0], node.args[1] - random.choice((1, -1)))
@@ -187,7 +191,7 @@ def forget_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     def reads_rank(node: fx.Node) -> bool:
         return isinstance(node.target, torch._ops.OpOverload) and any(map(_is_rank_integer, node.all_input_nodes))
 
-    node = _pick(graph, random, reads_rank)
+    node = pick(graph, random, reads_rank)
     if node is None:
         return None
 
@@ -199,38 +203,38 @@ def forget_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def _is_rank_integer(node: fx.Node) -> bool:
-    return node.target is axis_index or (getattr(node.target, "__module__", "") == "_operator" and not _is_tensor(node))
+    return node.target is axis_index or (getattr(node.target, "__module__", "") == "_operator" and not is_tensor(node))
 
 
 def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """Pieces joined along another dim: two entries of an order are exchanged, the result keeps its shape by a view."""
-    node = _pick(graph, random, lambda node: node.target is aten.permute.default and len(node.args[1]) > 1)
+    node = pick(graph, random, lambda node: node.target is aten.permute.default and len(node.args[1]) > 1)
     if node is None:
         return None
     order = list(node.args[1])
     first, second = random.sample(range(len(order)), 2)
     order[first], order[second] = order[second], order[first]
-    shape = list(_local(node).shape)
+    shape = list(local_value(node).shape)
     node.args = (node.args[0], order)
-    _insert(graph, node, aten.reshape.default, shape)
+    insert(graph, node, aten.reshape.default, shape)
     return f"{node} with order={order}"
 
 
 def reverse_ranks(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """The pieces that a collective brings, in the opposite order of ranks."""
     moving = (c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default)
-    wait = _pick(graph, random, lambda node: node.target is c10d.wait_tensor.default and node.args[0].target in moving)
+    wait = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default and node.args[0].target in moving)
     if wait is None:
         return None
-    _insert(graph, wait, aten.flip.default, [0])
+    insert(graph, wait, aten.flip.default, [0])
     return f"reversed the ranks of {wait.args[0]}"
 
 
 def scale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    node = _pick(graph, random, lambda node: _is_tensor(node) and _local(node).is_floating_point())
+    node = pick(graph, random, lambda node: is_tensor(node) and local_value(node).is_floating_point())
     if node is None:
         return None
-    _insert(graph, node, random.choice((aten.mul.Scalar, aten.div.Scalar)), random.choice((2, 4, 0.5)))
+    insert(graph, node, random.choice((aten.mul.Scalar, aten.div.Scalar)), random.choice((2, 4, 0.5)))
     return f"scaled {node}"
 
 
@@ -240,7 +244,7 @@ def change_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     def numbers(node: fx.Node) -> list[int]:
         return [index for index, item in enumerate(node.args) if isinstance(item, (int, float)) and item is not None]
 
-    node = _pick(graph, random, lambda node: bool(numbers(node)))
+    node = pick(graph, random, lambda node: bool(numbers(node)))
     if node is None:
         return None
     index = random.choice(numbers(node))
@@ -254,11 +258,11 @@ def skip_node(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """A node is left out: its users read one of its operands of the same shape."""
 
     def candidates(node: fx.Node) -> list[fx.Node]:
-        if not _is_tensor(node) or node.target in COLLECTIVES:
+        if not is_tensor(node) or node.target in COLLECTIVES:
             return []
-        return [item for item in node.all_input_nodes if _is_tensor(item) and _alike(item, node)]
+        return [item for item in node.all_input_nodes if is_tensor(item) and alike(item, node)]
 
-    node = _pick(graph, random, lambda node: bool(candidates(node)))
+    node = pick(graph, random, lambda node: bool(candidates(node)))
     if node is None:
         return None
     node.replace_all_uses_with(random.choice(candidates(node)))
@@ -267,7 +271,7 @@ def skip_node(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def remove_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    node = _pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
+    node = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
     if node is None:
         return None
     node.replace_all_uses_with(node.args[0])
@@ -288,7 +292,7 @@ def change_operator(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         aten.mul.Scalar: aten.div.Scalar,
         aten.div.Scalar: aten.mul.Scalar,
     }
-    node = _pick(graph, random, lambda node: node.target in others)
+    node = pick(graph, random, lambda node: node.target in others)
     if node is None:
         return None
     node.target = others[node.target]
@@ -302,7 +306,7 @@ def swap_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         (left, right)
         for left in range(len(results))
         for right in range(left)
-        if results[left] is not results[right] and _alike(results[left], results[right])
+        if results[left] is not results[right] and alike(results[left], results[right])
     ]
     if not pairs:
         return None

@@ -60,3 +60,17 @@ def test_a_changed_expression_is_refused(target: object, change: Callable[[fx.No
     change(next(node for node in prepared.graph.nodes if node.target is target))
     with pytest.raises(VerificationError, match="once the program is prepared"):
         verify_preparation(traced(), prepared)
+
+
+def test_results_that_the_slots_do_not_name_are_refused() -> None:
+    """The graph returns what its slots say: two gradients exchanged, or the node of a slot that is gone."""
+    prepared = copy_program(prepare(traced()))
+    output = prepared.graph.output_node()
+    output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
+    with pytest.raises(VerificationError, match="where its slots name"):
+        verify_preparation(traced(), prepared)
+    missing = copy_program(prepare(traced()))
+    slot = missing.outputs[-1]
+    missing.nodes[slot.node]._rename("renamed")
+    with pytest.raises(VerificationError, match="where its slots name"):
+        verify_preparation(traced(), missing)

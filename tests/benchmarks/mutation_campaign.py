@@ -1,0 +1,210 @@
+"""Wrong programs beside the verifier: none that computes another number may be accepted, no right one refused.
+
+Run: python -m tests.benchmarks.mutation_campaign --count 5000 --seed 0 [--jobs 2] [--family gpt] [--folder FOLDER]
+
+Programs are `tests.passes.families` under `tests.passes.layouts`; mutants are drawn as `tests.passes.mutants` says. Of
+each mutant the verifier is asked first. What it accepts is run on the simulator beside the right program, in float64,
+on generic inputs with NaN in all padding, two micro-batches for mutants of phases; of what it refuses one in ten is
+run, to count how many of these change a number. A part is one program; its results are kept in FOLDER, and a part that
+is there already is not drawn again. The table is written to tests/benchmarks/results/mutation_campaign.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import autoshard.rules  # noqa: F401  (fills the registry)
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.program import Program
+from passes.verify_phases import verify_phases
+from passes.verify_preparation import verify_preparation
+from passes.verify_program import verify_program
+from tests.passes.families import FAMILIES
+from tests.passes.layouts import LAYOUTS, phased_of, program_of
+from tests.passes.mutants import Mutant, Run, draw_mutant, run_of
+
+RESULTS = Path(__file__).parent / "results" / "mutation_campaign.md"
+SAMPLED = 10
+"""Of refused mutants one in so many is run."""
+
+WITHOUT_COUNTERPART = {
+    "micro-batches reordered": "the order of micro-batches is a loop of the runtime, not part of any program",
+    "a bucket split wrong": "no pass makes buckets",
+    "wrong recompute input": "no pass makes values again",
+    "sends and receives out of order": "no program has pipeline stages yet",
+}
+"""Mistakes that the verifier is asked to find and that no program of today can contain."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What became of the mutants of one program.
+
+    Args:
+        drawn, accepted, run, changing: of each place and kind: how many mutants were drawn, were accepted by the
+            verifier, were run though refused, and of these how many compute another number.
+        holes: accepted mutants that compute another number.
+        seconds: for verifying and running mutants, without making the program.
+    """
+
+    family: str
+    layout: str
+    nodes: int = 0
+    drawn: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    run: Counter[str] = field(default_factory=Counter)
+    changing: Counter[str] = field(default_factory=Counter)
+    holes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, mutant: Mutant, name: str, refused: bool, changes: bool | None) -> None:
+        """Count a mutant; `changes` is None where it was not run."""
+        kind = f"{mutant.place} {mutant.kind}"
+        self.drawn[kind] += 1
+        self.accepted[kind] += not refused
+        self.run[kind] += refused and changes is not None
+        self.changing[kind] += refused and bool(changes)
+        if changes and not refused:
+            self.holes.append(f"{name}: {kind}: {mutant.what}")
+
+
+def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0) -> Part:
+    """Draw mutants `first` to `first + count` of one program; the right program must be accepted.
+
+    Raises:
+        VerificationError: the right program was refused.
+    """
+    phased, traced, run = prove(family, layout)
+    part = Part(family, layout, len(phased.lowered.graph_module.graph.nodes))
+    start = time.perf_counter()
+    for number in range(first, first + count):
+        name = f"{seed}, {family}, {layout}, {number}"
+        mutant = draw_mutant(phased, Random(name))
+        refused = mutant.is_refused(traced)
+        is_run = not refused or number % SAMPLED == 0
+        part.add(mutant, name, refused, run.is_changed_by(mutant) if is_run else None)
+    part.seconds = time.perf_counter() - start
+    return part
+
+
+def prove(family: str, layout: str) -> tuple[PhasedProgram, Program, Run]:
+    """A right program, which is proven, with its trace and what it computes of generic inputs."""
+    phased, traced = phased_of(family, layout), program_of(family, LAYOUTS[layout].updates)
+    verify_preparation(traced, phased.lowered.traced)
+    verify_program(phased.lowered.traced, phased.lowered)
+    verify_phases(phased)
+    torch.manual_seed(0)
+    _, examples = FAMILIES[family]()
+    return phased, traced, run_of(phased, examples)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the campaign; 0 if there is no hole."""
+    options = _parser().parse_args(arguments)
+    parts = [(family, layout) for family, layout in product(FAMILIES, LAYOUTS) if options.family in ("", family)]
+    counts = [options.count // len(parts) + (index < options.count % len(parts)) for index in range(len(parts))]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    work = partial(_attack_or_read, seed=options.seed, folder=options.folder)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(work, *zip(*parts, strict=True), counts))
+    Console(width=120).print(_by_kind(found), *(hole for part in found for hole in part.holes), sep="\n")
+    if not options.family:
+        RESULTS.write_text(report(found, options.seed))
+    return int(any(part.holes for part in found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=5000, help="mutants in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--family", default="", choices=("", *FAMILIES), help="only this one; no table is written")
+    parser.add_argument("--folder", type=Path, default=Path("build/mutation_campaign"), help="where parts are kept")
+    return parser
+
+
+def _attack_or_read(family: str, layout: str, count: int, *, seed: int, folder: Path) -> Part:
+    torch.set_num_threads(1)
+    path = folder / f"{family}, {layout}, {count}, {seed}.json"
+    if not path.exists():
+        part = attack(family, layout, count, seed)
+        path.write_text(json.dumps({item.name: getattr(part, item.name) for item in fields(Part)}, indent=1))
+    found = Part(**json.loads(path.read_text()))
+    for name in _COUNTED:
+        setattr(found, name, Counter(getattr(found, name)))
+    Console().print(f"{family}, {layout}: {count} in {found.seconds:.0f} s, {len(found.holes)} holes")
+    return found
+
+
+_COUNTED = ("drawn", "accepted", "run", "changing")
+
+
+def report(parts: list[Part], seed: int) -> str:
+    """The page of results."""
+    total = {name: sum((getattr(part, name) for part in parts), Counter()) for name in _COUNTED}
+    sums = {name: sum(counts.values()) for name, counts in total.items()}
+    holes = [hole for part in parts for hole in part.holes]
+    lines = [
+        "# Mutants beside the verifier",
+        "",
+        f"`python -m tests.benchmarks.mutation_campaign --count {sums['drawn']} --seed {seed}`, "
+        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}.",
+        "",
+        f"{sums['drawn']} mutants of {len(parts)} programs ({len(FAMILIES)} families under {len(LAYOUTS)} layouts); "
+        f"**{len(holes)} that compute another number were accepted**, and none of the {len(parts)} right programs was "
+        f"refused. {sums['accepted']} were accepted and compute the same numbers. Of {sums['run']} refused ones that "
+        f"were run, {sums['changing']} compute another number, and {sums['run'] - sums['changing']} do not. "
+        f"{sum(part.seconds for part in parts):.0f} s of one core that other work shared.",
+        "",
+        *(f"* accepted, and wrong: {hole}" for hole in holes),
+        *([""] if holes else []),
+        "| mutation of | kind | drawn | refused | accepted, same numbers | refused ones run | of these changing |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {kind.partition(' ')[0]} | {kind.partition(' ')[2].replace('_', ' ')} | {count} | "
+            f"{count - total['accepted'][kind]} | {total['accepted'][kind]} | {total['run'][kind]} | "
+            f"{total['changing'][kind]} |"
+            for kind, count in sorted(total["drawn"].items())
+        ),
+        "",
+        "| family | layout | nodes | drawn | accepted, same numbers |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {part.family} | {part.layout} | {part.nodes} | {sum(part.drawn.values())} | "
+            f"{sum(part.accepted.values()) - len(part.holes)} |"
+            for part in parts
+        ),
+        "",
+        "Not drawn, because no program of today can have it:",
+        "",
+        *(f"* {name}: {why}" for name, why in WITHOUT_COUNTERPART.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _by_kind(parts: list[Part]) -> Table:
+    total = {name: sum((getattr(part, name) for part in parts), Counter()) for name in _COUNTED}
+    table = Table("mutation", *_COUNTED)
+    for kind in sorted(total["drawn"]):
+        table.add_row(kind, *(str(total[name][kind]) for name in _COUNTED))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""The fourteen bugs of TrainVerify's artifact, each made in a lowered program: all are refused, and all change numbers.
+
+TrainVerify: Lu, Miao, Tan, Huang, Zhu, Zhang, Yang, "TrainVerify: Equivalence-Based Verification for Distributed LLM
+Training", SOSP 2025; the list is section "Bug Reproduction" of its artifact's README (branch `ae` of
+github.com/verify-llm/TrainVerify), whose numbers the tests keep. There the base is Llama 3 with two ways each of data,
+tensor and pipeline parallelism and two micro-batches; here it is one layer of such a model, with what the bugs need (an
+explicit norm, rotary positions, scaled scores), on data x model, a whole step with AdamW, two micro-batches.
+
+Two bugs have no literal counterpart. Our programs have no stages, so bug 6, a transfer between the wrong ranks of two
+stages, is one among the wrong ranks. Micro-batches are part of their graph and a loop of our runtime, so bug 14,
+gradients reduced before the last operator of the second micro-batch, is a gradient that is reduced before its last
+contribution. One text serves all our ranks, so a mutant of a single rank is one that asks for its index.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autoshard.rules  # noqa: F401  (fills the registry)
+from autoshard.ir.local import axis_index
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.program import Program
+from tests.passes.families import LENGTH, VOCABULARY, WIDTH, language_loss, tokens
+from tests.passes.layouts import LAYOUTS, lowered_under, traced_of
+from tests.passes.mutants import Mutant, Place, Run, run_of
+from tests.passes.mutations import REDUCING, alike, copy_of, insert
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Bug = Callable[[fx.Graph], None]
+
+
+class Layer(nn.Module):
+    """One layer of a decoder, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.scale = nn.Parameter(torch.empty(WIDTH))
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        angles = torch.outer(torch.arange(LENGTH), torch.tensor([1.0, 0.1]))
+        self.register_buffer("cos", torch.cat([angles, angles], -1).cos())
+        self.register_buffer("sin", torch.cat([angles, angles], -1).sin())
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h = self.embed(x)
+        y = self._norm(h)
+        q, k, v = (layer(y).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = (self._rotate(q) @ self._rotate(k).transpose(2, 3)) / 2.0
+        h = h + self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return language_loss(self.head(h + self.down(self.up(self._norm(h)).relu())), target)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-2) * self.scale
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-right, left], -1) * self.sin
+
+
+@cache
+def base() -> tuple[Program, PhasedProgram, Run]:
+    """The right program, its trace, and what it computes."""
+    torch.manual_seed(0)
+    inputs = (tokens(1), tokens(2))
+    program = traced_of(Layer().double(), inputs, updates=True)
+    phased = lowered_under(LAYOUTS["two axes"], program)
+    return program, phased, run_of(phased, inputs)
+
+
+def first(graph: fx.Graph, wanted: Callable[[Any], bool]) -> Any:
+    """The first call of a kind."""
+    return next(node for node in graph.nodes if node.op == "call_function" and wanted(node))
+
+
+def calls(target: Any, phase: str | None = None) -> Callable[[Any], bool]:
+    """Whether a node calls `target` (in a phase)."""
+    return lambda node: node.target is target and (phase is None or node.meta.get("phase") == phase)
+
+
+def sums(node: Any) -> bool:
+    """Whether a node waits for an all-reduce that adds floating values, of more than one element."""
+    if node.target is not c10d.wait_tensor.default or node.args[0].target is not c10d.all_reduce.default:
+        return False
+    return node.args[0].args[1] == "sum" and node.meta["val"].is_floating_point() and node.meta["val"].numel() > 1
+
+
+def on_rank_zero(graph: fx.Graph, before: fx.Node, value: float) -> fx.Node:
+    """A number that is `value` on ranks with index 0 along "model" and 0 on others."""
+    with graph.inserting_before(before):
+        index = graph.call_function(axis_index, ("model",))
+        return graph.call_function(operator.mul, (graph.call_function(operator.eq, (index, 0)), value))
+
+
+def bug_1_missing_allreduce(graph: fx.Graph) -> None:
+    """Ranks go on with their addends; the flow of data stays."""
+    wait = first(graph, sums)
+    wait.replace_all_uses_with(wait.args[0].args[0])
+    graph.erase_node(wait)
+
+
+def bug_2_missing_allreduce_and_dataflow(graph: fx.Graph) -> None:
+    """What was reduced is gone: its readers read memory that nobody wrote."""
+    wait = first(graph, sums)
+    with graph.inserting_before(wait):
+        nothing = graph.call_function(aten.zeros_like.default, (wait.args[0].args[0],))
+    wait.replace_all_uses_with(nothing)
+    graph.eliminate_dead_code()
+
+
+def bug_3_allreduce_replaced_by_allgather(graph: fx.Graph) -> None:
+    reduction = first(graph, sums).args[0]
+    reduction.target = c10d.all_gather_into_tensor.default
+    reduction.args = (reduction.args[0], 2, reduction.args[2])
+
+
+def bug_4_allgather_replaced_by_allreduce(graph: fx.Graph) -> None:
+    gather = first(graph, calls(c10d.all_gather_into_tensor.default))
+    gather.target = c10d.all_reduce.default
+    gather.args = (gather.args[0], "sum", gather.args[2])
+
+
+def bug_5_missing_reduction_in_backward(graph: fx.Graph) -> None:
+    """Identity forward, all-reduce backward: the second is forgotten."""
+    wait = first(graph, lambda node: sums(node) and node.meta.get("phase") == "backward")
+    wait.replace_all_uses_with(wait.args[0].args[0])
+    graph.erase_node(wait)
+
+
+def bug_6_wrong_ranks(graph: fx.Graph) -> None:
+    """Pieces from another group of ranks."""
+    gather = first(graph, calls(c10d.all_gather_into_tensor.default, "forward"))
+    other = {"data": "model", "model": "data"}
+    gather.args = (*gather.args[:2], other[gather.args[2]])
+
+
+def bug_7_add_on_one_rank(graph: fx.Graph) -> None:
+    """x + 1e-2 is x + 2 on one rank."""
+    node = first(graph, calls(aten.add.Tensor, "forward"))
+    insert(graph, node, aten.add.Tensor, on_rank_zero(graph, node, 2.0))
+
+
+def bug_8_pow_on_one_rank(graph: fx.Graph) -> None:
+    """x ** 2 is x ** 3 on one rank."""
+    node = first(graph, calls(aten.pow.Tensor_Scalar, "forward"))
+    with graph.inserting_before(node):
+        exponent = graph.call_function(operator.add, (on_rank_zero(graph, node, 1.0), 2.0))
+    node.args = (node.args[0], exponent)
+
+
+def bug_9_add_on_all_ranks(graph: fx.Graph) -> None:
+    node = first(graph, calls(aten.add.Tensor, "forward"))
+    insert(graph, node, aten.add.Tensor, 2.0)
+
+
+def bug_10_wrong_gradients_accumulated(graph: fx.Graph) -> None:
+    """Where a value was used twice, one rank adds one of the gradients twice."""
+    node = first(graph, lambda node: calls(aten.add.Tensor, "backward")(node) and alike(*node.args))
+    left, right = node.args
+    with graph.inserting_before(node):
+        part = graph.call_function(aten.mul.Tensor, (left, on_rank_zero(graph, node, 1.0)))
+        other = graph.call_function(aten.sub.Tensor, (right, part))
+    part.meta = other.meta = dict(left.meta)
+    node.args = (left, other)
+
+
+def bug_11_rotary_gradients_exchanged(graph: fx.Graph) -> None:
+    """The gradients of the rotated queries and keys come back for each other."""
+    halves = [node for node in graph.nodes if calls(aten.mul.Tensor, "backward")(node) and _rotates(node)]
+    left, right = next(
+        (left, right) for left in halves for right in halves
+        if left.args[1] is right.args[1] and left.args[0] is not right.args[0] and alike(left, right)
+    )  # fmt: skip
+    left.args, right.args = (right.args[0], left.args[1]), (left.args[0], right.args[1])
+    graph.lint()
+
+
+def _rotates(node: Any) -> bool:
+    """Whether a product's second operand is the table of cosines or sines."""
+    operand = node.args[1]
+    while isinstance(operand, fx.Node) and operand.op != "placeholder" and operand.all_input_nodes:
+        operand = operand.all_input_nodes[0]
+    return isinstance(operand, fx.Node) and operand.name in ("b_cos", "b_sin", "cos", "sin")
+
+
+def bug_12_scaling_on_one_rank(graph: fx.Graph) -> None:
+    """Scores divided by 2 on some ranks, by 4 on others."""
+    node = first(graph, calls(aten.div.Tensor, "forward"))
+    with graph.inserting_before(node):
+        divisor = graph.call_function(operator.add, (on_rank_zero(graph, node, 2.0), 2.0))
+    node.args = (node.args[0], divisor)
+
+
+def bug_13_scaling_on_all_ranks(graph: fx.Graph) -> None:
+    node = first(graph, calls(aten.div.Tensor, "forward"))
+    node.args = (node.args[0], 4.0)
+
+
+def bug_14_reduced_before_the_last_operator(graph: fx.Graph) -> None:
+    """A gradient is reduced before the last of its contributions has been added."""
+    reader, addition = next(filter(None, map(_last_addition, graph.nodes)))
+    reader.replace_input_with(addition, addition.args[0])
+
+
+def _last_addition(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """The sum of gradients that a reduction is made of, and what reads it on the way there."""
+    if node.target not in REDUCING:
+        return None
+    reader, value = node, node.args[0]
+    while value.target in (aten.contiguous.default, aten.view.default):
+        reader, value = value, value.args[0]
+    return (reader, value) if calls(aten.add.Tensor, "backward")(value) and alike(*value.args) else None
+
+
+BUGS: tuple[Bug, ...] = (
+    bug_1_missing_allreduce, bug_2_missing_allreduce_and_dataflow, bug_3_allreduce_replaced_by_allgather,
+    bug_4_allgather_replaced_by_allreduce, bug_5_missing_reduction_in_backward, bug_6_wrong_ranks,
+    bug_7_add_on_one_rank, bug_8_pow_on_one_rank, bug_9_add_on_all_ranks, bug_10_wrong_gradients_accumulated,
+    bug_11_rotary_gradients_exchanged, bug_12_scaling_on_one_rank, bug_13_scaling_on_all_ranks,
+    bug_14_reduced_before_the_last_operator,
+)  # fmt: skip
+
+
+def test_the_program_without_a_bug_is_proven() -> None:
+    """And no other than the right one is what the bugs are made in."""
+    traced, phased, run = base()
+    assert not _mutant(phased, lambda graph: None).is_refused(traced)
+    assert not run.is_changed_by(_mutant(phased, lambda graph: None))
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_a_bug_is_refused(bug: Bug) -> None:
+    """It changes numbers, so it must be."""
+    traced, phased, run = base()
+    mutant = _mutant(phased, bug)
+    assert run.is_changed_by(mutant)
+    assert mutant.is_refused(traced)
+
+
+def _mutant(phased: PhasedProgram, bug: Callable[[fx.Graph], None]) -> Mutant:
+    module = copy_of(phased.lowered.graph_module)
+    bug(module.graph)
+    wrong = replace(phased, lowered=replace(phased.lowered, graph_module=module))
+    return Mutant(Place.PROGRAM, getattr(bug, "__name__", ""), "", wrong, phased.lowered.traced)

@@ -1,0 +1,234 @@
+"""Mutations that only a program of training can have: gradients, weights, seeds, constants. See `mutations`."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.local import axis_index
+from autoshard.ir.mesh import Mesh
+from tests.passes.mutations import REDUCING, Mutation, alike, insert, is_tensor, local_value, pick
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+_POINTWISE = (
+    aten.relu.default, aten.gelu.default, aten.silu.default, aten.exp.default, aten.neg.default, aten.pow.Tensor_Scalar,
+    aten.mul.Scalar, aten.rsqrt.default, aten.sigmoid.default, aten.tanh.default, aten.log.default, aten.sqrt.default,
+    aten.le.Scalar, aten.add.Scalar, aten.clamp.default, aten.clone.default, aten.div.Scalar,
+)  # fmt: skip
+
+
+def _ends_reduction(node: fx.Node) -> bool:
+    """Whether a node waits for a reduction."""
+    return node.target is c10d.wait_tensor.default and getattr(node.args[0], "target", None) in REDUCING
+
+
+def drop_gradient_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A gradient that each rank keeps its own addend of."""
+    wait = pick(graph, random, lambda node: _ends_reduction(node) and node.meta.get("phase") == "backward")
+    if wait is None:
+        return None
+    reduction: Any = wait.args[0]
+    operand = reduction.args[0]
+    if reduction.target is c10d.reduce_scatter_tensor.default:
+        with graph.inserting_before(wait):
+            operand = graph.call_function(aten.narrow.default, (operand, 0, 0, local_value(wait).shape[0]))
+    wait.replace_all_uses_with(operand)
+    graph.erase_node(wait)
+    graph.erase_node(reduction)
+    return f"gradient without its reduction, {reduction}"
+
+
+def average_instead_of_sum(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A mean over the ranks where a sum is due."""
+    wait = pick(graph, random, lambda node: _ends_reduction(node) and local_value(node).is_floating_point())
+    if wait is None:
+        return None
+    reduction: Any = wait.args[0]
+    insert(graph, wait, aten.div.Scalar, mesh.axis_size(reduction.args[-1]))
+    return f"the mean of {reduction}"
+
+
+def move_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A reduction behind the call that should read what it reduced."""
+
+    def reads_reduced(node: fx.Node) -> bool:
+        operand = node.args[0] if node.target in _POINTWISE and node.args else None
+        return isinstance(operand, fx.Node) and _ends_reduction(operand) and alike(operand, node)
+
+    call = pick(graph, random, reads_reduced)
+    if call is None:
+        return None
+    wait: Any = call.args[0]
+    reduction: Any = wait.args[0]
+    if reduction.target is not c10d.all_reduce.default:
+        return None
+    call.args = (reduction.args[0], *call.args[1:])
+    moved = insert(graph, call, c10d.all_reduce.default, *reduction.args[1:])
+    insert(graph, moved, c10d.wait_tensor.default)
+    return f"{reduction} behind {call}"
+
+
+def drop_addend(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """One of two contributions lost: of a tied weight's gradient, or a residual."""
+
+    def adds(node: fx.Node) -> bool:
+        return node.target is aten.add.Tensor and all(is_tensor(item) and alike(item, node) for item in node.args)
+
+    node = pick(graph, random, adds)
+    if node is None:
+        return None
+    kept, lost = random.sample(node.args, 2)
+    node.replace_all_uses_with(kept)  # type: ignore[arg-type]
+    graph.erase_node(node)
+    return f"{node} without {lost}"
+
+
+def return_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A weight, a state or another result that is returned as it came in."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and is_tensor(node)]
+    pairs = [
+        (index, item) for index, result in enumerate(results) for item in inputs
+        if is_tensor(result) and item is not result and alike(result, item)
+    ]  # fmt: skip
+    if not pairs:
+        return None
+    index, item = random.choice(pairs)
+    output.args = ((*results[:index], item, *results[index + 1 :]),)
+    return f"result {index} is {item}, as it came in"
+
+
+def read_unreduced(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """One of several readers goes on with what was not reduced yet: a weight that is not synchronised."""
+    wait = pick(graph, random, lambda node: _ends_reduction(node) and alike(node, node.args[0].args[0]))  # type: ignore[union-attr]
+    if wait is None or not wait.users:
+        return None
+    reduction: Any = wait.args[0]
+    reader = random.choice(list(wait.users))
+    reader.replace_input_with(wait, reduction.args[0])
+    return f"{reader} reads {reduction.args[0]} before it is reduced"
+
+
+def seed_locally(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Random numbers that are drawn from a seed of each rank's own."""
+    seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("seed")), None)
+    readers = [] if seed is None else list(seed.users)
+    if seed is None or not readers:
+        return None
+    reader, axis = random.choice(readers), random.choice(mesh.axis_names)
+    with graph.inserting_before(reader):
+        index = graph.call_function(axis_index, (axis,))
+        own = graph.call_function(aten.add.Tensor, (seed, index))
+    own.meta = dict(seed.meta)
+    reader.replace_input_with(seed, own)
+    return f"{reader} is seeded along {axis}"
+
+
+def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Gathered pieces that are joined along another dim."""
+
+    def is_gathered(node: fx.Node) -> bool:
+        wait: Any = node.args[0] if node.target is aten.view.default else None
+        gather = wait.args[0] if getattr(wait, "target", None) is c10d.wait_tensor.default else None
+        gathers = getattr(gather, "target", None) is c10d.all_gather_into_tensor.default
+        return gathers and local_value(node).dim() > 1
+
+    node = pick(graph, random, is_gathered)
+    if node is None:
+        return None
+    shape = list(local_value(node).shape)
+    order = [1, 0, *range(2, len(shape))]
+    turned = insert(graph, node, aten.permute.default, order)
+    insert(graph, turned, aten.reshape.default, shape)
+    return f"{node} with its pieces along another dim"
+
+
+def change_nested_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Another number in a list of arguments, or in a keyword argument: sizes, orders, pads, strides, scales."""
+
+    def places(node: fx.Node) -> list[tuple[int | str, int | None]]:
+        found: list[tuple[int | str, int | None]] = [
+            (position, index)
+            for position, argument in enumerate(node.args) if isinstance(argument, (list, tuple))
+            for index, item in enumerate(argument) if _is_number(item)
+        ]  # fmt: skip
+        return found + [(name, None) for name, item in node.kwargs.items() if _is_number(item)]
+
+    node = pick(graph, random, lambda node: bool(places(node)))
+    if node is None:
+        return None
+    position, index = random.choice(places(node))
+    if isinstance(position, str):
+        node.kwargs = {**node.kwargs, position: _other(node.kwargs[position], random)}
+    else:
+        items = list(node.args[position])  # type: ignore[arg-type]
+        items[index] = _other(items[index], random)  # type: ignore[index]
+        node.args = (*node.args[:position], items, *node.args[position + 1 :])
+    return f"{node}: another number at {position}, {index}"
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, (int, float))
+
+
+def _other(item: Any, random: Random) -> Any:
+    return not item if isinstance(item, bool) else item + random.choice((1, -1))
+
+
+def change_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A constant of the program with another value."""
+    module = graph.owning_module
+    found = [node for node in graph.nodes if node.op == "get_attr"]
+    if not found or module is None:
+        return None
+    node = random.choice(found)
+    name, value = str(node.target), getattr(module, str(node.target))
+    if not isinstance(value, torch.Tensor):
+        return None
+    setattr(module, name, ~value if value.dtype is torch.bool else value + 1)
+    return f"constant {name} is another"
+
+
+def round_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A value that loses digits on its way."""
+    node = pick(graph, random, lambda node: is_tensor(node) and local_value(node).is_floating_point())
+    if node is None:
+        return None
+    rounded = insert(graph, node, aten._to_copy.default)
+    rounded.kwargs = {"dtype": torch.bfloat16}
+    back = insert(graph, rounded, aten._to_copy.default)
+    back.kwargs = {"dtype": local_value(node).dtype}
+    return f"rounded {node}"
+
+
+def exchange_equal_calls(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Two calls of one operator read each other's operands: layers, heads, micro-batches taken for one another."""
+    groups: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and is_tensor(node) and node.all_input_nodes and _has_own_operands(node):
+            groups.setdefault((node.target, tuple(local_value(node).shape), local_value(node).dtype), []).append(node)
+    pairs = [group for group in groups.values() if len(group) > 1]
+    if not pairs:
+        return None
+    first, second = random.sample(random.choice(pairs), 2)
+    earlier, later = sorted((first, second), key=list(graph.nodes).index)
+    if earlier.args == later.args:
+        return None
+    later.args = earlier.args
+    return f"{later} computes what {earlier} does"
+
+
+def _has_own_operands(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "autoshard")
+
+
+TRAINING_MUTATIONS: tuple[Mutation, ...] = (
+    drop_gradient_reduction, average_instead_of_sum, move_collective, drop_addend, return_stale_value, read_unreduced,
+    seed_locally, gather_along_other_dim, change_nested_literal, change_constant, round_value, exchange_equal_calls,
+)  # fmt: skip
