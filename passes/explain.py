@@ -6,13 +6,13 @@ change with it. So a figure here is that of `autoshard.plan` with the spec as a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from autoshard.errors import DoesNotFitError, InvalidSpecError
-from autoshard.ir.explanation import Alternative, Explanation
+from autoshard.errors import InvalidSpecError
+from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, WhyNot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import NodePlan, Plan
 from autoshard.ir.program import Program
@@ -20,13 +20,13 @@ from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.build_assignment import PlanningProblem
 from passes.constraints import allowed_options, constrainable, own_specs
-from passes.pipeline import PlanOptions, planning_problem, solve
-from passes.predict import predict
+from passes.pipeline import PlanOptions, planning_problem
+from passes.what_if import cheapest_first, limits, outcome, outcome_of, why_not
 
 
 @dataclass(frozen=True, slots=True)
 class PlanAlternatives:
-    """Answers `Plan.explain` for the plans of one program on one mesh; the search space is built when first needed.
+    """Answers questions about the plans of one program on one mesh; the search space is built when first needed.
 
     Args:
         program: as traced.
@@ -41,14 +41,14 @@ class PlanAlternatives:
 
     def explain(self, plan: Plan, name: str) -> Explanation:
         """See `Plan.explain`."""
-        planning = self._problem()
+        planning = self.problem()
         site_name = _site_named(planning, name)
         specs = own_specs(planning.space.sites[site_name])
         chosen = _chosen(plan, planning, site_name)
         allowed = allowed_options(planning, self.options.constraints)
         variable = planning.classes[site_name]
         found = {
-            spec: self._price(planning, spec, {**allowed, variable: mask & allowed.get(variable, mask)})
+            spec: outcome(planning, self.options, {**allowed, variable: mask & allowed.get(variable, mask)})
             for spec in dict.fromkeys(specs)
             if spec != chosen
             for mask in [np.array([own == spec for own in specs])]
@@ -57,46 +57,30 @@ class PlanAlternatives:
             name=name,
             shape=_shape(planning, site_name),
             alike=tuple(other for other in _names_of(planning, variable) if other != name),
-            chosen=Alternative(
-                chosen,
-                fits=True,
-                objective=plan.objective,
-                lower_bound=plan.lower_bound,
-                step_time_s=plan.predicted.step_time_s,
-                peak_memory_bytes=plan.predicted.peak_memory_bytes,
-                breakdown=plan.predicted.breakdown,
+            chosen=_alternative(chosen, outcome_of(plan)),
+            others=tuple(
+                _alternative(spec, found[spec]) for spec in sorted(found, key=lambda spec: cheapest_first(found[spec]))
             ),
-            others=tuple(sorted(found.values(), key=_order)),
             memory_budget=plan.memory_budget,
         )
 
-    def _problem(self) -> PlanningProblem:
+    def why_not(self, plan: Plan, feature: str) -> WhyNot:
+        """See `Plan.why_not`."""
+        return why_not(self.problem(), self.options, plan, feature)
+
+    def limits(self, plan: Plan) -> Limits:
+        """See `Plan.limits`."""
+        return limits(self.problem(), self.options, plan)
+
+    def problem(self) -> PlanningProblem:
+        """What the plans are solutions of."""
         if not self._planning:
             self._planning.append(planning_problem(self.program, self.mesh, self.cluster, self.options))
         return self._planning[0]
 
-    def _price(self, planning: PlanningProblem, spec: PartitionSpec, allowed: Mapping[int, np.ndarray]) -> Alternative:
-        """The best plan within some options, as what it costs."""
-        if not all(mask.any() for mask in allowed.values()):
-            return Alternative(spec, fits=False)
-        try:
-            solution, _ = solve(planning, self.options, allowed)
-        except DoesNotFitError as error:
-            return Alternative(spec, fits=False, smallest_bytes=error.smallest_bytes)
-        predicted = predict(planning, solution.choice, self.options.runtime)
-        return Alternative(
-            spec,
-            fits=True,
-            objective=solution.cost,
-            lower_bound=solution.lower_bound,
-            step_time_s=predicted.step_time_s,
-            peak_memory_bytes=predicted.peak_memory_bytes,
-            breakdown=predicted.breakdown,
-        )
 
-
-def _order(item: Alternative) -> tuple[bool, float]:
-    return not item.fits, item.objective if item.objective is not None else float(item.smallest_bytes or 0)
+def _alternative(spec: PartitionSpec, found: Outcome) -> Alternative:
+    return Alternative(spec, **{item.name: getattr(found, item.name) for item in fields(found)})
 
 
 def _site_named(planning: PlanningProblem, name: str) -> str:

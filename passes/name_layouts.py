@@ -14,7 +14,7 @@ parameter has no state, the pieces in which it is updated count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
@@ -70,20 +70,26 @@ def _update_of(parameter: fx.Node) -> fx.Node | None:
 
 def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
     """The axes over which a parameter is gathered on its way, by hubs and views, into the calls of the forward."""
+    found: set[str] = set()
+    for link in forward_links(planning, parameter):
+        before = planning.strategy(link.tail, choice).outputs[link.result]
+        after = planning.strategy(link.head, choice).inputs[link.operand]
+        found |= set(before.sharded_axes) - set(after.sharded_axes)
+    return found
+
+
+def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
+    """The links of the forward by which a value is read, and those by which hubs and views of it are."""
     readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
     if not readers:
         for link in planning.space.links:
             readers.setdefault(link.tail, []).append(link)
-    found: set[str] = set()
-    waiting = [parameter]
+    waiting = [name]
     while waiting:
         for link in readers.get(waiting.pop(), ()):
             head = planning.space.sites[link.head]
             if head.phase != "forward" or link.operand < 0 or head.node is None:
                 continue
-            before = planning.strategy(link.tail, choice).outputs[link.result]
-            after = planning.strategy(link.head, choice).inputs[link.operand]
-            found |= set(before.sharded_axes) - set(after.sharded_axes)
+            yield link
             if head.is_alias and link.operand == 0:
                 waiting.append(link.head)
-    return found

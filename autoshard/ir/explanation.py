@@ -1,4 +1,4 @@
-"""What `plan.explain` and `plan.compare` answer: figures with the tables that show them."""
+"""What a plan answers: `explain`, `why_not`, `limits`, `compare`. Figures, with the tables that show them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """One spec that a value could have, with the best plan that gives it this spec.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the best plan of some kind costs.
 
     Args:
-        spec: the spec.
-        fits: whether there is a plan within the memory limit (and the user's constraints); without, all below is None
-            but `smallest_bytes`.
+        fits: whether there is such a plan within the memory limit (and the user's constraints); without, all below is
+            None but `smallest_bytes`.
         objective: what the search minimises, seconds.
         lower_bound: proven bound of it, seconds.
         step_time_s: predicted time of a step.
@@ -33,7 +32,6 @@ class Alternative:
         smallest_bytes: where nothing fits for want of memory, the smallest limit that would do, bytes.
     """
 
-    spec: PartitionSpec
     fits: bool
     objective: float | None = None
     lower_bound: float | None = None
@@ -41,6 +39,20 @@ class Alternative:
     peak_memory_bytes: int | None = None
     breakdown: Mapping[str, float] | None = None
     smallest_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative(Outcome):
+    """One spec that a value could have, with the best plan that gives it this spec."""
+
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Variant(Outcome):
+    """Something else that could be so, in words, with the best plan then."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +93,106 @@ class Explanation:
         shape = "x".join(map(str, self.shape)) or "a scalar"
         table = Table("spec", "step", "beside", "peak memory", "where it differs")
         for item in (self.chosen, *self.others):
-            table.add_row(repr(item.spec), *self._cells(item))
+            table.add_row(repr(item.spec), *_cells(item, self.chosen))
         return as_text(f"{self.name}: {shape}{together}; the best plan for each spec, {limit}", table)
 
-    def _cells(self, item: Alternative) -> list[str]:
-        if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
-            return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
-        if item is self.chosen or self.chosen.step_time_s is None or self.chosen.breakdown is None:
-            return [format_time(item.step_time_s), "chosen", format_bytes(item.peak_memory_bytes), ""]
-        return [
-            format_time(item.step_time_s),
-            difference(item.step_time_s, self.chosen.step_time_s),
-            format_bytes(item.peak_memory_bytes),
-            _largest_differences(item.breakdown, self.chosen.breakdown),
-        ]
+
+@dataclass(frozen=True, slots=True)
+class WhyNot:
+    """Why a plan does not do something, or what doing it costs: the best plan that does it in each way.
+
+    Args:
+        feature: what was asked for: "tensor", "fsdp", ...
+        used: where the plan does it already ("over model"); "" where it does not.
+        chosen: the plan itself.
+        variants: each other way of doing it ("tensor over data"), the cheapest first, those that do not fit last.
+        memory_budget: bytes per device, or None.
+    """
+
+    feature: str
+    used: str
+    chosen: Outcome
+    variants: tuple[Variant, ...]
+    memory_budget: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return as_text(self._answer(), _variants_table(self.chosen, self.variants))
+
+    def _answer(self) -> str:
+        if self.used:
+            return f"The plan does use {self.feature}, {self.used}; in other ways:"
+        fitting = [item for item in self.variants if item.fits]
+        if not self.variants:
+            return f"{self.feature}: no axis of the mesh could be used so."
+        if not fitting:
+            return f"{self.feature}: no plan with it fits in memory."
+        best, chosen = fitting[0], self.chosen
+        if best.step_time_s is None or chosen.step_time_s is None:
+            return ""
+        return (
+            f"{self.feature}: the best plan with it, {best.name}, takes {format_time(best.step_time_s)}, "
+            f"{difference(best.step_time_s, chosen.step_time_s)} beside the chosen one."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What limits a plan: what more of each resource would be worth, by planning again with it.
+
+    Args:
+        chosen: the plan itself.
+        variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
+        memory_budget: bytes per device, or None.
+    """
+
+    chosen: Outcome
+    variants: tuple[Variant, ...]
+    memory_budget: int | None
+
+    @property
+    def binding(self) -> str:
+        """The change that is worth most, or "" where none is worth a thousandth of a step."""
+        chosen = self.chosen.objective
+        gains = {item.name: chosen - item.objective for item in self.variants if item.objective is not None and chosen}
+        best = max(gains, key=gains.__getitem__, default="")
+        return best if chosen and best and gains[best] > 1e-3 * chosen else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {**asdict(self), "binding": self.binding}
+
+    def __str__(self) -> str:
+        limit = "no limit" if self.memory_budget is None else f"a limit of {format_bytes(self.memory_budget)}"
+        used = format_bytes(self.chosen.peak_memory_bytes or 0)
+        head = f"Peak memory {used} of {limit}. What more of each would be worth, planned again with it:"
+        end = f"Worth most: {self.binding}." if self.binding else "No single change is worth a thousandth of a step."
+        return as_text(head, _variants_table(self.chosen, self.variants), end)
+
+
+def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
+    table = Table("", "step", "beside", "peak memory", "where it differs")
+    table.add_row("the plan", *_cells(chosen, chosen))
+    for item in variants:
+        table.add_row(item.name, *_cells(item, chosen))
+    return table
+
+
+def _cells(item: Outcome, chosen: Outcome) -> list[str]:
+    """Step time, that beside the chosen plan's, peak memory, and the parts that differ most."""
+    if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
+        return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
+    if item is chosen or chosen.step_time_s is None or chosen.breakdown is None:
+        return [format_time(item.step_time_s), "chosen", format_bytes(item.peak_memory_bytes), ""]
+    return [
+        format_time(item.step_time_s),
+        difference(item.step_time_s, chosen.step_time_s),
+        format_bytes(item.peak_memory_bytes),
+        _largest_differences(item.breakdown, chosen.breakdown),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +274,7 @@ def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]
     return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if change)
 
 
-def _needs(item: Alternative) -> str:
+def _needs(item: Outcome) -> str:
     return f"needs {format_bytes(item.smallest_bytes)}" if item.smallest_bytes else ""
 
 

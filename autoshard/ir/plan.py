@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
-from autoshard.ir.explanation import Comparison, Explanation, compare
+from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.printer import render_plan
 from autoshard.ir.spec import PartitionSpec
@@ -144,7 +144,15 @@ class Formulas(Protocol):
 
 
 class Alternatives(Protocol):
-    """What answers `Plan.explain`; it has the program at hand, and does nothing until it is asked."""
+    """What searches again for other plans; it has the program at hand, and does nothing until it is asked."""
+
+    def why_not(self, plan: Plan, feature: str) -> WhyNot:
+        """See `Plan.why_not`."""
+        ...
+
+    def limits(self, plan: Plan) -> Limits:
+        """See `Plan.limits`."""
+        ...
 
     def explain(self, plan: Plan, name: str) -> Explanation:
         """See `Plan.explain`."""
@@ -317,12 +325,41 @@ class Plan:
             InvalidSpecError: no such name.
             NotAvailableError: the plan has no model at hand: it is from a file, prices a recipe, or `compile` made it.
         """
+        return self._alternatives(f"explain({name!r})").explain(self, name)
+
+    def why_not(self, feature: str) -> WhyNot:
+        """Why the plan does not do something: what the best plan that does it costs, in each way. Print the result.
+
+        Each figure is that of a plan that is searched for anew, within the same memory limit and constraints.
+
+        Args:
+            feature: "data" (parameters copied over an axis), "zero-1", "fsdp" or "tensor".
+
+        Raises:
+            InvalidSpecError: no such feature.
+            NotAvailableError: the plan has no model at hand, as for `explain`.
+        """
+        return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
+
+    def limits(self) -> Limits:
+        """What limits the plan: what more memory, or a part of the hardware that is faster, would be worth.
+
+        Each figure is that of a plan that is searched for anew with it. Print the result; `binding` names the change
+        that is worth most.
+
+        Raises:
+            NotAvailableError: the plan has no model at hand, as for `explain`.
+        """
+        return self._alternatives("limits()").limits(self)
+
+    def _alternatives(self, question: str) -> Alternatives:
+        """What searches again; raises `NotAvailableError` where there is no model to search for."""
         if self.alternatives is None:
             raise NotAvailableError(
-                f"explain({name!r}) searches again, and this plan has no model at hand: it is from a file, prices a "
+                f"{question} searches again, and this plan has no model at hand: it is from a file, prices a "
                 "recipe, or `compile` made it. Call autoshard.plan with the model."
             )
-        return self.alternatives.explain(self, name)
+        return self.alternatives
 
     def compare(self, other: Plan) -> Comparison:
         """This plan beside another one of the model: times, memory, and the specs that differ. Print the result."""
