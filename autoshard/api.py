@@ -76,7 +76,8 @@ def compile(
             take their own step, on parameters and gradients as they lie.
         loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last
             positional arguments of a call.
-        plan: a plan, or a path to a saved one, for calls that train: no search.
+        plan: a plan, or a path to a saved one, for calls that train: no search. If it is for another mesh, the search
+            starts from it, and finds nothing that is slower than it would be here.
         constraints: glob of qualified names, "input:0" or "output:0" to the spec it must have. A constrained
             output is handed out as a DTensor, where there are processes.
         memory_budget: bytes per device; default: the device's own memory.

@@ -97,11 +97,14 @@ class Planner:
             update=request.update,
         )
 
-    def search(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> Plan:
-        """The plan of a program on a mesh, with parameters where they already are."""
+    def search(
+        self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
+    ) -> Plan:
+        """The plan of a program on a mesh, with parameters where they already are, from a plan of another mesh."""
         from passes.pipeline import plan_program
 
-        return plan_program(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
+        options = replace(self._options(program, mesh, placed), before=before)
+        return plan_program(program, mesh, self.cluster_for(mesh), options)
 
     def alternatives(self, program: Program, mesh: Mesh) -> PlanAlternatives:
         """What answers `Plan.explain` for the plans that `search_meshes` finds."""
@@ -155,7 +158,11 @@ class Planner:
     def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         if self.fixed is None:
             return self._made_for(program, request, mesh) or self.search(program, mesh, request.placed)
-        _check_plan_fits(self.fixed, program, mesh, compare_inputs=request.grad)
+        if self.fixed.mesh != mesh:
+            _check_same_parameters(self.fixed, program)
+            _LOGGER.info("the plan is for %s, the model runs on %s: planning again, from it", self.fixed.mesh, mesh)
+            return self.search(program, mesh, request.placed, self.fixed)
+        _check_plan_fits(self.fixed, program, compare_inputs=request.grad)
         if request.grad and not request.all_tangents and self.fixed.updates == updates(program):
             return self.fixed
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
@@ -252,10 +259,8 @@ def choose_mesh(
     return replace(planner, made=chosen), chosen.mesh
 
 
-def _check_plan_fits(plan: Plan, program: Program, mesh: Mesh, *, compare_inputs: bool) -> None:
-    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
-    if plan.mesh != mesh:
-        raise PlanMismatchError(f"The plan is for {plan.mesh}, the model runs on {mesh}. Plan again for this mesh.")
+def _check_same_parameters(plan: Plan, program: Program) -> None:
+    """Raise `PlanMismatchError` naming the first parameter in which a program is not the one that a plan is for."""
     nodes = program.nodes
     shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
     planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
@@ -265,6 +270,12 @@ def _check_plan_fits(plan: Plan, program: Program, mesh: Mesh, *, compare_inputs
                 f"The plan is of another model: parameter {name!r} has shape={planned.get(name)} in the plan and "
                 f"shape={shapes.get(name)} in the model. Plan again for this model."
             )
+
+
+def _check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
+    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
+    _check_same_parameters(plan, program)
+    nodes = program.nodes
     inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
     if compare_inputs and inputs != dict(plan.inputs):
         raise PlanMismatchError(

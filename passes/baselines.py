@@ -3,7 +3,8 @@
 * data parallel: the batch is split over all axes, parameters and optimizer state are copied;
 * ZeRO-1, where the plan is of a whole training step with state: the same, but state that divides is split over all
   axes;
-* fully sharded data parallel: the batch is split over all axes, and so is every parameter, and its state, that divides.
+* fully sharded data parallel: the batch is split over all axes, and so is every parameter, and its state, that divides;
+* the plan before, where there is one: each node as in a plan of another mesh, where that is possible.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from autoshard.errors import DoesNotFitError
+from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
 from passes.assignment import Solution
@@ -25,12 +27,20 @@ _Keep = Callable[[Site, PartitionSpec], bool]
 
 
 def solve_baselines(
-    planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray]
+    planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray], before: Plan | None = None
 ) -> dict[str, Solution | None]:
-    """The best plan of each recipe, None where none fits (or the user's constraints exclude it)."""
+    """The best plan of each recipe, None where none fits (or the user's constraints exclude it).
+
+    Args:
+        planning, search, allowed: as of the search itself.
+        before: a plan of the program on another mesh.
+    """
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
     recipes = {name: restriction for name, restriction in _RECIPES.items() if has_state or name != ZERO_1}
-    return {name: _price(planning, search, allowed, restriction(planning)) for name, restriction in recipes.items()}
+    masks = {name: restriction(planning) for name, restriction in recipes.items()}
+    if before is not None:
+        masks[BEFORE] = _as_in(before, planning)
+    return {name: _price(planning, search, allowed, mask) for name, mask in masks.items()}
 
 
 def _price(
@@ -67,12 +77,32 @@ def _layout(planning: PlanningProblem, parameters: _Keep, state: _Keep) -> dict[
 
 
 ZERO_1 = "ZeRO-1"
+BEFORE = "the plan before"
 
 _RECIPES: Mapping[str, Restriction] = {
     "data parallel": _data_parallel,
     ZERO_1: _zero_1,
     "fully sharded data parallel": _fully_sharded,
 }
+
+
+def _as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
+    """The options whose results lie as in another plan, and, where there are such, whose operands do too."""
+    masks: dict[int, np.ndarray] = {}
+    for name, site in planning.space.sites.items():
+        node = before.nodes.get(name)
+        if node is None:
+            continue
+        variable = planning.classes[name]
+        both = masks.get(variable, np.ones(len(site.strategies), dtype=bool))
+        for is_same in (
+            [strategy.outputs == node.outputs for strategy in site.strategies],
+            [strategy.inputs == node.inputs for strategy in site.strategies],
+        ):
+            if (both & is_same).any():
+                both = both & is_same
+        masks[variable] = both
+    return masks
 
 
 def _masks(planning: PlanningProblem, kind: InputKind, keep: _Keep) -> dict[int, np.ndarray]:

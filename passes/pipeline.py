@@ -54,6 +54,7 @@ class PlanOptions:
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: refuse operators without a sharding rule.
         with_baselines: price the known recipes too.
+        before: a plan of the program on another mesh, to start from; the result is not worse than it is here.
         runtime: what the prediction is of: what runs today, or a runtime that overlaps; see `passes.predict`.
     """
 
@@ -63,6 +64,7 @@ class PlanOptions:
     state_bytes_per_parameter_byte: float = 0.0
     strict: bool = False
     with_baselines: bool = True
+    before: Plan | None = None
     runtime: Runtime = TODAY
 
 
@@ -104,7 +106,7 @@ def solve(
     """
     search = Search(options.memory_budget, options.time_budget_s)
     quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS)
-    baselines = solve_baselines(planning, quick, allowed) if options.with_baselines else {}
+    baselines = solve_baselines(planning, quick, allowed, options.before) if options.with_baselines else {}
     return search(planning, allowed, [found for found in baselines.values() if found is not None]), baselines
 
 

@@ -103,11 +103,21 @@ def test_a_plan_of_a_model_with_the_same_parameters(plan: Plan) -> None:
         autoshard.compile(other, MESH, plan=plan)(X)
 
 
-def test_a_plan_for_another_mesh(plan: Plan) -> None:
-    with pytest.raises(
-        PlanMismatchError, match=r"plan is for Mesh\(data=2, model=2\), the model runs on Mesh\(data=4\)"
-    ):
-        autoshard.compile(small(), Mesh({"data": 4}), plan=plan)(X)
+def test_a_plan_for_another_mesh_is_where_the_search_starts(plan: Plan) -> None:
+    """It is planned again, and the old plan is priced beside; a plan of another model is refused there too."""
+    model, mesh = small(), Mesh({"data": 4})
+    sharded = autoshard.compile(model, mesh, plan=plan, example_inputs=(X,))
+    assert isinstance(sharded, autoshard.ShardedModule)
+    found = sharded.plan
+    assert found is not None
+    assert found.mesh == mesh
+    before = found.baselines["the plan before"]
+    assert before is not None
+    assert found.objective <= before * (1 + 1e-9)
+    torch.testing.assert_close(sharded(X), model(X))
+    other = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 2))
+    with pytest.raises(PlanMismatchError, match=r"parameter '0.weight' has shape=\(8, 6\) in the plan"):
+        autoshard.compile(other, mesh, plan=plan)(X)
 
 
 @torch.library.custom_op("autoshard_tests::mystery", mutates_args=())

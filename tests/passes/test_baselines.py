@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 import autoshard.rules  # noqa: F401  (fills the registry)
@@ -11,7 +12,7 @@ from autoshard.ir.spec import P
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.tracing import trace
-from passes.baselines import solve_baselines
+from passes.baselines import BEFORE, solve_baselines
 from passes.pipeline import PlanOptions, plan_program, planning_problem
 from passes.search import Search
 from tests.passes.blocks import Perceptron, h100s
@@ -51,3 +52,19 @@ def test_a_program_without_state_has_no_zero_1() -> None:
     rows = torch.empty(8, 16, device="meta")
     planning = planning_problem(trace(Perceptron(), (rows, rows)), MESH, h100s(MESH), PlanOptions())
     assert list(solve_baselines(planning, Search(), {})) == ["data parallel", "fully sharded data parallel"]
+
+
+def test_a_plan_before_costs_what_it_did() -> None:
+    """On its own mesh; on a larger one with the same axes it is a choice too, and the search is not worse."""
+    rows = torch.empty(8, 16, device="meta")
+    program = trace(Perceptron(), (rows, rows))
+    before = plan_program(program, MESH, h100s(MESH), PlanOptions())
+    planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
+    again = solve_baselines(planning, Search(), {}, before)[BEFORE]
+    assert again is not None
+    assert again.cost == pytest.approx(before.objective, rel=1e-9)
+    larger = Mesh({"data": 8})
+    found = plan_program(program, larger, h100s(larger), PlanOptions(before=before))
+    there = found.baselines[BEFORE]
+    assert there is not None
+    assert found.objective <= there * (1 + 1e-9)
