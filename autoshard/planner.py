@@ -67,10 +67,13 @@ class Planner:
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
+        from passes.constraints import constrained_outputs
+
         start = time.perf_counter()
         program = self._trace_together(request, engine)
         chosen = engine.share(lambda: self._plan_for(program, request, engine.mesh))
         phased = self._lower(program, chosen)
+        sharded_outputs = constrained_outputs(program, self.constraints)
         engine.agree(lambda: {"compiled program": _digest(phased), "traced program": program.digest()})
         _LOGGER.info(
             "compiled %s for %s in %.1f s, predicted step time %.3g s",
@@ -79,7 +82,7 @@ class Planner:
             time.perf_counter() - start,
             chosen.predicted.step_time_s,
         )
-        return CompiledProgram(phased, chosen, self._constrained_outputs(program), request.update)
+        return CompiledProgram(phased, chosen, sharded_outputs, request.update)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """See `Compiler`."""
@@ -196,10 +199,6 @@ class Planner:
             for pattern, spec in self.constraints.items()
             if not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs)
         }
-
-    def _constrained_outputs(self, program: Program) -> frozenset[str]:
-        names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
-        return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in self.constraints))
 
 
 def updates(program: Program) -> bool:

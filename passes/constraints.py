@@ -6,13 +6,13 @@ value must have. Optimizer state ("exp_avg:layers.0.weight") is meant only by pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 import numpy as np
 
 from autoshard.errors import InvalidSpecError
-from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.spec import PartitionSpec
 from passes.build_assignment import PlanningProblem
 from passes.enumerate_strategies import SearchSpace, Site
@@ -37,6 +37,12 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
         for name in matches:
             _allow(planning, allowed, name, names[name], spec)
     return allowed
+
+
+def constrained_outputs(program: Program, constraints: Collection[str]) -> frozenset[str]:
+    """The names of the outputs that constraints mean: these are handed out as they lie."""
+    names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
+    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in constraints))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from autoshard.ir.plan import OperatorCoverage
 from autoshard.rules.hub import hub
-from passes.build_assignment import PlanningProblem, needs_of
+from passes.build_assignment import PlanningProblem
+from passes.enumerate_strategies import needs_of
 from passes.price import operator_name
 
 

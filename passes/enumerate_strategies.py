@@ -91,6 +91,23 @@ class Link:
     operand: int
 
 
+def specs_of(site: Site, result: int) -> tuple[PartitionSpec, ...]:
+    """The spec of one result under each strategy."""
+    return tuple(strategy.outputs[result] for strategy in site.strategies)
+
+
+def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
+    """The spec that a link's value must have at its head, under each strategy of the head."""
+    if link.operand < 0:
+        return specs_of(head, 0)
+    return tuple(strategy.inputs[link.operand] for strategy in head.strategies)
+
+
+def leaves_program(head: Site, link: Link) -> bool:
+    """Whether a link carries a gradient, an update or a result out of the program."""
+    return link.operand < 0 or head.node is None
+
+
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
     """All sites, in program order, and all links."""

@@ -1,24 +1,38 @@
-"""When each value of a program is in memory, and so how many bytes are in use at each point, as a function of the plan.
+"""When what a program computes is in memory, as a function of the plan.
 
-Each owned value occupies memory from the node that computes it to its last use, uses through views included.
-Parameters, buffers and inputs are there from the start; parameters also carry optimizer state. A value that is
-resharded on its way into a node is a copy, which lives for that node, or, if the node is a view or a hub, as long as
-the view's own result does. What leaves the program is resharded as soon as it is computed, and what comes of that stays
-to the end; where there is nothing to reshard, the value itself stays. An update is written over what it updates, so
-that nothing stays of it. Points are program positions; folded blocks keep their own.
+Program points are those at which lowering does something: it reshards each operand of a call, one after the other, then
+the call runs, then what leaves the program is resharded; behind the forward, outputs are handed out. Each owned value
+takes memory from its call to its last use, uses through views included, and what a reshard makes of it, from then on:
+
+* A value whose last use is to be resharded goes while that is done; else it stays until the call that reads it is over.
+* What is last used through a view, or a hub, is either the value or the copy that was made on the way there: the same
+  bytes under each plan of the view. So these are counted by the view's spec alone (`EITHER`).
+* Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update is written over
+  what it updates, so that nothing stays of it.
+* What leaves the program stays to the end. Outputs are handed out whole; until then they lie as the plan says. A whole
+  training step hands out none.
+
+Every size depends on the options of two variables at most. Where the truth depends on three (is a copy of an input in
+use by a view of it, or by a copy of the view?), both are counted.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from autoshard.ir.program import InputKind
-from passes.enumerate_strategies import Link, SearchSpace, Site
+from autoshard.ir.program import InputKind, OutputKind
+from autoshard.kernels.optimizers import IN_PLACE
+from passes.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
 UPDATE = "update"
 """The phase of an optimizer's update."""
+
+_GRADIENT = 1
+"""The operand that an update in place only reads; see `autoshard.kernels.optimizers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,39 @@ class Interval:
     birth: int
     death: int
 
+    def __contains__(self, point: int) -> bool:
+        return self.birth <= point <= self.death
+
+
+class Held(StrEnum):
+    """What a link keeps in memory, for some time."""
+
+    COPY = "the copy that a reshard on the link makes"
+    VALUE = "the value itself, if there is no reshard on the link"
+    EITHER = "the value or its copy"
+    RETURNED = "the value itself for a result that may be it, although there is a reshard on the link"
+    RETURNED_WHOLE = "the same, where every rank has the whole of it"
+    RESHARD = "what the reshard needs for a moment, beside the value"
+    LAST_RESHARD = "what the reshard needs for a moment beside the value, which goes meanwhile"
+    HANDING = "what gathering an output needs for a moment"
+    GATHERED = "an output that is gathered to be handed out"
+    HANDED = "an output as it is handed out, where that is not the value itself"
+    OUTPUT = "an output as it is handed out"
+
+    @property
+    def is_of_head(self) -> bool:
+        """Whether the plan of the link's head alone decides how much it is."""
+        return self in (Held.EITHER, Held.HANDING, Held.GATHERED, Held.OUTPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class OnLink:
+    """What the link of an index keeps in memory over an interval."""
+
+    link: int
+    held: Held
+    interval: Interval
+
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
@@ -36,93 +83,238 @@ class Liveness:
     Args:
         points: number of program points.
         values: (site, result) to lifetime, for values that own memory.
-        copies: index of a link to the lifetime of the copy that a reshard on it makes.
-        kept: index of a link that leaves the program to the time, after its other uses, for which the value itself
-            stays in memory if there is no reshard on the link.
+        on_links: what links keep.
+        calls: call to the point at which it runs.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
     """
 
     points: int
     values: Mapping[tuple[str, int], Interval]
-    copies: Mapping[int, Interval]
-    kept: Mapping[int, Interval]
+    on_links: tuple[OnLink, ...]
+    calls: Mapping[str, int]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
 
 
-def find_lifetimes(space: SearchSpace, state_bytes_per_parameter_byte: float) -> Liveness:
-    """The lifetimes of all values and copies of a search space."""
-    order = {name: position for position, name in enumerate(space.sites)}
-    last = len(order) - 1
-    readers: dict[tuple[str, int], list[Link]] = defaultdict(list)
-    for link in space.links:
-        readers[link.tail, link.result].append(link)
-    deaths = _deaths(space, readers, order, last)
-    values, copies = {}, {}
-    for name, site in space.sites.items():
-        birth = 0 if site.is_input else order[name]
-        for result in range(len(site.results)):
-            if not site.is_alias:
-                values[name, result] = Interval(birth, deaths[name, result])
-    kept = {}
-    for index, link in enumerate(space.links):
-        copies[index] = _copy_lifetime(space, link, order, deaths, last)
-        end = deaths[link.tail, link.result]
-        is_update = space.sites[link.tail].phase == UPDATE
-        if leaves_program(space.sites[link.head], link) and end < last and not is_update:
-            kept[index] = Interval(end + 1, last)
+def find_lifetimes(
+    space: SearchSpace, state_bytes_per_parameter_byte: float, sharded_outputs: Collection[str] = ()
+) -> Liveness:
+    """The lifetimes of all values and copies of a search space; `sharded_outputs` are handed out as they lie."""
+    times = _Times.of(space)
+    values, on_links = _Lifetimes(space, times, frozenset(sharded_outputs)).find()
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
-    return Liveness(last + 1, values, copies, kept, state_bytes_per_parameter_byte, parameters)
+    calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
+    return Liveness(times.end + 1, values, on_links, calls, state_bytes_per_parameter_byte, parameters)
 
 
-def _deaths(
-    space: SearchSpace, readers: Mapping[tuple[str, int], list[Link]], order: Mapping[str, int], last: int
-) -> dict[tuple[str, int], int]:
-    """The last use of every value; a view's uses are uses of what it views."""
-    deaths: dict[tuple[str, int], int] = {}
-    for name in reversed(list(space.sites)):
-        site = space.sites[name]
-        for result in range(len(site.results)):
-            uses = [_use(space.sites[link.head], link, order, deaths) for link in readers[name, result]]
-            deaths[name, result] = last if site.is_input else max(uses, default=order[name])
-    _prolong_views_that_leave(space, deaths)
-    return deaths
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Points: of each link's reshard, of each call (0 for inputs), of handing each output out, and the last one."""
+
+    reshards: Mapping[int, int]
+    calls: Mapping[str, int]
+    handing: Mapping[int, int]
+    end: int
+
+    @classmethod
+    def of(cls, space: SearchSpace) -> _Times:
+        into: dict[str, list[int]] = defaultdict(list)
+        out_of: dict[str, list[int]] = defaultdict(list)
+        for index, link in enumerate(space.links):
+            leaving = leaves_program(space.sites[link.head], link)
+            (out_of[link.tail] if leaving else into[link.head]).append(index)
+        reshards, calls, handing = {}, {}, {}
+        point = 0
+        last = max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, "forward")), default=0)
+        for number, (name, site) in enumerate(space.sites.items()):
+            if site.node is None:
+                continue
+            calls[name] = 0
+            if not site.is_input:
+                for index in into[name]:
+                    reshards[index] = point = point + 1
+                calls[name] = point = point + 1
+            for index in out_of[name]:
+                reshards[index] = point = point + 1
+            if number == last:
+                for index, link in enumerate(space.links):
+                    if space.sites[link.head].node is None:
+                        handing[index] = point = point + 1
+                point += 1
+        return cls(reshards, calls, handing, point + 1)
+
+    @property
+    def forward_end(self) -> int:
+        """The point behind the forward, when all outputs are handed out."""
+        return max(self.handing.values(), default=-1) + 1
 
 
-def _prolong_views_that_leave(space: SearchSpace, deaths: dict[tuple[str, int], int]) -> None:
-    """A view that leaves the program stays after the last use of its memory, by other views too."""
-    viewed = {link.head: link for link in space.links if link.operand == 0 and space.sites[link.head].is_alias}
-    for link in space.links:
-        if leaves_program(space.sites[link.head], link) and link.tail in viewed:
-            chain = [(link.tail, link.result)]
-            while chain[-1][0] in viewed:
-                above = viewed[chain[-1][0]]
-                chain.append((above.tail, above.result))
-            end = max(deaths[value] for value in chain)
-            deaths.update(dict.fromkeys(chain[:-1], end))
+def _runs_in(site: Site, phase: str) -> bool:
+    return site.node is not None and not site.is_input and site.phase == phase
 
 
-def _use(head: Site, link: Link, order: Mapping[str, int], deaths: Mapping[tuple[str, int], int]) -> int:
-    if leaves_program(head, link):
-        return order[link.tail]
-    if head.is_alias and link.operand == 0:
-        return max(deaths[head.name, result] for result in range(len(head.results)))
-    return order[head.name]
+@dataclass(slots=True)
+class _Lifetimes:
+    """Finds what is in memory when, place by place: a place is a value that owns memory, or what a view reads."""
 
+    space: SearchSpace
+    times: _Times
+    sharded_outputs: frozenset[str]
+    readers: dict[tuple[str, int], list[int]] = field(init=False)
+    viewed: dict[str, int] = field(init=False)
+    deaths: dict[tuple[str, int], int] = field(init=False)
+    is_step: bool = field(init=False)
+    prolonged: set[tuple[str, int]] = field(default_factory=set)
+    values: dict[tuple[str, int], Interval] = field(default_factory=dict)
+    on_links: list[OnLink] = field(default_factory=list)
 
-def _copy_lifetime(
-    space: SearchSpace, link: Link, order: Mapping[str, int], deaths: Mapping[tuple[str, int], int], last: int
-) -> Interval:
-    head = space.sites[link.head]
-    if UPDATE in (space.sites[link.tail].phase, head.phase):
-        point = order[link.tail if leaves_program(head, link) else head.name]
-        return Interval(point, point)
-    if leaves_program(head, link):
-        return Interval(order[link.tail], last)
-    return Interval(order[head.name], _use(head, link, order, deaths))
+    def __post_init__(self) -> None:
+        self.readers = defaultdict(list)
+        self.viewed = {}
+        self.is_step = bool(self.space.program.outputs_of(OutputKind.PARAMETER_UPDATE))
+        for index, link in enumerate(self.space.links):
+            self.readers[link.tail, link.result].append(index)
+            if self._is_view(link):
+                self.viewed[link.head] = index
+        self._find_deaths()
 
+    def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
+        """Lifetimes of values, and what links keep."""
+        owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
+        for name, site in self.space.sites.items():
+            for result in range(len(site.results)):
+                self._place(name, result, owned)
+        return self.values, tuple(self.on_links)
 
-def leaves_program(head: Site, link: Link) -> bool:
-    """Whether a link carries a gradient, an update or a result out of the program."""
-    return link.operand < 0 or head.node is None
+    def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
+        """What is kept from the birth of a value on: itself as far as that is sure, then what its last reader makes."""
+        site, place = self.space.sites[name], (name, result)
+        start = self.times.calls[name] if not site.is_alias else owned.get(name)
+        if site.is_alias and len(site.results) > 1:
+            start = None
+        death = self.deaths[place]
+        last, sure = (None, death) if start is None or site.is_input else self._last_reader(place)
+        if not site.is_alias:
+            self.values[place] = Interval(0 if site.is_input else self.times.calls[name], sure)
+        elif start is not None:
+            self._keep(self.viewed[name], Held.EITHER, start, sure)
+        for index in self.readers[place]:
+            until = sure if index == last and self._is_view(self.space.links[index]) else None
+            self._reader(index, death, until, goes=index == last and sure == self.times.reshards[index])
+        if last is None or sure == death:
+            return
+        link = self.space.links[last]
+        if not self._is_view(link):
+            self._keep(last, Held.VALUE, sure + 1, death)
+            return
+        head = self.space.sites[link.head]
+        if len(head.results) > 1:
+            self._keep(last, Held.EITHER, sure + 1, death)
+        else:
+            owned[link.head] = sure + 1
+        if any(self._returns(index) for index in self.readers[place]):
+            self._keep(last, Held.RETURNED, sure + 1, min(death, self.times.forward_end))
+            self._keep(last, Held.RETURNED_WHOLE, max(sure, self.times.forward_end) + 1, death)
+
+    def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
+        """The link that reads a value last, and the point up to which the value is there whatever is resharded."""
+        readers, death = self.readers[place], self.deaths[place]
+        if not readers or place in self.prolonged or not self._is_plain(place[0]):
+            return None, death
+        ends = {index: (self._use(index), self.times.reshards[index]) for index in readers}
+        last = max(readers, key=ends.__getitem__)
+        head = self.space.links[last].head
+        others = [ends[index][self.space.links[index].head == head] for index in readers if index != last]
+        return last, max([self.times.reshards[last], *others])
+
+    def _reader(self, index: int, death: int, until: int | None, *, goes: bool) -> None:
+        """What resharding a value for one reader takes, and how long the copy is there."""
+        point = self.times.reshards[index]
+        link = self.space.links[index]
+        goes = goes and not any(
+            self._returns(other) for other in self.readers[link.tail, link.result] if other != index
+        )
+        self._keep(index, Held.LAST_RESHARD if goes else Held.RESHARD, point, point)
+        if not leaves_program(self.space.sites[link.head], link):
+            self._keep(index, Held.COPY, point + 1, self._use(index) if until is None else until)
+        elif self.space.sites[link.tail].phase != UPDATE:
+            self._result(index, death)
+
+    def _result(self, index: int, death: int) -> None:
+        """What stays of a result: of an output to the forward's end as it lies, and to the end as it is handed out."""
+        link, point, end = self.space.links[index], self.times.reshards[index], self.times.end
+        head = self.space.sites[link.head]
+        is_update = head.node is not None and head.name in self._buffers()
+        is_output = head.node is None and head.name not in self.sharded_outputs
+        is_handed = is_output and not self.is_step
+        until = self.times.forward_end if is_output or is_update else end
+        self._keep(index, Held.COPY, point + 1, until)
+        self._keep(index, Held.VALUE, death + 1, until)
+        if is_handed:
+            handing = self.times.handing[index]
+            self._keep(index, Held.HANDING, handing, handing)
+            self._keep(index, Held.GATHERED, handing + 1, until)
+            self._keep(index, Held.HANDED, until + 1, death)
+            self._keep(index, Held.OUTPUT, max(death, until) + 1, end)
+
+    def _buffers(self) -> Collection[str]:
+        return {slot.node for slot in self.space.program.inputs_of(InputKind.BUFFER)}
+
+    def _keep(self, link: int, held: Held, birth: int, death: int) -> None:
+        if birth <= death:
+            self.on_links.append(OnLink(link, held, Interval(birth, death)))
+
+    def _find_deaths(self) -> None:
+        """The last use of every value; a view's uses are uses of what it views."""
+        self.deaths = {}
+        for name, site in reversed(list(self.space.sites.items())):
+            for result in range(len(site.results)):
+                uses = map(self._use, self.readers[name, result])
+                born = self.times.calls[name]
+                self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
+        self._prolong_views_that_leave()
+
+    def _prolong_views_that_leave(self) -> None:
+        """A view that leaves the program stays after the last use of its memory, by other views too."""
+        for link in self.space.links:
+            if leaves_program(self.space.sites[link.head], link) and link.tail in self.viewed:
+                chain = [(link.tail, link.result)]
+                while chain[-1][0] in self.viewed:
+                    above = self.space.links[self.viewed[chain[-1][0]]]
+                    chain.append((above.tail, above.result))
+                end = max(self.deaths[value] for value in chain)
+                if any(self.deaths[value] != end for value in chain):
+                    self.prolonged.update(chain)
+                self.deaths.update(dict.fromkeys(chain[:-1], end))
+
+    def _use(self, index: int) -> int:
+        """The last point at which a link needs its value, if it is not resharded."""
+        link = self.space.links[index]
+        head = self.space.sites[link.head]
+        if leaves_program(head, link):
+            return self.times.reshards[index]
+        if self._is_view(link) or self._is_written(link):
+            return max(self.deaths[head.name, result] for result in range(len(head.results)))
+        return self.times.calls[head.name]
+
+    def _is_view(self, link: Link) -> bool:
+        return link.operand == 0 and self.space.sites[link.head].is_alias
+
+    def _is_written(self, link: Link) -> bool:
+        """Whether an update writes over what a link carries."""
+        node = self.space.sites[link.head].node
+        return node is not None and node.target in IN_PLACE and link.operand not in (-1, _GRADIENT)
+
+    def _returns(self, index: int) -> bool:
+        """Whether a link carries a result that stays."""
+        link = self.space.links[index]
+        return leaves_program(self.space.sites[link.head], link) and self.space.sites[link.tail].phase != UPDATE
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether the memory of a site's results has the size of what they hold: no view of a part of something."""
+        if name not in self.viewed:
+            return True
+        link = self.space.links[self.viewed[name]]
+        read = self.space.sites[link.tail].results[link.result]
+        return all(math.prod(read.shape) == math.prod(value.shape) for value in self.space.sites[name].results)

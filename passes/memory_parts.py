@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from autoshard.ir.program import InputKind
 from passes.build_assignment import PlanningProblem
 from passes.insert_hubs import is_gradient_hub
-from passes.price import local_bytes
+from passes.liveness import Interval, OnLink
 
 PARTS = ("parameters", "optimizer state", "gradients", "inputs", "activations")
 
@@ -26,15 +26,13 @@ _Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Alike values: a site and the index of its result; or what alike links keep: the index of one, and no site.
-
-    A link keeps the copy that a reshard on it makes (`moved`), or, where it leaves the program, the value itself.
-    """
+    """What is of one size: alike values (a site and the index of its result), what alike links keep, or alike calls."""
 
     part: str
-    site: str
-    index: int
-    moved: bool = False
+    site: str = ""
+    result: int = 0
+    kept: OnLink | None = None
+    is_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +85,16 @@ def _find_parts(planning: PlanningProblem) -> MemoryParts:
         intervals.append(interval)
         value = planning.space.sites[name].results[result]
         add((part, planning.classes[name], result, value), _Group(part, name, result))
-    for index, moved, interval in planning.on_links():
-        link = planning.space.links[index]
+    for kept in planning.liveness.on_links:
+        link = planning.space.links[kept.link]
         is_gradient = link.operand < 0 or is_gradient_hub(planning.space.sites[link.head].node)
         part = "gradients" if is_gradient else "activations"
-        intervals.append(interval)
+        intervals.append(kept.interval)
         value = planning.space.sites[link.tail].results[link.result]
-        add((part, *planning.link_key(link), value, moved), _Group(part, "", index, moved))
+        add((part, *planning.link_key(link), value, kept.held), _Group(part, kept=kept))
+    for name, point in planning.liveness.calls.items():
+        intervals.append(Interval(point, point))
+        add(("call", planning.classes[name]), _Group("activations", name, is_call=True))
     births = np.array([interval.birth for interval in intervals], dtype=np.int64)
     deaths = np.array([interval.death for interval in intervals], dtype=np.int64)
     return MemoryParts(births, deaths, np.array(members, dtype=np.int64), tuple(groups))
@@ -113,7 +114,9 @@ def _gradients(planning: PlanningProblem) -> set[tuple[str, int]]:
 
 
 def _size(planning: PlanningProblem, choice: Sequence[int], group: _Group) -> float:
-    if not group.site:
-        return planning.link_bytes(group.index, choice, moved=group.moved)
-    spec = planning.strategy(group.site, choice).outputs[group.index]
-    return local_bytes(planning.space.sites[group.site].results[group.index], spec, planning.space.mesh)
+    if group.kept is not None:
+        return planning.link_bytes(group.kept, choice)
+    option = choice[planning.classes[group.site]]
+    if group.is_call:
+        return planning.memory.of_call(group.site).at(option)
+    return planning.memory.of_value(group.site, group.result).at(option)

@@ -20,7 +20,7 @@ from passes.assignment import Solution
 from passes.baselines import solve_baselines
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.canonicalize import Canonicalize
-from passes.constraints import allowed_options
+from passes.constraints import allowed_options, constrained_outputs
 from passes.cover import cover
 from passes.enumerate_strategies import EnumerateStrategies
 from passes.fold_blocks import fold_blocks
@@ -113,7 +113,8 @@ def solve(
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
     """The assignment problem whose solutions are the plans of a program."""
     space = EnumerateStrategies(mesh, options.strict, prune=True)(prepare(program))
-    liveness = find_lifetimes(space, options.state_bytes_per_parameter_byte)
+    sharded_outputs = constrained_outputs(program, options.constraints)
+    liveness = find_lifetimes(space, options.state_bytes_per_parameter_byte, sharded_outputs)
     return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space))
 
 

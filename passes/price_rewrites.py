@@ -6,20 +6,16 @@ found there is priced by the bytes of its local operand.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.program import tensor_values
-from autoshard.rules.emit_local import emit_local
 from autoshard.rules.enumeration import Strategy
 from cost_models.collectives import all_gather_time, all_reduce_time
 from cost_models.errors import UnknownOperatorError
 from cost_models.hardware import Cluster
 from passes.enumerate_strategies import Site
-from passes.local_tracer import LocalTracer
+from passes.scratch import emitted_call
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -45,7 +41,7 @@ def emitted_collectives(site: Site, strategy: Strategy, mesh: Mesh) -> list[fx.N
     """The collectives of a call's local rewrite, in order, over local values; the last argument is the axis."""
     if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
         return []
-    return [node for node in _emitted(site, strategy, mesh) if _is_collective(node)]
+    return [node for node in emitted_call(site, strategy, mesh).nodes if _is_collective(node)]
 
 
 def _time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
@@ -63,27 +59,3 @@ def _time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
 
 def _is_collective(node: fx.Node) -> bool:
     return str(node.target).startswith("_c10d_functional.") and node.target is not _WAIT
-
-
-def _emitted(site: Site, strategy: Strategy, mesh: Mesh) -> list[fx.Node]:
-    """The nodes that the call's rewrite emits under a strategy."""
-    assert site.node is not None
-    graph = fx.Graph()
-    tracer = LocalTracer(graph, _fake_mode(site.node))
-    specs = iter(strategy.inputs)
-
-    def operand(argument: fx.Node) -> Any:
-        value = argument.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            return value
-        return tracer.placeholder(argument.name, value, next(specs).local_shape(value.shape, mesh))
-
-    args, kwargs = fx.map_arg((site.node.args, site.node.kwargs), operand)
-    shapes = [result.shape for result in site.results]
-    emit_local(site.node.target, args, kwargs, site.rule, strategy, mesh, shapes, tracer=tracer)
-    return list(graph.nodes)
-
-
-def _fake_mode(node: fx.Node) -> Any:
-    values = [*tensor_values(node), *(operand.meta["val"] for operand in node.all_input_nodes)]
-    return next(mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None)

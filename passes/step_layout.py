@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from autoshard.ir.program import InputKind
 from passes.build_assignment import PlanningProblem
-from passes.enumerate_strategies import Link, Site
-from passes.liveness import leaves_program
+from passes.enumerate_strategies import Link, Site, leaves_program
 
 
 @dataclass(frozen=True, slots=True)

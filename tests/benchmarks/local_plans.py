@@ -41,9 +41,9 @@ from autoshard import tracing
 from autoshard.cli.calibrate import keep_freed_memory, semantic_samples
 from autoshard.ir.plan import Plan
 from cost_models.calibration import calibrate
-from passes.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.benchmarks.local_layouts import MODELS, Layout, layouts, plan_layout
+from tests.passes.lowered_memory import peak_bytes
 
 ROUNDS = 7
 RESULTS = Path(__file__).parent / "results" / "local_plans.json"

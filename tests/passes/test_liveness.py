@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -13,7 +16,8 @@ from passes.enumerate_strategies import EnumerateStrategies
 from passes.liveness import find_lifetimes
 from passes.pipeline import prepare
 from passes.price import Prices
-from tests.passes.blocks import h100s
+from tests.passes.blocks import blocks_program, h100s, problem_of
+from tests.passes.test_segment_step import drawn_choice
 
 MESH = Mesh({"x": 2})
 
@@ -32,10 +36,11 @@ class WithHidden(nn.Module):
         return hidden.square().sum(), returned
 
 
-def _problem(*, viewed: bool) -> PlanningProblem:
+def _problem(*, viewed: bool, sharded_outputs: Collection[str] = ()) -> PlanningProblem:
     space = EnumerateStrategies(MESH)(prepare(trace(WithHidden(viewed=viewed), (torch.randn(8, 16),))))
     alone = {name: name for name in space.sites}
-    return build_problem(space, Prices(h100s(MESH), MESH), find_lifetimes(space, 0.0), alone)
+    liveness = find_lifetimes(space, 0.0, sharded_outputs)
+    return build_problem(space, Prices(h100s(MESH), MESH), liveness, alone)
 
 
 def test_a_result_that_is_used_later_is_counted_once() -> None:
@@ -48,14 +53,24 @@ def test_a_result_that_is_used_later_is_counted_once() -> None:
         assert used.max() < parameter + hidden + 2 * scalar + 4 * hidden + parameter
 
 
-def test_a_result_that_is_resharded_is_a_copy() -> None:
-    """The copy is there from the time when the value is, and to the end."""
-    planning = _problem(viewed=False)
-    choice = [0] * len(planning.members)
-    output = planning.classes["output:1"]
-    split = next(i for i, s in enumerate(planning.space.sites["output:1"].strategies) if s.inputs[0].dims)
-    whole = planning.usage(choice)
-    choice[output] = split
-    moved = planning.usage(choice)
-    assert moved[-1] == whole[-1] - 8 * 16 * 4 // 2
-    assert np.any(moved > whole)
+def test_a_split_result_is_handed_out_whole() -> None:
+    """Unless the user asked for its layout: then what stays is the split copy."""
+    for sharded_outputs, left in (((), 0), (("output:1",), 8 * 16 * 4 // 2)):
+        planning = _problem(viewed=False, sharded_outputs=sharded_outputs)
+        choice = [0] * len(planning.members)
+        output = planning.classes["output:1"]
+        split = next(i for i, s in enumerate(planning.space.sites["output:1"].strategies) if s.inputs[0].dims)
+        whole = planning.usage(choice)
+        choice[output] = split
+        moved = planning.usage(choice)
+        assert moved[-1] == whole[-1] - left
+        assert np.any(moved > whole)
+
+
+def test_a_row_is_the_usage_at_its_point() -> None:
+    """Whatever is chosen, and wherever."""
+    planning = problem_of(blocks_program(count=2), Mesh({"x": 2}))
+    choice = drawn_choice(planning, 1)
+    used = planning.usage(choice)
+    for point in range(0, planning.liveness.points, 7):
+        assert planning.memory_row(point).bytes_of(choice, planning.assignment.edges) == pytest.approx(used[point])

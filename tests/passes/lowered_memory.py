@@ -1,0 +1,82 @@
+"""The most bytes that a lowered program has in use on a rank, by walking through it as processes run it.
+
+What the planner's count (`passes.liveness`) is compared with: it knows the plan, this one reads what is run.
+Parameters, buffers, optimizer state and inputs are held throughout; what the forward saves, until the backward has used
+it; gradients to the end, or until the update, which writes over what it updates. A call hands its outputs out whole; a
+training step keeps none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from autoshard.ir.lowered import LocalSlot, PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import OWNERS, OutputKind
+from autoshard.ir.reshard import plan_reshard
+from autoshard.ir.spec import PartitionSpec
+from autoshard.runtime.write_in_place import write_in_place
+from passes.scratch import emitted_reshard
+from passes.storages import Storage, Storages
+
+
+def peak_bytes(phased: PhasedProgram, sharded_outputs: Collection[str] = ()) -> int:
+    """The largest number of bytes in use on each rank in one call, or in one training step.
+
+    Args:
+        phased: the program.
+        sharded_outputs: names of the outputs that are handed out as they lie.
+    """
+    memory = Storages()
+    lowered = phased.lowered
+    held = [memory.new(_local_bytes(slot, lowered.mesh)) for slot in lowered.inputs]
+    results = memory.run(phased.forward.graph, [held[index] for index in phased.forward_inputs], held)
+    count = len(phased.forward_outputs)
+    outputs, saved = results[:count], results[count:]
+    if phased.update is None:
+        held += _hand_out(memory, phased, outputs, [*held, *results], sharded_outputs)
+    gradients = memory.run(phased.backward.graph, [*saved, *(held[index] for index in phased.backward_inputs)], held)
+    if phased.update is not None:
+        carried = gradients[len(phased.backward_outputs) :]
+        inputs = [*carried, *(held[index] for index in phased.update_inputs)]
+        memory.run(write_in_place(phased.update, _written(phased)).graph, inputs, held)
+    return memory.peak
+
+
+def _hand_out(
+    memory: Storages,
+    phased: PhasedProgram,
+    outputs: Sequence[Storage],
+    there: Sequence[Storage],
+    sharded_outputs: Collection[str],
+) -> list[Storage]:
+    """What users hold of a call's outputs, gathered one after the other while all that is `there` stays."""
+    lowered = phased.lowered
+    handed: list[Storage] = []
+    for index, value in zip(phased.forward_outputs, outputs, strict=True):
+        slot = lowered.outputs[index]
+        if slot.slot.kind != OutputKind.OUTPUT:
+            continue
+        steps = plan_reshard(slot.spec, PartitionSpec(), slot.shape, lowered.mesh, itemsize=slot.dtype.itemsize)
+        if slot.slot.name in sharded_outputs or all(step.axis_size == 1 for step in steps):
+            handed.append(value)
+            continue
+        traced = lowered.traced.nodes[slot.slot.node].meta["val"]
+        graph = emitted_reshard(traced, steps, lowered.mesh)
+        handed += memory.run(graph, [value], [*there, *handed])
+    memory.peak = max(memory.peak, memory.bytes_of([*there, *handed]))
+    return handed
+
+
+def _written(phased: PhasedProgram) -> dict[int, int]:
+    """The results of an update that are written over its inputs, as `runtime.executable` has it."""
+    first = len(phased.carried)
+    slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
+    places = {(slot.kind, slot.name): first + index for index, slot in enumerate(slots)}
+    updated = [phased.lowered.outputs[index].slot for index in phased.update_outputs]
+    return {index: places[OWNERS[OutputKind(slot.kind)], slot.name] for index, slot in enumerate(updated)}
+
+
+def _local_bytes(slot: LocalSlot, mesh: Mesh) -> int:
+    return math.prod(slot.spec.local_shape(slot.shape, mesh)) * slot.dtype.itemsize
