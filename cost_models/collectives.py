@@ -82,9 +82,33 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-to-all; `local_bytes` is each rank's operand, of which 1/n goes to each rank.
 
     Per rank (per_node - 1)/n of it crosses the node's fabric, (nodes - 1)/nodes the network and (pods - 1)/pods the
-    spine, at the same time.
+    spine, at the same time. Messages go straight to their readers, so nothing ramps up as along a ring.
     """
     return _measured("all_to_all", local_bytes, group) or _fastest(_all_to_all, local_bytes, group)
+
+
+def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float:
+    """Seconds of sending rows to the experts that they are for, or the sums of what these make of them back.
+
+    Of `local_bytes`, each row counts `copies` times: once for each of its experts, which are anywhere with the same
+    probability. A row crosses the network once for each node that has some of them, and is spread there; a rank gets
+    it once (DeepSeek-V3, Liu et al. 2024, section 3.2.2). Of c draws from n places n * (1 - (1 - 1/n)^c) are distinct.
+    """
+    _check(local_bytes)
+
+    def time(moved_bytes: float, variant: GroupLinks) -> float:
+        ranks, nodes, pods = (_distinct(count, copies) for count in (variant.size, variant.nodes, variant.pods))
+        inside = _direct((variant.per_node - 1) / variant.per_node * ranks * moved_bytes, variant.intra)
+        outside = _direct((variant.nodes - 1) / variant.nodes * nodes * moved_bytes, variant.inter)
+        beyond = _direct((variant.pods - 1) / variant.pods * pods * moved_bytes, variant.spine)
+        return _starts(variant) + max(inside, outside, beyond)
+
+    return _fastest(time, local_bytes, group)
+
+
+def _distinct(places: int, draws: float) -> float:
+    """Share of draws that are the first of their place, where each place is as likely."""
+    return places * (1 - (1 - 1 / places) ** draws) / draws
 
 
 def broadcast_time(message_bytes: float, group: GroupLinks) -> float:
@@ -172,10 +196,20 @@ def _over_nodes(operand_bytes: float, group: GroupLinks, inside: float, steps: i
 
 
 def _all_to_all(local_bytes: float, group: GroupLinks) -> float:
-    inside = _transfer((group.per_node - 1) / group.size * local_bytes, group.intra)
-    outside = _transfer((group.nodes - 1) / group.nodes * local_bytes, group.inter)
-    beyond = _transfer((group.pods - 1) / group.pods * local_bytes, group.spine)
-    return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group) + max(inside, outside, beyond)
+    inside = _direct((group.per_node - 1) / group.size * local_bytes, group.intra)
+    outside = _direct((group.nodes - 1) / group.nodes * local_bytes, group.inter)
+    beyond = _direct((group.pods - 1) / group.pods * local_bytes, group.spine)
+    return _starts(group) + max(inside, outside, beyond)
+
+
+def _starts(group: GroupLinks) -> float:
+    """Start of an exchange in which every rank has a message for every other rank, by way of its twin in their node."""
+    return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group)
+
+
+def _direct(carried_bytes: float, link: Link | None) -> float:
+    """bytes / bandwidth; nothing over an absent link."""
+    return 0.0 if link is None else carried_bytes / link.reached_bytes_per_s
 
 
 def _chain(message_bytes: float, group: GroupLinks) -> float:

@@ -58,9 +58,10 @@ def conformal(log_errors: Sequence[float], coverage: float = 0.9) -> Uncertainty
     return Uncertainty(sorted(abs(error) for error in log_errors)[place - 1], coverage)
 
 
-RECIPES, KERNELS, MEASURED = "gpu", "gpu_kernels", "cpu"
-"""Kinds of predicted step times: of recipes, whose parts are weighed by the fitted step model; of searched plans on
-GPUs, whose kernels and collectives are priced as alone; of searched plans on a machine that was calibrated."""
+RECIPES, EIGHT_BITS, KERNELS, MEASURED = "gpu", "gpu_f8", "gpu_kernels", "cpu"
+"""Kinds of predicted step times: of recipes, whose parts are weighed by the fitted step model, with products in 16 bits
+or more, or in 8; of searched plans on GPUs, whose kernels and collectives are priced as alone; of searched plans on a
+machine that was calibrated."""
 
 
 def step_time_uncertainty(kind: str) -> Uncertainty | None:

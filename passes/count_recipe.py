@@ -233,6 +233,11 @@ class RecipeCounting:
     def sent(self) -> dict[str, Size]:
         """Bytes that each rank sends, by what for: an axis, or, where several share a group, the axis "data"."""
         axes, again = self.axes, self.recipe.recompute == "full"
+        if self.recipe.merged_dispatch and self.recipe.expert > 1:
+            raise FormulaError(
+                "What a merged dispatch sends depends on where the experts of a token lie, so it is no formula; for "
+                "what the all-to-alls of experts send set merged_dispatch=False."
+            )
         sent: dict[str, Any] = dict.fromkeys(axes, 0)
         for axis in ("tensor", "context", "expert"):
             sent[axis] += self.micro_batches * self._share(

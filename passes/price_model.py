@@ -69,7 +69,7 @@ class CountedModel:
         kind = RecipeKind.of(recipe)
         sizes = (("tensor", recipe.tensor), ("context", recipe.context), ("expert", recipe.expert))
         device = cluster.device if recipe.attention is None else cluster.device.with_attention(recipe.attention)
-        setting = Setting(recipe.micro_batch, sizes, device, recipe.precision)
+        setting = Setting(recipe.micro_batch, sizes, device, recipe.precision, recipe.separate_experts)
         key = (kind, setting)
         if key not in self._prices:
             self._prices[key] = {

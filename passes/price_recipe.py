@@ -21,6 +21,7 @@ from cost_models.collectives import (
     all_reduce_time,
     all_to_all_time,
     broadcast_time,
+    dispatch_time,
     point_to_point_time,
     reduce_scatter_time,
 )
@@ -32,7 +33,7 @@ from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, rank_sections, run_stages
-from passes.price_sections import Busy, PhasePrice, SectionPrice, Traffic
+from passes.price_sections import EXPERT, Busy, PhasePrice, SectionPrice, Traffic
 from passes.propagate_axis import MoveKind
 
 GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -170,7 +171,8 @@ def _phase_time(
     phase: PhasePrice, recipe: Recipe, groups: Groups, model: StepModel, cluster: Cluster, *, is_backward: bool
 ) -> dict[str, float]:
     """Seconds of a phase: "compute", and what of each axis's communication is exposed."""
-    times = {"compute": computing_time(phase.busy, recipe, cluster, model)}
+    sorting_s = sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)
+    times = {"compute": computing_time(phase.busy, recipe, cluster, model) + sorting_s}
     if recipe.blocking_launches:
         times["compute"] += len(phase.traffic) * cluster.device.dispatch("blocking")
     budgets = {
@@ -181,14 +183,16 @@ def _phase_time(
         "expert": times["compute"] if recipe.overlap_expert else 0.0,
     }
     for axis, budget in budgets.items():
-        sent = sum(traffic_time(item, groups, model) for item in phase.traffic if item.axis == axis)
+        sent = sum(traffic_time(item, recipe, groups, model) for item in phase.traffic if item.axis == axis)
         hidden = min(sent, budget)
+        if axis == EXPERT:
+            hidden *= 1 - 1 / recipe.micro_batches  # one forward and one backward of a step have no other beside them
         if sent:
             times[axis] = sent - hidden + model.interference * hidden
     return times
 
 
-def traffic_time(item: Traffic, groups: Groups, model: StepModel) -> float:
+def traffic_time(item: Traffic, recipe: Recipe, groups: Groups, model: StepModel) -> float:
     """Seconds of a collective."""
     group = groups.of(item.axis)
     match item.kind:
@@ -198,9 +202,18 @@ def traffic_time(item: Traffic, groups: Groups, model: StepModel) -> float:
             seconds = reduce_scatter_time(item.bytes, group)
         case MoveKind.REDUCE:
             seconds = all_reduce_time(item.bytes, group)
+        case MoveKind.EXCHANGE if recipe.merged_dispatch and item.axis == EXPERT:
+            seconds = dispatch_time(item.bytes, item.copies, group)
         case MoveKind.EXCHANGE:
             seconds = all_to_all_time(item.bytes, group)
     return seconds * slowdown(group, model)
+
+
+def sorting_time(item: Traffic, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
+    """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
+    if item.axis != EXPERT or recipe.merged_dispatch:
+        return 0.0
+    return memory_time(2 * item.bytes, cluster.device) * model.memory_slowdown
 
 
 def slowdown(group: GroupLinks, model: StepModel) -> float:

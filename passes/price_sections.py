@@ -7,7 +7,7 @@ that the step's model (`cost_models.step`) can weigh the parts, and let communic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.compute import memory_time, work_time
@@ -50,13 +50,14 @@ class Busy:
 class Traffic:
     """A collective: its axis, kind, and bytes of the value that each rank would hold if the axis did not split it.
 
-    `is_hidden` where nothing that waits for it precedes products that do not: the collectives of a backward.
+    `copies` is how often each token is among them: once, or once for each of its experts.
     """
 
     axis: str
     kind: MoveKind
     bytes: int
     has_weight: bool
+    copies: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,21 @@ class SectionPrice:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What sections are priced for: sequences per micro-batch, sizes of axes, the device, and the products' dtype."""
+    """What sections are priced for.
+
+    Args:
+        batch: sequences per micro-batch.
+        sizes: of axes.
+        device: that runs them.
+        precision: of products.
+        separate_experts: each expert's product is a kernel of its own.
+    """
 
     batch: int
     sizes: tuple[tuple[str, int], ...]
     device: Device
     precision: str
+    separate_experts: bool = False
 
 
 def price_section(section: Section, setting: Setting, *, is_block: bool) -> SectionPrice:
@@ -125,12 +135,13 @@ def price_section(section: Section, setting: Setting, *, is_block: bool) -> Sect
         else:
             dense += count
     precision = setting.precision if is_block else ""
+    entering = sum(item.local_bytes(setting.batch, alone) for item in section.entering)
     return SectionPrice(
-        _price_phase(section.forward, setting, sizes, precision),
-        _price_phase(section.backward, setting, sizes, precision),
+        _price_phase(section.forward, setting, sizes, precision, entering),
+        _price_phase(section.backward, setting, sizes, precision, entering),
         saved_bytes=sum(size for size, _ in saved),
         core_bytes=sum(size for size, is_core in saved if is_core),
-        entering_bytes=sum(item.local_bytes(setting.batch, alone) for item in section.entering),
+        entering_bytes=entering,
         largest_bytes=max(outputs, default=0),
         parameters=dense,
         tensors=len(section.parameters) - len(section.expert_parameters),
@@ -141,7 +152,7 @@ def price_section(section: Section, setting: Setting, *, is_block: bool) -> Sect
     )
 
 
-def _price_phase(phase: Phase, setting: Setting, sizes: Mapping[str, int], precision: str) -> PhasePrice:
+def _price_phase(phase: Phase, setting: Setting, sizes: Mapping[str, int], precision: str, entering: int) -> PhasePrice:
     busy, core, tail = Busy(), Busy(), Busy()
     for kernel in phase.kernels:
         taken = _price_kernel(kernel, setting, sizes, precision)
@@ -149,15 +160,19 @@ def _price_phase(phase: Phase, setting: Setting, sizes: Mapping[str, int], preci
         tail = taken if taken.matmul_s and kernel.has_weight else tail + taken
         if kernel.is_core:
             core += taken
-    return PhasePrice(busy, core, tail, tuple(_traffic(item, setting.batch, sizes) for item in phase.sent))
+    return PhasePrice(busy, core, tail, tuple(_traffic(item, setting.batch, sizes, entering) for item in phase.sent))
 
 
 def _price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
     inputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.inputs)
     outputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.outputs)
     done = _work(kernel, inputs, outputs)
+    kernels = 1
     if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
         done = _shared_out(done, kernel, sizes[EXPERT])
+        if setting.separate_experts:
+            kernels = sum(product.batch for product in done.products)
+            done = done._replace(products=tuple(_each_expert(done.products)), steps=max(1, kernels))
     extra = 0.0
     if done.dtype in ("bf16", "f16"):
         done = done._replace(dtype=setting.precision if setting.precision != "f8" else "bf16")
@@ -168,7 +183,7 @@ def _price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], pr
     if done.products:
         flops = sum(shape.flops for shape in done.products)
         late = time if kernel.makes_gradient else 0.0
-        return Busy(matmul_s=time, memory_s=extra, kernels=1, weight_gradient_s=late, flops=flops)
+        return Busy(matmul_s=time, memory_s=extra, kernels=max(1, kernels), weight_gradient_s=late, flops=flops)
     if done.kind is Kind.ATTENTION:
         return Busy(attention_s=time, kernels=1, flops=done.flops)
     return Busy(memory_s=time, kernels=int(done.kind is not Kind.VIEW))
@@ -203,13 +218,21 @@ def _shared_out(done: Work, kernel: Kernel, ranks: int) -> Work:
     return done._replace(products=tuple(share(product) for product in done.products))
 
 
+def _each_expert(products: Sequence[MatmulShape]) -> Iterator[MatmulShape]:
+    """Batches of products one by one: the last wave of each leaves processors idle."""
+    for product in products:
+        yield from (product._replace(batch=1),) * product.batch
+
+
 def _quantising_time(inputs: tuple[TensorInfo, ...], device: Device) -> float:
     """Operands are read once, and written in eight bits as they are and transposed."""
     return sum(memory_time(math.prod(item.shape) * (item.itemsize + 2), device) for item in inputs[:1])
 
 
-def _traffic(sent: Sent, batch: int, sizes: Mapping[str, int]) -> Traffic:
-    return Traffic(sent.axis, sent.kind, sent.value.local_bytes(batch, {**sizes, EXPERT: 1}), sent.has_weight)
+def _traffic(sent: Sent, batch: int, sizes: Mapping[str, int], entering: int) -> Traffic:
+    size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
+    copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
+    return Traffic(sent.axis, sent.kind, size, sent.has_weight, copies)
 
 
 def _info(item: Sized, batch: int, sizes: Mapping[str, int]) -> TensorInfo:

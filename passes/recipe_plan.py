@@ -12,7 +12,7 @@ from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from cost_models.intervals import RECIPES, step_time_uncertainty
+from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from cost_models.step import StepModel, fitted
 from passes.pipeline_stages import share_out
 from passes.price_memory import memory_price
@@ -68,7 +68,7 @@ def predict_recipe(
     memory = memory_price(sections, stages, recipe, groups, step.in_flight)
     flops = model_flops(sections, priced.blocks, recipe)
     peak = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
-    uncertainty = step_time_uncertainty(RECIPES)
+    uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
     return Prediction(
         step_time_s=step.time_s,
         peak_memory_bytes=memory.total,

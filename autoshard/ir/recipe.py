@@ -58,6 +58,10 @@ class Recipe:
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
         overlap_pipeline: activations are sent between stages while others are computed.
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
+        merged_dispatch: a token goes once to a rank that has several of its experts, over the network once to a node
+            (DeepEP, HybridEP); otherwise once for each expert, and ranks sort by expert what comes.
+        separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS);
+            otherwise one kernel has all experts of a rank.
         bucket_bytes: gradients and parameters are exchanged in pieces of about this size, at least one for each block
             under ZeRO-3.
         listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
@@ -105,6 +109,8 @@ class Recipe:
     overlap_tensor: bool = True
     overlap_pipeline: bool = False
     overlap_expert: bool = False
+    merged_dispatch: bool = False
+    separate_experts: bool = False
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
     whole_tensors: bool = False

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.benchmarks.experts import Experts, MixtureOfExperts
+
 
 @dataclass(frozen=True, slots=True)
 class Latent:
@@ -22,17 +24,6 @@ class Latent:
     nope_size: int
     rope_size: int
     value_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts; `shared_ffn` is the width of the expert that sees every token, 0 for none."""
-
-    count: int
-    active: int
-    ffn: int
-    shared_ffn: int
-    dense_layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +89,12 @@ class Block(nn.Module):
         window = shape.window if index % 2 == 0 else None
         self.attention = Attention(shape, window) if shape.latent is None else LatentAttention(shape, shape.latent)
         self.ffn_norm = _norm(shape, shape.hidden)
-        is_sparse = shape.experts is not None and index >= shape.experts.dense_layers
-        self.ffn = (
-            MixtureOfExperts(shape, shape.experts) if is_sparse and shape.experts else FeedForward(shape, shape.ffn)
-        )
+        experts = shape.experts
+        if experts is not None and index >= experts.dense_layers:
+            shared = FeedForward(shape, experts.shared_ffn) if experts.shared_ffn else None
+            self.ffn: nn.Module = MixtureOfExperts(shape.hidden, experts, shared)
+        else:
+            self.ffn = FeedForward(shape, shape.ffn)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._dropped(self.attention(self.attention_norm(x)))
@@ -180,33 +173,6 @@ class FeedForward(nn.Module):
             return self.down(F.gelu(self.up(x), approximate="tanh"))
         gate, up = self.up(x).unflatten(-1, (-1, 2)).unbind(-1)  # gate and value of a unit lie together
         return self.down(F.silu(gate) * up)
-
-
-class MixtureOfExperts(nn.Module):
-    """Each token goes through `active` experts of `count`; routing is balanced, so that every expert sees as many."""
-
-    def __init__(self, shape: DecoderShape, experts: Experts | None) -> None:
-        super().__init__()
-        assert experts is not None, "a sparse block needs experts"
-        self.experts = experts
-        self.router = nn.Linear(shape.hidden, experts.count, bias=False)
-        self.up = nn.Parameter(torch.empty(experts.count, shape.hidden, 2 * experts.ffn))
-        self.down = nn.Parameter(torch.empty(experts.count, experts.ffn, shape.hidden))
-        self.shared = FeedForward(shape, experts.shared_ffn) if experts.shared_ffn else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)  # [T, H]
-        weights, chosen = self.router(tokens).softmax(-1).topk(self.experts.active)  # [T, K]
-        order = chosen.flatten().argsort()
-        sources = order // self.experts.active
-        missing = -len(sources) % self.experts.count  # experts see as many tokens each, the last ones perhaps padding
-        rows = tokens.index_select(0, F.pad(sources, (0, missing)) if missing else sources)  # [T * K, H], by expert
-        grouped = rows.unflatten(0, (self.experts.count, -1))  # [E, T * K / E, H]
-        up, gate = torch.bmm(grouped, self.up).chunk(2, -1)
-        done = torch.bmm(F.silu(gate) * up, self.down).flatten(0, 1)
-        back = done.index_select(0, order.argsort()).unflatten(0, (-1, self.experts.active))  # [T, K, H]
-        mixed = (back * weights.unsqueeze(-1)).sum(1).view(x.shape)
-        return mixed if self.shared is None else mixed + self.shared(x)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, fused: bool, dropout: float) -> Tensor:

@@ -35,6 +35,9 @@ class Framework:
         whole_tensors: see `Recipe` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py).
         blocking_launches: see `Recipe` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
             beside it: without it the training hung).
+        separate_experts: see `Recipe` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
+            products are "multi-stream + cuBLAS"; a graph of the whole iteration needs kernels that read counts on the
+            device).
     """
 
     dropout: float = 0.0
@@ -50,13 +53,14 @@ class Framework:
     attention: str | None = None
     whole_tensors: bool = False
     blocking_launches: bool = False
+    separate_experts: bool = False
 
 
 _MEGATRON_2020 = Framework(
     dropout=0.1, overlap_gradients=False, overlap_parameters=False, overlap_tensor=False, gradient_dtype=None
 )
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
-_MEGATRON_CORE = Framework(overlap_pipeline=True)
+_MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True)
 FRAMEWORKS: Mapping[str, Framework] = {
     "mosaicml": Framework(fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton"),
     "bigscience": replace(_MEGATRON_2020, blocking_launches=True),
@@ -148,7 +152,7 @@ def recipe_of(row: Row) -> Recipe:
         micro_batch=row["micro_batch"],
         global_batch=row["global_batch"],
         recompute=_recompute(row["recompute"]),
-        precision="f16" if row["dtype"].startswith("fp16") else "bf16" if is_16_bit(row) else "f8",
+        precision=_precision(row),
         gradient_dtype=_gradient_dtype(row, framework),
         overlap_gradients=framework.overlap_gradients,
         overlap_parameters=framework.overlap_parameters,
@@ -160,11 +164,20 @@ def recipe_of(row: Row) -> Recipe:
         early_stop=framework.early_stop,
         attention=framework.attention,
         overlap_expert=bool(plan.get("moe_a2a_overlap")),
+        merged_dispatch=plan.get("moe_dispatcher") in ("deepep", "hybridep"),
+        separate_experts=framework.separate_experts and plan.get("cuda_graph") != "full_iteration",
         fused=framework.fused,
         whole_tensors=framework.whole_tensors and plan["zero_stage"] == 1,
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )
+
+
+def _precision(row: Row) -> str:
+    """Four bits have no price: `Recipe` refuses them."""
+    if is_16_bit(row):
+        return "f16" if row["dtype"].startswith("fp16") else "bf16"
+    return "f4" if row["dtype"].startswith("nvfp4") else "f8"
 
 
 def _recompute(said: str | None) -> str:

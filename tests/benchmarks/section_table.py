@@ -81,12 +81,13 @@ class SectionTable:
 
 
 def _digest(shape: DecoderShape, kind: RecipeKind) -> str:
-    return hashlib.sha256(f"{shape} {kind} {torch.__version__} {_code()}".encode()).hexdigest()[:32]
+    code = _code(_CODE if shape.experts is None else (*_CODE, "tests/benchmarks/experts.py"))
+    return hashlib.sha256(f"{shape} {kind} {torch.__version__} {code}".encode()).hexdigest()[:32]
 
 
-@lru_cache(maxsize=1)
-def _code() -> str:
+@lru_cache(maxsize=2)
+def _code(names: tuple[str, ...]) -> str:
     found = hashlib.sha256()
-    for name in _CODE:
+    for name in names:
         found.update((ROOT / name).read_bytes())
     return found.hexdigest()

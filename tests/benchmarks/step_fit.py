@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 from cost_models.step import StepModel
 
 Floats = NDArray[np.float64]
-FITTED = ("matmul_slowdown", "attention_slowdown", "memory_slowdown", "network_slowdown", "interference")
+FITTED = (
+    *("matmul_slowdown", "attention_slowdown", "memory_slowdown"),
+    *("fabric_slowdown", "network_slowdown", "interference"),
+)
 _HUBER = 0.08
 _PRIOR = 0.004
 _STEP = 0.05

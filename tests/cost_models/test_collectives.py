@@ -12,6 +12,7 @@ from cost_models.collectives import (
     all_reduce_time,
     all_to_all_time,
     broadcast_time,
+    dispatch_time,
     hierarchical_all_reduce_time,
     point_to_point_time,
     reduce_scatter_time,
@@ -198,6 +199,29 @@ def test_expert_dispatch_reaches_the_measured_bandwidth():
     crossing = 0.5 * 2**28
     across = all_to_all_time(2**28, group(8, 2, node.intra, node.inter))
     assert 0.75 * 48e9 < crossing / across < 54e9
+
+
+@pytest.mark.parametrize(
+    ("node", "nodes", "per_node", "low", "high"),
+    [("gb200_nvl72", 1, 8, 684, 750), ("gb200_nvl72", 1, 16, 600, 662), ("gb200_nvl72", 1, 32, 547, 630),
+     ("gb200_nvl72", 1, 36, 543, 613), ("b200", 1, 8, 674, 735),
+     ("h100_sxm", 4, 8, 51, 58), ("h100_sxm", 8, 8, 46, 51)],
+)  # fmt: skip
+def test_a_dispatch_sends_a_token_once_to_a_place(node, nodes, per_node, low, high):
+    """HybridEP, kernels only: GB/s of what ranks get over NVLink, or nodes over InfiniBand, for combine and dispatch.
+
+    4096 tokens of 7168 in bf16, 8 experts each: deepseek-ai/DeepEP Hybrid-EP_Implementation.md @07eea0c0.
+    """
+    kind = node_type(node)
+    seconds = dispatch_time(4096 * 7168 * 2 * 8, 8, group(per_node, nodes, kind.intra, kind.inter))
+    places = nodes if nodes > 1 else per_node
+    arriving = 4096 * 7168 * 2 * places * (1 - (1 - 1 / places) ** 8)
+    assert 0.9 * low < arriving / seconds / 1e9 < 1.1 * high
+
+
+@given(SIZES, GROUPS, st.integers(1, 64))
+def test_a_dispatch_of_few_tokens_to_many_experts_sends_less(size, links, copies):
+    assert dispatch_time(size, copies + 1, links) <= dispatch_time(size, copies, links) * (1 + 1e-9)
 
 
 def test_a_ring_pays_every_hop():

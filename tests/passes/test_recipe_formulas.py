@@ -101,3 +101,10 @@ def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
     for other in (Plan.load(tmp_path / "plan.json"), pickle.loads(pickle.dumps(plan))):
         with pytest.raises(FormulaError, match="no model at hand"):
             other.formula("step_flops")
+
+
+def test_bytes_of_a_merged_dispatch_are_refused() -> None:
+    """They are an expectation over routings, not a count."""
+    plan = _price(Recipe(data=4, expert=4, merged_dispatch=True), 16, sparse())
+    with pytest.raises(FormulaError, match="merged_dispatch=False"):
+        plan.formula("communication_bytes_expert")

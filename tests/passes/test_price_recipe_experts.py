@@ -1,0 +1,74 @@
+"""What experts cost: their products, and the tokens that are sent to them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autoshard import Cluster, Recipe
+from cost_models.step import StepModel
+from passes.pipeline_stages import share_out
+from passes.price_model import PricedModel
+from passes.price_recipe import recipe_groups, sorting_time, step_price, traffic_time
+from passes.price_sections import Traffic
+from passes.propagate_axis import MoveKind
+from tests.passes.decoders import folded, sparse
+
+MODEL = StepModel()
+PRICED = PricedModel(folded(sparse()))
+RECIPE = Recipe(data=4, expert=4, micro_batch=4096)
+CLUSTER = Cluster("h100_sxm", 1, 4)
+
+
+def _seconds(recipe: Recipe) -> float:
+    prices = PRICED.section_prices(recipe, CLUSTER)
+    stages = share_out(PRICED.folded.blocks, recipe)
+    return step_price(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER, MODEL).time_s
+
+
+def _exchanges(recipe: Recipe) -> list[Traffic]:
+    prices = PRICED.section_prices(recipe, CLUSTER).values()
+    phases = (phase for price in prices for phase in (price.forward, price.backward))
+    return [item for phase in phases for item in phase.traffic if item.axis == "expert"]
+
+
+def test_tokens_count_once_for_each_of_their_experts() -> None:
+    """Two experts a token: what is sent holds each token twice."""
+    assert {item.copies for item in _exchanges(RECIPE)} == {2.0}
+
+
+def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
+    """Of two experts on four ranks, 1 in 4 pairs shares its rank; starts are not less."""
+    merged, groups = dataclasses.replace(RECIPE, merged_dispatch=True), recipe_groups(RECIPE, CLUSTER)
+    for item in _exchanges(RECIPE):
+        apart, together = (traffic_time(item, recipe, groups, MODEL) for recipe in (RECIPE, merged))
+        assert 0.875 * apart <= together < 0.95 * apart
+        assert sorting_time(item, merged, CLUSTER, MODEL) == 0.0 < sorting_time(item, RECIPE, CLUSTER, MODEL)
+    assert _seconds(merged) < _seconds(RECIPE)
+
+
+def test_other_traffic_is_not_sorted() -> None:
+    """Only tokens that were sent to experts are."""
+    item = Traffic("tensor", MoveKind.REDUCE, 2**20, has_weight=False)
+    assert sorting_time(item, RECIPE, CLUSTER, MODEL) == 0.0
+
+
+def test_separate_experts_launch_a_kernel_each() -> None:
+    """With two experts on each of two ranks, each of their products is two kernels, which take no less."""
+    one = Recipe(data=2, expert=2, micro_batch=4096)
+    each = dataclasses.replace(one, separate_experts=True)
+    cluster = Cluster("h100_sxm", 1, 2)
+    together, apart = (PRICED.section_prices(recipe, cluster) for recipe in (one, each))
+    for name, price in together.items():
+        before, after = price.forward.busy, apart[name].forward.busy
+        products = 2 if price.expert_parameters else 0
+        assert after.kernels == before.kernels + products
+        assert after.matmul_s >= before.matmul_s
+        assert after.flops == before.flops
+
+
+def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
+    """Exchanges of one run beside computation of another."""
+    hidden = dataclasses.replace(RECIPE, overlap_expert=True)
+    assert _seconds(hidden) == _seconds(RECIPE)
+    several = {"micro_batch": 1024, "global_batch": 4 * 4096}
+    assert _seconds(dataclasses.replace(hidden, **several)) < _seconds(dataclasses.replace(RECIPE, **several))
