@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
@@ -11,6 +12,7 @@ from passes.price_model import PricedModel
 from passes.price_recipe import recipe_groups, sorting_time, step_price, traffic_time
 from passes.price_sections import Traffic
 from passes.propagate_axis import MoveKind
+from passes.recipe_plan import predict_recipe
 from tests.passes.decoders import folded, sparse
 
 MODEL = StepModel()
@@ -72,3 +74,13 @@ def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
     assert _seconds(hidden) == _seconds(RECIPE)
     several = {"micro_batch": 1024, "global_batch": 4 * 4096}
     assert _seconds(dataclasses.replace(hidden, **several)) < _seconds(dataclasses.replace(RECIPE, **several))
+
+
+def test_steps_in_eight_bits_have_an_interval_of_their_own() -> None:
+    """Wider than that in 16 bits: no such run was fitted to."""
+    one, eight = (
+        predict_recipe(PRICED.counted, dataclasses.replace(RECIPE, precision=precision), CLUSTER)
+        for precision in ("bf16", "f8")
+    )
+    widths = [math.log(high / low) for low, high in (item.step_time_interval_s or (1, 1) for item in (one, eight))]
+    assert 0 < widths[0] < widths[1]
