@@ -17,9 +17,10 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.cluster import candidate_meshes
-from autoshard.errors import InvalidSpecError, NotAvailableError, TraceError
+from autoshard.errors import InvalidSpecError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.precision import effective_precision
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.planner import (
@@ -28,6 +29,7 @@ from autoshard.planner import (
     Planner,
     check_optimizer_arguments,
     choose_mesh,
+    refuse_scaling,
     split_inputs,
     update_of,
 )
@@ -81,7 +83,9 @@ def compile(
         constraints: glob of qualified names, "input:0" or "output:0" to the spec it must have. A constrained
             output is handed out as a DTensor, where there are processes.
         memory_budget: bytes per device; default: the device's own memory.
-        precision: None: the model's own types. Nothing else is available yet.
+        precision: "bf16", "f16" (without gradients) or "f32": compute in this type where parameters and inputs are
+            wider. Parameters, gradients and optimizer state keep the model's types (master weights); see
+            docs/precision.md. None: the model's own types, or the precision of `plan`.
         micro_batches: with an optimizer: cut each batch in so many parts; see `TrainStep`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
@@ -100,13 +104,17 @@ def compile(
         torch.Size([6, 2])
     """
     _check_model(model)
-    _check_precision(model, precision)
     check_optimizer_arguments(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
-    update = _update_for(model, optimizer, max_grad_norm, _read_plan(plan), strict=strict)
+    fixed = _read_plan(plan)
+    precision = _precision_of(model, precision, fixed)
+    if optimizer is not None:
+        refuse_scaling(precision)
+    update = _update_for(model, optimizer, max_grad_norm, fixed, strict=strict)
     planner = Planner(
         cluster=mesh if isinstance(mesh, Cluster) else None,
-        fixed=_read_plan(plan),
+        fixed=fixed,
         loss_fn=loss_fn,
+        precision=precision,
         constraints=_checked_constraints(constraints),
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
@@ -152,7 +160,7 @@ def plan(
     global_batch: int | None = None,
     constraints: Mapping[str, PartitionSpec] | None = None,
     memory_budget: int | None = None,
-    precision: str | None = None,
+    precision: str | None = "bf16",
     recipe: Any = None,
     strict: bool = False,
     time_budget_s: float = 60.0,
@@ -167,14 +175,14 @@ def plan(
             Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         global_batch, recipe: not available yet.
-        precision: None: the model's own types.
+        precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
+            that has none, computes in its own types.
 
     Raises:
         AutoshardError: as `compile`.
     """
     from passes.formulas import PlanFormulas
 
-    _check_precision(model, precision)
     _refuse("global_batch", global_batch, "the batch is the one of example_inputs")
     _refuse("recipe", recipe, "recipes cannot be priced yet; use constraints")
     if isinstance(optimizer, str):
@@ -183,6 +191,7 @@ def plan(
     planner = Planner(
         cluster=mesh_or_cluster if isinstance(mesh_or_cluster, Cluster) else None,
         loss_fn=loss_fn,
+        precision=effective_precision(model, precision),
         constraints=_checked_constraints(constraints),
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
@@ -238,20 +247,21 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-_PRECISIONS = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
-
-
-def _check_precision(model: nn.Module, precision: str | None) -> None:
-    """Only the model's own type is available: mixed precision needs casts in the program."""
-    if precision is None:
-        return
-    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if precision not in _PRECISIONS or types - {_PRECISIONS[precision]}:
+def _precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
+    """What calls compute in, None for the model's own types: what is asked for, or what the plan to use says."""
+    if precision is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise NotAvailableError(
-            f"precision={precision!r} is not available yet for a model with parameters of "
-            f"{sorted(map(str, types))}: autoshard runs a model in its own types. Cast it with model.to(dtype), and "
-            "leave precision out."
+            f"precision={precision!r} casts floating parameters, and {type(model).__qualname__} has none: leave it out."
         )
+    found = effective_precision(model, precision)
+    if fixed is None:
+        return found
+    if precision is not None and found != fixed.precision:
+        raise PlanMismatchError(
+            f"The plan is of a program in precision={fixed.precision!r}, and precision={precision!r} is asked for. "
+            "Leave precision out, or plan again."
+        )
+    return fixed.precision
 
 
 def _checked_constraints(constraints: Mapping[str, PartitionSpec] | None) -> dict[str, PartitionSpec]:

@@ -22,6 +22,7 @@ from autoshard.errors import AutoshardError, MeshError, NotAvailableError, PlanM
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
@@ -50,6 +51,7 @@ class Planner:
         cluster: what to price for; None: this machine.
         fixed: the plan that calls which train must use.
         made: a plan that is made already, for calls of its program on its mesh.
+        precision: what calls compute in where the model's parameters are wider; None: the model's own types.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         others: see `compile`.
     """
@@ -58,6 +60,7 @@ class Planner:
     fixed: Plan | None = None
     made: Plan | None = None
     loss_fn: LossFunction | None = None
+    precision: str | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
     memory_budget: int | None = None
     state_ratio: float = 0.0
@@ -89,7 +92,14 @@ class Planner:
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
-        """The program of a call."""
+        """The program of a call.
+
+        Raises:
+            NotAvailableError: gradients in float16.
+            TraceError: the call cannot be captured.
+        """
+        if request.grad:
+            refuse_scaling(self.precision)
         return tracing.trace(
             request.model,
             request.args,
@@ -98,6 +108,7 @@ class Planner:
             grad=request.grad,
             all_tangents=request.all_tangents,
             update=request.update,
+            compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
         )
 
     def search(
@@ -107,7 +118,7 @@ class Planner:
         from passes.pipeline import plan_program
 
         options = replace(self._options(program, mesh, placed), before=before)
-        return plan_program(program, mesh, self.cluster_for(mesh), options)
+        return replace(plan_program(program, mesh, self.cluster_for(mesh), options), precision=self.precision)
 
     def alternatives(self, program: Program, mesh: Mesh) -> PlanAlternatives:
         """What answers `Plan.explain` for the plans that `search_meshes` finds."""
@@ -199,6 +210,15 @@ class Planner:
             for pattern, spec in self.constraints.items()
             if not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs)
         }
+
+
+def refuse_scaling(precision: str | None) -> None:
+    """Raise `NotAvailableError` for a precision in which gradients would have to be scaled."""
+    if precision == "f16":
+        raise NotAvailableError(
+            "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
+            "scaled up for them. Train with precision='bf16'; in 'f16' a model runs under torch.no_grad() only."
+        )
 
 
 def updates(program: Program) -> bool:

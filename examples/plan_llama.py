@@ -1,4 +1,7 @@
-"""Plan the training of Llama-3 8B on 64 H100s, on a laptop: the model lives on the meta device."""
+"""Plan the training of Llama-3 8B on 64 H100s, on a laptop, in bfloat16 over float32 master weights.
+
+The model lives on the meta device.
+"""
 
 import argparse
 
@@ -31,7 +34,7 @@ def main() -> None:
 
     LLAMA_3_8B.num_hidden_layers = options.layers
     with torch.device("meta"):
-        model = LlamaForCausalLM(LLAMA_3_8B).bfloat16()
+        model = LlamaForCausalLM(LLAMA_3_8B)
         tokens = torch.zeros(options.batch, options.length, dtype=torch.int64)
 
     cluster = autoshard.Cluster("h100_sxm", nodes=8, devices_per_node=8)

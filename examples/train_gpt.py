@@ -120,7 +120,11 @@ def make_plan(
     cluster = calibrate(name="this_machine").cluster
     plans = [None]
     if dist.get_rank() == 0:
-        plans = [autoshard.plan(model, cluster, mesh=autoshard.Mesh.from_device_mesh(mesh), example_inputs=example)]
+        plans = [
+            autoshard.plan(
+                model, cluster, mesh=autoshard.Mesh.from_device_mesh(mesh), example_inputs=example, precision=None
+            )
+        ]
     dist.broadcast_object_list(plans)
     return plans[0]
 

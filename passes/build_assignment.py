@@ -19,11 +19,12 @@ from passes.enumerate_strategies import Link, SearchSpace, Site, ValueInfo, leav
 from passes.liveness import Interval, Liveness, OnLink
 from passes.memory_tables import MemoryTables
 from passes.memory_usage import Item, MemoryUsage
+from passes.narrow_gradients import without_sums
 from passes.price import Prices
 from passes.transients import Transients
 
 _EdgeKey = tuple[int, int, int, int]
-_Places = tuple[ValueInfo, int, int, int, int, bool]
+_Places = tuple[ValueInfo, int, int, int, int, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,8 @@ def _alike_links(space: SearchSpace, classes: Mapping[str, int]) -> dict[_EdgeKe
 def _places_of(tail: Site, head: Site, link: Link) -> _Places:
     """What the costs and copies of a link depend on: links for which this is equal share their tables."""
     value = tail.results[link.result]
-    return value, id(tail.strategies), link.result, id(head.strategies), link.operand, leaves_program(head, link)
+    strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
+    return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
 def _call_costs(alike: Sequence[Site], prices: Prices) -> Floats:
@@ -156,7 +158,9 @@ def _call_costs(alike: Sequence[Site], prices: Prices) -> Floats:
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
     tail, head = space.sites[link.tail], space.sites[link.head]
-    return prices.reshard_table(tail.results[link.result], specs_of(tail, link.result), needs_of(head, link))
+    sources, targets = specs_of(tail, link.result), needs_of(head, link)
+    table = prices.reshard_table(tail.results[link.result], sources, targets)
+    return without_sums(table, sources, targets) if link.keeps_sums else table
 
 
 def _accumulate(into: dict[Any, Floats], key: Any, sizes: Floats) -> None:

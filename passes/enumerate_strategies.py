@@ -7,7 +7,7 @@ decides about splits: of the size of a factor that is how it divides, so program
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
@@ -26,6 +26,7 @@ from autoshard.rules.notation import BoundRule
 from autoshard.rules.registry import bound_rule
 from autoshard.runtime.boundary import matches_dtensor
 from passes.canonicalize import is_view
+from passes.narrow_gradients import find_narrow_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,15 @@ class Link:
     """Result `result` of site `tail`, read by site `head`.
 
     `operand` is the index of the tensor operand of `head`; -1 if `head` is a placeholder whose spec the value must
-    end in: a gradient that leaves the program lies like its parameter, and so does the updated parameter.
+    end in: a gradient that leaves the program lies like its parameter, and so does the updated parameter. No sums are
+    made where it `keeps_sums`.
     """
 
     tail: str
     result: int
     head: str
     operand: int
+    keeps_sums: bool = False
 
 
 def specs_of(site: Site, result: int) -> tuple[PartitionSpec, ...]:
@@ -141,11 +144,14 @@ class EnumerateStrategies:
         prune: leave out strategies under which a value awaits a reduction that no call of the program makes (a maximum,
             where nothing takes one). They are legal, and no plan is better for them: that such a value is whole
             instead costs no more.
+        wide_gradients: gradients in 16 bits that are converted to more are reduced behind that; see
+            `passes.narrow_gradients`.
     """
 
     mesh: Mesh
     strict: bool = False
     prune: bool = False
+    wide_gradients: bool = False
     _calls: dict[Any, _Call] = field(default_factory=dict, repr=False)
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
@@ -154,6 +160,8 @@ class EnumerateStrategies:
         kinds = {slot.node: slot.kind for slot in program.inputs}
         calls = {node.name: self._call(node) for node in program.graph.nodes if _is_call(node)}
         reductions = _reductions_of(calls.values()) if self.prune else frozenset(Reduction)
+        rules = {name: call.rule for name, call in calls.items()}
+        narrow = find_narrow_gradients(program, rules) if self.wide_gradients else frozenset()
         sites: dict[str, Site] = {}
         links: list[Link] = []
         replicated_operators: dict[tuple[str, str], None] = {}
@@ -165,7 +173,7 @@ class EnumerateStrategies:
                 strategies = self._strategies(node, call.rule, reductions)
                 phase = node.meta["phase"]
                 sites[node.name] = Site(node.name, node, phase, strategies, _values(node), call.rule, call.number)
-                links += _call_links(node)
+                links += _call_links(node, narrow)
                 if call.rule is None:
                     replicated_operators[str(node.target), node.meta.get("source", "")] = None
         owners = _owners(program)
@@ -304,9 +312,13 @@ def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
     return tuple(ValueInfo(tuple(v.shape), v.dtype) for v in tensor_values(node) if v is not None)
 
 
-def _call_links(node: fx.Node) -> list[Link]:
-    found = [resolve(operand) for operand in operands_of(node)]
-    return [Link(tail.name, result, node.name, index) for index, (tail, result) in enumerate(found)]
+def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
+    """The links to a node; `narrow` are the pairs of nodes between which no sums are made."""
+    links = []
+    for index, operand in enumerate(operands_of(node)):
+        tail, result = resolve(operand)
+        links.append(Link(tail.name, result, node.name, index, (operand.name, node.name) in narrow))
+    return links
 
 
 def _call_key(node: fx.Node) -> Any:

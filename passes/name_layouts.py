@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import fx
 
 from autoshard.ir.plan import ParameterPlan
 from autoshard.ir.program import InputSlot
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.build_assignment import PlanningProblem
-from passes.enumerate_strategies import Link, operands_of, resolve
+from passes.enumerate_strategies import Link, Site, operands_of, resolve
 from passes.price import local_bytes
 
 _ZERO_3, _SPLIT, _ZERO_2, _ZERO_1, _COPIED = "ZeRO-3", "split", "ZeRO-2", "ZeRO-1", "copied"
@@ -79,7 +80,7 @@ def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) 
 
 
 def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links of the forward by which a value is read, and those by which hubs and views of it are."""
+    """The links of the forward by which a value is read, and those by which hubs, views and casts of it are."""
     readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
     if not readers:
         for link in planning.space.links:
@@ -91,5 +92,11 @@ def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
             if head.phase != "forward" or link.operand < 0 or head.node is None:
                 continue
             yield link
-            if head.is_alias and link.operand == 0:
+            if passes_on(head, link):
                 waiting.append(link.head)
+
+
+def passes_on(head: Site, link: Link) -> bool:
+    """Whether what a link leads to is the value itself: a hub, a view, or a cast of it."""
+    is_cast = head.node is not None and head.node.target is torch.ops.aten._to_copy.default
+    return link.operand == 0 and (head.is_alias or is_cast)

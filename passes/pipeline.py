@@ -112,7 +112,7 @@ def solve(
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
     """The assignment problem whose solutions are the plans of a program."""
-    space = EnumerateStrategies(mesh, options.strict, prune=True)(prepare(program))
+    space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
     sharded_outputs = constrained_outputs(program, options.constraints)
     liveness = find_lifetimes(space, options.state_bytes_per_parameter_byte, sharded_outputs)
     return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space))

@@ -24,7 +24,7 @@ from autoshard.ir.program import InputKind, InputSlot
 from autoshard.ir.spec import PartitionSpec
 from passes.build_assignment import PlanningProblem
 from passes.enumerate_strategies import Link
-from passes.name_layouts import forward_links
+from passes.name_layouts import forward_links, passes_on
 
 Masks = dict[int, np.ndarray]
 
@@ -83,9 +83,9 @@ def _keep(
 
 
 def uses_of(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links by which calls of the forward read a value, behind views and hubs."""
+    """The links by which calls of the forward read a value, behind views, hubs and casts."""
     sites = planning.space.sites
-    return (link for link in forward_links(planning, name) if not (sites[link.head].is_alias and link.operand == 0))
+    return (link for link in forward_links(planning, name) if not passes_on(sites[link.head], link))
 
 
 def _matrices(planning: PlanningProblem) -> list[InputSlot]:

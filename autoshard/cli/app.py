@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +43,7 @@ _Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
 _Batch = Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")]
 _Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
-_Precision = Annotated[str, typer.Option(help="bf16 or f32: the dtype of the model's parameters.")]
+_Precision = Annotated[str, typer.Option(help="bf16 or f32: what a model with wider parameters computes in.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
 _MemoryGib = Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -120,13 +121,14 @@ def _plan(
     memory_gib: float | None,
 ) -> Plan:
     """The plan that options of the command line ask for."""
-    loaded = load_model(model, batch=batch, seq=seq, precision=precision)
+    loaded = load_model(model, batch=batch, seq=seq)
     return api.plan(
         loaded.model,
         parse_cluster(cluster),
         example_inputs=loaded.inputs,
         mesh=None if mesh is None else parse_mesh(mesh),
         optimizer=optimizer,
+        precision=precision,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
     )
 
@@ -175,7 +177,7 @@ def price(
     as_json: _Json = False,
 ) -> None:
     """Say what an expert's recipe would take: step time, memory, and where the time goes."""
-    loaded = load_model(model, batch=1, seq=seq, precision="bf16")
+    loaded = load_model(model, batch=1, seq=seq, dtype=torch.bfloat16)
     result = pricing.price(loaded.model, parse_cluster(cluster), parse_recipe(recipe), example_inputs=loaded.inputs)
     if out is not None:
         result.save(out)
@@ -219,9 +221,11 @@ def doctor(
     if model is None:
         _examine_machine(as_json)
         return
-    loaded = load_model(model, batch=batch, seq=seq, precision=precision)
+    loaded = load_model(model, batch=batch, seq=seq)
     axes = None if mesh is None else parse_mesh(mesh)
-    result = api.plan(loaded.model, parse_cluster(cluster), example_inputs=loaded.inputs, mesh=axes)
+    result = api.plan(
+        loaded.model, parse_cluster(cluster), example_inputs=loaded.inputs, mesh=axes, precision=precision
+    )
     if as_json:
         _show(coverage_json(result))
         return

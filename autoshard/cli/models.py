@@ -22,8 +22,6 @@ from torch import nn
 
 from autoshard.errors import AutoshardError
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-
 
 class ModelReferenceError(AutoshardError):
     """A model named on the command line cannot be found or built."""
@@ -37,24 +35,22 @@ class NamedModel:
     inputs: tuple[Any, ...] | Mapping[str, Any]
 
 
-def load_model(reference: str, *, batch: int, seq: int, precision: str) -> NamedModel:
+def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | None = None) -> NamedModel:
     """Build the model that `reference` names.
 
     Args:
         reference: "path/to/file.py:build", "package.module:build", or "hf:CONFIG".
         batch: sequences per step over the whole cluster.
         seq: tokens per sequence.
-        precision: dtype of floating-point parameters: "bf16", "f16" or "f32".
+        dtype: of floating-point parameters; None: those of the function's model, float32 for a config.
 
     Raises:
         ModelReferenceError: nothing of that name, or it does not return a model with example inputs.
     """
-    if precision not in DTYPES:
-        raise ModelReferenceError(f"--precision {precision!r} is unknown; use one of {', '.join(DTYPES)}.")
     build = _build_from_config if reference.startswith("hf:") else _build_from_function
     with torch.device("meta"):
         named = build(reference, {"batch": batch, "seq": seq})
-    return NamedModel(named.model.to(DTYPES[precision]), named.inputs)
+    return named if dtype is None else NamedModel(named.model.to(dtype), named.inputs)
 
 
 def _build_from_function(reference: str, sizes: Mapping[str, int]) -> NamedModel:
@@ -112,4 +108,4 @@ def _build_from_config(reference: str, sizes: Mapping[str, int]) -> NamedModel:
         raise ModelReferenceError("MODEL hf:... needs transformers: pip install autoshard[transformers].") from error
     config = AutoConfig.from_pretrained(path, use_cache=False)
     tokens = torch.zeros(sizes["batch"], sizes["seq"], dtype=torch.int64)
-    return NamedModel(AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens})
+    return NamedModel(AutoModelForCausalLM.from_config(config).float(), {"input_ids": tokens, "labels": tokens})

@@ -23,10 +23,10 @@ from autoshard.ir.trace import Trace
 if TYPE_CHECKING:
     import sympy
 
-SCHEMA_VERSION = 2
-"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`."""
+SCHEMA_VERSION = 3
+"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 the precision."""
 
-_READABLE_VERSIONS = (1, 2)
+_READABLE_VERSIONS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,8 @@ class Plan:
         baselines: predicted step time of named recipes, seconds, None where it does not fit.
         hardware: name of the cluster that priced the plan.
         memory_budget: bytes per device that the plan had to fit in, or None.
+        precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
+            model's own types.
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
         formulas: what makes `formula`; None for a plan without its model (one from a file, or of another process).
@@ -194,6 +196,7 @@ class Plan:
     search_time_s: float
     hardware: str
     memory_budget: int | None = None
+    precision: str | None = None
     baselines: Mapping[str, float | None] = field(default_factory=dict)
     replicated_operators: tuple[tuple[str, str], ...] = ()
     operators: tuple[OperatorCoverage, ...] = ()
@@ -372,6 +375,7 @@ class Plan:
             "mesh": dict(self.mesh.axes),
             "hardware": self.hardware,
             "memory_budget": self.memory_budget,
+            "precision": self.precision,
             "program_digest": self.program_digest,
             "inputs": dict(self.inputs),
             "predicted": self.predicted.to_json(),
@@ -408,6 +412,7 @@ class Plan:
             search_time_s=data["search_time_s"],
             hardware=data["hardware"],
             memory_budget=data["memory_budget"],
+            precision=data.get("precision"),
             baselines=data["baselines"],
             replicated_operators=tuple((name, line) for name, line in data["replicated_operators"]),
             operators=tuple(OperatorCoverage(**item) for item in data.get("operators", ())),

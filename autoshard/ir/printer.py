@@ -36,11 +36,16 @@ def summary(plan: Plan) -> str:
     gap = "no bound" if plan.gap is None else f"gap {plan.gap:.2%}"
     budget = "no limit" if plan.memory_budget is None else f"limit {format_bytes(plan.memory_budget)}"
     return (
-        f"Plan on {plan.mesh}, priced for {plan.hardware}: step {format_time(predicted.step_time_s)}{_interval(plan)}, "
+        f"Plan on {plan.mesh}{_precision(plan)}, priced for {plan.hardware}: "
+        f"step {format_time(predicted.step_time_s)}{_interval(plan)}, "
         f"peak memory {format_bytes(predicted.peak_memory_bytes)} per device ({budget}); "
         f"searched {format_time(plan.search_time_s)}, {gap}."
         + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
     )
+
+
+def _precision(plan: Plan) -> str:
+    return "" if plan.precision is None else f" in {plan.precision}"
 
 
 def _interval(plan: Plan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,15 @@ from autoshard import api
 from autoshard.errors import VerificationError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.precision import PRECISIONS
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.tracing.precision import run_in_precision
 
 ABSOLUTE_FLOOR = 1e-6
 """Differences below this are rounding, whatever the scale of the values."""
+
+TOLERANCE = 1e-5
+"""Differences relative to the largest element of a value that are rounding in float32."""
 
 ROUNDING_FACTOR = 4.0
 """A mesh sums in another order than one device; its rounding error may be this much larger."""
@@ -84,9 +90,10 @@ def check_plan(
     *,
     plan: Plan | None = None,
     steps: int = 1,
-    tolerance: float = 1e-5,
+    tolerance: float | None = None,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     precise: torch.dtype | None = None,
+    precision: str | None = None,
 ) -> CheckReport:
     """Train a copy of a model for some steps on simulated ranks and another on one device, and compare.
 
@@ -98,10 +105,13 @@ def check_plan(
         inputs: positional arguments, or keyword arguments as a mapping.
         plan: the plan to run; None plans.
         steps: optimizer steps, at least 1.
-        tolerance: largest difference relative to the largest element of each value.
+        tolerance: largest difference relative to the largest element of each value; default: 1e-5, or the spacing of
+            numbers at 1 in the type that is computed in, if it is narrower than float32: one rounding on either side.
         make_optimizer: from parameters to an optimizer; gradient descent at 0.01 if None.
         precise: run one device in this type as well, e.g. `torch.float64`, to learn how much it rounds: ill-conditioned
-            values (gradients of nearly uniform attention) may then differ by that much. None: do not.
+            values (gradients of nearly uniform attention) may then differ by that much. None: do not, or, where a
+            precision is computed in, the model's own types.
+        precision: see `autoshard.compile`. One device then runs the same casts.
 
     Returns:
         A report; nothing is raised for values that differ (see `CheckReport.raise_if_different`).
@@ -109,17 +119,26 @@ def check_plan(
     make_optimizer = make_optimizer or _gradient_descent
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     alone, original = copy.deepcopy(model), copy.deepcopy(model)
-    sharded = api.compile(original, mesh, example_inputs=inputs, plan=plan)
-    if not isinstance(sharded, ShardedModule):
-        raise AssertionError("without an optimizer, compile gives a module")
-    exact = {} if precise is None else _train_precisely(model, precise, args, kwargs, steps, make_optimizer)
-    expected = _train(alone, args, kwargs, steps, make_optimizer)
-    actual = _train(sharded, args, kwargs, steps, make_optimizer)
-    if sharded.plan is None:
-        raise AssertionError("a module that ran has a plan")
+    sharded = api.compile(original, mesh, example_inputs=inputs, plan=plan, precision=precision)
+    if not isinstance(sharded, ShardedModule) or sharded.plan is None:
+        raise AssertionError("without an optimizer, compile gives a module, and with example inputs a plan")
+    rest = (args, kwargs, steps, make_optimizer)
+    name = sharded.plan.precision
+    if name is None:
+        exact = {} if precise is None else _train_precisely(model, precise, *rest)
+        expected = _train(alone, *rest)
+    else:
+        exact = _train(copy.deepcopy(model), *rest) if precise is None else _train_precisely(model, precise, *rest)
+        expected = _train(alone, *rest, call=partial(run_in_precision, alone, PRECISIONS[name]))
+    actual = _train(sharded, *rest)
     names = dict.fromkeys((*expected, *actual))
-    compared = tuple(_compare(name, actual.get(name), expected.get(name), exact.get(name)) for name in names)
-    return CheckReport(sharded.plan, compared, tolerance)
+    compared = tuple(_compare(item, actual.get(item), expected.get(item), exact.get(item)) for item in names)
+    return CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
+
+
+def _tolerance(precision: str | None) -> float:
+    """What rounding alone may do to a value, relative to its largest element."""
+    return TOLERANCE if precision is None else max(TOLERANCE, torch.finfo(PRECISIONS[precision]).eps)
 
 
 def _gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -132,13 +151,15 @@ def _train(
     kwargs: Mapping[str, Any],
     steps: int,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    call: Callable[..., Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Train, and give what a user can see afterwards, by name."""
+    """Train, and give what a user can see afterwards, by name; `call` runs the network, if not as it is."""
+    call = network if call is None else call
     has_gradients = any(parameter.requires_grad for parameter in network.parameters())
     optimizer = make_optimizer(network.parameters()) if has_gradients else None
     seen: dict[str, torch.Tensor] = {}
     for _ in range(steps):
-        outputs = [leaf for leaf in pytree.tree_leaves(network(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         seen = {f"output:{index}": output.detach().clone() for index, output in enumerate(outputs)}
         if optimizer is not None:
             optimizer.zero_grad()

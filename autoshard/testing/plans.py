@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.precision import PRECISIONS, effective_precision
 from autoshard.ir.program import Program
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing.blocks import Draw
@@ -23,16 +25,21 @@ from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.price import Prices
 
 
-def plans(program: DrawnProgram | Program, mesh: Mesh) -> st.SearchStrategy[Plan]:
+def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
     """Legal plans of a program: for each node any strategy that its rule admits.
 
     Args:
         program: a drawn program, which is traced, or a traced one.
         mesh: the mesh to plan for; ranks are priced as shares of a laptop.
+        precision: what the program computes in: a drawn one is traced so, a traced one has been.
     """
-    traced = trace(program.model, program.inputs) if isinstance(program, DrawnProgram) else program
+    if isinstance(program, DrawnProgram):
+        precision = effective_precision(program.model, precision)
+        dtype = None if precision is None else PRECISIONS[precision]
+        program = trace(program.model, program.inputs, compute_dtype=dtype)
     cluster = _laptop(mesh)
-    return st.composite(_draw_plan)(_unfolded_problem(traced, mesh, cluster), cluster)
+    drawn = st.composite(_draw_plan)(_unfolded_problem(program, mesh, cluster), cluster)
+    return drawn.map(lambda plan: replace(plan, precision=precision))
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
+from autoshard.ir.precision import widen
 
 _LOGGER = logging.getLogger(__name__)
 _PLAIN = (
@@ -165,20 +166,29 @@ def _is_positional(parameter: inspect.Parameter) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class LossCall:
-    """A loss function applied to a model's outputs and the last `targets` positional arguments."""
+class ModelCall:
+    """How a model is called.
 
-    loss_fn: Callable[..., Any]
-    targets: int
+    Args:
+        loss_fn: applied to the model's outputs and the last `targets` positional arguments; None: no loss function.
+        cast_inputs: applied to the model's own arguments, a pytree; its outputs are then widened for `loss_fn`.
+    """
+
+    loss_fn: Callable[..., Any] | None = None
+    targets: int = 0
+    cast_inputs: Callable[[Any], Any] | None = None
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cut = len(args) - self.targets
-        return self.loss_fn(model(*args[:cut], **kwargs), *args[cut:])
-
-
-def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The plain call."""
-    return model(*args, **kwargs)
+        taken = (args[:cut], kwargs)
+        taken_args, taken_kwargs = taken if self.cast_inputs is None else self.cast_inputs(taken)
+        outputs = model(*taken_args, **taken_kwargs)
+        if self.loss_fn is None:
+            return outputs
+        if self.cast_inputs is not None:
+            register_dataclasses(outputs)
+            outputs = pytree.tree_map_only(Tensor, widen, outputs)
+        return self.loss_fn(outputs, *args[cut:])
 
 
 def flatten_result(value: Any, result: Result) -> list[Tensor]:

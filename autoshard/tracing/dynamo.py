@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-from autoshard.errors import TraceError
+from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.program import InputKind
-from autoshard.tracing.calling import Call, call_model
+from autoshard.tracing.calling import Call, ModelCall
 from autoshard.tracing.joint import JointGraph, TraceOptions, export_joint
 
 
@@ -33,11 +33,16 @@ class _CallModule(nn.Module):
 
 def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
     """Capture the call with Dynamo, and export the joint graph of what it captured."""
+    if options.casts is not None:
+        raise NotAvailableError(
+            f"{type(model).__qualname__} can only be traced by way of Dynamo, where a precision is not available: "
+            "leave precision out (precision=None), or convert the model with model.to(dtype)."
+        )
     args, kwargs = call.assemble(tuple(call.tensors.values()))
     capture = dynamo_graph_capture_for_export(_CallModule(model, options))
     with torch.set_grad_enabled(options.grad):
         captured = capture(*args, **kwargs)
-    joint = export_joint(captured, call, replace(options, call=call_model))
+    joint = export_joint(captured, call, replace(options, call=ModelCall()))
     return replace(joint, slots=_own_slots(joint, captured, model))
 
 

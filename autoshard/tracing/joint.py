@@ -25,6 +25,7 @@ from autoshard.ir.program import InputKind
 from autoshard.tracing.attributes import keeping_attributes
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
+from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole, number_random_operators
@@ -59,7 +60,7 @@ class TraceOptions:
     """What to trace: with gradients or not, of the loss only or of all outputs, and how the model is called.
 
     With `as_compiled`, torch.compiler.is_compiling() is true for the model's code, as under torch.compile:
-    some models then do without branches on values.
+    some models then do without branches on values. With `casts`, the model computes in their type.
     """
 
     grad: bool = True
@@ -67,6 +68,7 @@ class TraceOptions:
     call: ModelCall = field(kw_only=True)
     known: Known = Known.NOTHING
     as_compiled: bool = False
+    casts: Casts | None = None
 
 
 class FlatModule(nn.Module):
@@ -92,17 +94,23 @@ class FlatModule(nn.Module):
         traced_state = dict(zip(self._state, flat, strict=False))
         inputs = flat[len(self._state) : -1]
         args, kwargs = self._call.assemble(inputs)
-        after = dict(traced_state)
+        casts = self._options.casts
+        narrow = {} if casts is None else cast_parameters(casts.names(model), traced_state, casts.dtype)
+        given = traced_state | narrow
+        after = dict(given)
         with contextlib.ExitStack() as stack:
             stack.enter_context(keeping_attributes(model))
             self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs)))
             stack.enter_context(number_random_operators(flat[-1]))
+            stack.enter_context(contextlib.nullcontext() if casts is None else casts.running())
             stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
             stack.enter_context(self._provenance.follow_modules())
             stack.enter_context(self._provenance)
             value = self._options.call(model, args, kwargs)
-        _keep_assigned(traced_state, after)
+        check_unchanged(narrow)
+        _keep_assigned(traced_state, given, after)
         outputs = flatten_result(value, self.result)
+        outputs = outputs if casts is None else [widen_scalar(output) for output in outputs]
         guarded = [tensor.detach().clone() for tensor in self.reads.tensors]
         return (*select_tangents(outputs, self._options), *guarded)
 
@@ -118,11 +126,11 @@ class FlatModule(nn.Module):
         return [(traced, real) for traced, real in pairs if not real.is_meta]
 
 
-def _keep_assigned(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Buffers that the model assigned (`self.count = self.count + 1`) are written as if updated in place."""
-    for name, tensor in before.items():
+    for name, tensor in given.items():
         if after[name] is not tensor:
-            tensor.copy_(after[name])
+            state[name].copy_(after[name])
 
 
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions) -> list[Tensor]:
@@ -163,6 +171,8 @@ def export_joint(model: nn.Module, call: Call, options: TraceOptions) -> JointGr
         for context in _contexts(options, mode):
             stack.enter_context(context)
         joint = aot_export_joint_with_descriptors(stack, flat_module, flat)
+    if options.casts is not None:
+        place_casts(joint.graph_module.graph)
     return JointGraph(joint.graph_module, slots, flat_module.result, tuple(flat_module.reads.values))
 
 
@@ -170,7 +180,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield torch.set_grad_enabled(options.grad)
     yield torch.compiler.set_stance("force_eager")
     yield _compiling_flag(options.as_compiled)
-    yield keep_operators_whole()
+    yield keep_operators_whole(wide_losses=options.casts is not None)
     yield without_checkpoints()
     yield _refusing_inner_backward()
     yield _without_attention_fast_path()

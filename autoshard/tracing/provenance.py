@@ -69,6 +69,13 @@ class ProvenanceMode(TorchFunctionMode):
             after.remove()
 
 
+@contextlib.contextmanager
+def attributed_to(module: str) -> Iterator[None]:
+    """Nodes made within, outside of the model's own code, belong to `module`."""
+    with fx_traceback.annotate({_MODULE: module, _SOURCE: ""}):
+        yield
+
+
 def user_line(frame: FrameType | None) -> str:
     """`model.py:12 in forward`: the innermost frame at or above `frame` outside torch and autoshard, or ""."""
     while frame is not None:

@@ -23,9 +23,11 @@ from torch.nn import functional as F
 
 import autoshard.kernels as kernels
 from autoshard.errors import TraceError
+from autoshard.ir.precision import widen
 from autoshard.tracing.recurrent import RECURRENT
 
 _MEAN, _SUM = 1, 2
+_CROSS_ENTROPY: OpOverload = torch.ops.aten.cross_entropy_loss.default
 
 
 @dataclass(slots=True)
@@ -55,11 +57,15 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keep_operators_whole() -> Iterator[None]:
-    """Replace the composite definitions of the semantic operators; undone at exit."""
-    saved = {op: dict(op.py_kernels) for op in _REPLACEMENTS}
+def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
+    """Replace the composite definitions of the semantic operators; undone at exit.
+
+    With `wide_losses`, the cross-entropy of logits in 16 bits is not rounded to 16 bits.
+    """
+    replacements = _REPLACEMENTS | ({_CROSS_ENTROPY: _wide_cross_entropy} if wide_losses else {})
+    saved = {op: dict(op.py_kernels) for op in replacements}
     try:
-        for op, replacement in _REPLACEMENTS.items():
+        for op, replacement in replacements.items():
             op.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
             op.py_impl(DispatchKey.CompositeImplicitAutograd)(replacement)
             op._dispatch_cache.clear()
@@ -184,7 +190,12 @@ def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k.expand(batch, heads, -1, -1), v.expand(batch, heads, -1, -1)
 
 
-def _cross_entropy(
+def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """See `_wide_cross_entropy`; the result in the type of the logits."""
+    return _wide_cross_entropy(logits, target, *rest, **options).to(logits.dtype)
+
+
+def _wide_cross_entropy(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -192,18 +203,22 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy of [N, C, ...] or [C] logits: rows through the semantic operator, the reduction outside."""
+    """Cross-entropy of [N, C, ...] or [C] logits, in float32 if they are narrower.
+
+    Rows go through the semantic operator, the reduction is outside.
+    """
     class_dim = 0 if logits.dim() == 1 else 1
     if target.is_floating_point():
+        logits = widen(logits)
         return _soft_cross_entropy(logits, target, weight, reduction, label_smoothing, class_dim)
     rows = logits.movedim(class_dim, -1).reshape(-1, logits.size(class_dim))
     row_target = target.reshape(-1).to(torch.int64)
     if weight is not None:
-        loss, count = _weighted_rows(rows, row_target, weight, ignore_index, label_smoothing)
+        loss, count = _weighted_rows(widen(rows), row_target, weight, ignore_index, label_smoothing)
     else:
         loss, _ = torch.ops.autoshard.cross_entropy(rows, row_target, ignore_index, label_smoothing)
         count = (row_target != ignore_index).sum()
-    return _reduce_rows(loss, count, reduction, target.shape).to(logits.dtype)
+    return _reduce_rows(loss, count, reduction, target.shape)
 
 
 def _weighted_rows(
@@ -286,7 +301,7 @@ _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.dropout_.default: _dropout_,
     torch.ops.aten.feature_dropout.default: _feature_dropout,
     torch.ops.aten.feature_dropout_.default: _feature_dropout_,
-    torch.ops.aten.cross_entropy_loss.default: _cross_entropy,
+    _CROSS_ENTROPY: _cross_entropy,
     torch.ops.aten.rms_norm.default: _rms_norm,
     torch.ops.aten._fused_rms_norm.default: _fused_rms_norm,
     **RECURRENT,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -20,10 +21,11 @@ from autoshard.errors import TraceError
 from autoshard.ir.program import Program
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
-from autoshard.tracing.calling import Call, LossCall, call_model, count_targets, take_apart, warn_of_dropped
+from autoshard.tracing.calling import Call, ModelCall, count_targets, take_apart, warn_of_dropped
 from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
+from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error
 from autoshard.tracing.update import append_update
 
@@ -39,6 +41,7 @@ def trace(
     grad: bool = True,
     all_tangents: bool = False,
     update: Update | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
 
@@ -55,6 +58,7 @@ def trace(
         all_tangents: take a tangent for every differentiable output. By default only losses (floating 0-dim
             outputs that require grad) get one where there are any, and the other outputs are detached.
         update: what an optimizer does with the gradients; the program is then that of the whole training step.
+        compute_dtype: what the model computes in where its parameters and inputs are wider; see `tracing.precision`.
 
     Returns:
         The program; see `autoshard.ir.program`.
@@ -63,15 +67,21 @@ def trace(
         TraceError: the call cannot be captured; the reason of each rung is listed.
     """
     call = take_apart(tuple(args), dict(kwargs or {}))
-    options = TraceOptions(grad=grad, all_tangents=all_tangents, call=_model_call(model, args, loss_fn))
+    casts = None if compute_dtype is None else Casts.of(model, compute_dtype)
+    options = TraceOptions(
+        grad=grad, all_tangents=all_tangents, call=_model_call(model, args, loss_fn, casts), casts=casts
+    )
     joint = _capture(model, call, options)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
     return program if update is None else append_update(program, update)
 
 
-def _model_call(model: nn.Module, args: tuple[Any, ...], loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
-    return call_model if loss_fn is None else LossCall(loss_fn, count_targets(model, loss_fn, len(args)))
+def _model_call(
+    model: nn.Module, args: tuple[Any, ...], loss_fn: Callable[..., Any] | None, casts: Casts | None
+) -> ModelCall:
+    targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(args))
+    return ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs)
 
 
 def _capture(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:

@@ -61,6 +61,7 @@ def test_plan_json_is_the_plan(
     assert _run(monkeypatch, *arguments, "--out", str(out)) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(out.read_text())
+    assert printed["precision"] == "bf16"
     assert autoshard.Plan.load(out).mesh == autoshard.Mesh({"data": 2, "model": 2})
 
 
@@ -79,6 +80,8 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("plan", "MODEL", "--cluster", "abacus:1x4"), "abacus"),
         (("plan", "MODEL", "--cluster", "h100_sxm:4"), "must read NODE_TYPE:NODESxDEVICES"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data"), "must read AXIS=SIZE"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f12"), "precision='f12' is unknown"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f16"), "Train with precision='bf16'"),
         (("plan", "MODEL"), "--cluster"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "0.00001"), "smallest"),
         (("dance",), "dance"),

@@ -20,8 +20,8 @@ def unfinished():
 """
 
 
-def _load(reference: str, precision: str = "f32"):
-    return load_model(reference, batch=3, seq=8, precision=precision)
+def _load(reference: str, dtype: torch.dtype | None = None):
+    return load_model(reference, batch=3, seq=8, dtype=dtype)
 
 
 @pytest.fixture
@@ -33,10 +33,11 @@ def model_file(tmp_path: Path) -> Path:
 
 def test_a_function_in_a_file_is_built_on_meta(model_file: Path) -> None:
     """The function is told the batch, and nothing is allocated."""
-    named = _load(f"{model_file}:build", "bf16")
-    weight = named.model.get_parameter("weight")
-    assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
-    assert named.inputs[0].shape == (3, 4)
+    for dtype, found in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        named = _load(f"{model_file}:build", dtype)
+        weight = named.model.get_parameter("weight")
+        assert (weight.device.type, weight.dtype) == ("meta", found)
+        assert named.inputs[0].shape == (3, 4)
 
 
 def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> None:
@@ -48,12 +49,13 @@ def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> 
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
+        dtype=torch.bfloat16,
     )
     config.save_pretrained(tmp_path)
     for reference in (f"hf:{tmp_path}", f"hf:{tmp_path / 'config.json'}"):
         named = _load(reference)
         assert named.inputs["labels"].shape == (3, 8)
-        assert all(parameter.is_meta for parameter in named.model.parameters())
+        assert {(item.is_meta, item.dtype) for item in named.model.parameters()} == {(True, torch.float32)}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,3 @@ def test_a_function_must_return_a_model_with_inputs(model_file: Path) -> None:
     """A bare module is refused: its inputs are unknown."""
     with pytest.raises(ModelReferenceError, match=r"must return \(model, example_inputs\)"):
         _load(f"{model_file}:unfinished")
-
-
-def test_an_unknown_precision_is_refused(model_file: Path) -> None:
-    """The message lists what is known."""
-    with pytest.raises(ModelReferenceError, match="bf16, f16, f32"):
-        _load(f"{model_file}:build", "f12")

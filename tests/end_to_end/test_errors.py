@@ -159,7 +159,7 @@ def test_a_model_on_meta_can_be_planned_but_not_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precision": "bf16"}, r"precision='bf16' is not available yet"),
+        ({"precision": "int8"}, r"precision='int8' is unknown; use 'bf16', 'f16', 'f32'"),
         ({"backend": "inductor"}, r"needs a process per rank"),
         ({"backend": "nonsense"}, r"backend='nonsense' is unknown"),
         ({"micro_batches": 2}, r"micro_batches=2 belongs to a training step"),

@@ -23,7 +23,7 @@ TIGHT = 680_000_000
 
 def make_plan(cluster: PricedCluster = CLUSTER, **arguments: object) -> Plan:
     tokens = torch.randint(0, 50, (4096, 8))
-    asked = {"optimizer": "adamw", **arguments}
+    asked = {"optimizer": "adamw", "precision": None, **arguments}
     return autoshard.plan(Model(1024), cluster, mesh=MESH, example_inputs=(tokens,), **asked)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,66 @@
+"""Precisions by name: the floating type that a model computes in where its own types are wider.
+
+Parameters keep their types, and are what an optimizer updates (master weights); the program casts them. See
+docs/precision.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.errors import NotAvailableError
+
+PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+)
+
+
+def is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor holds real numbers in more bits than `dtype` has."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype` if it is wider; otherwise itself.
+
+    Example:
+        >>> cast(torch.ones(2), torch.bfloat16).dtype, cast(torch.arange(2), torch.bfloat16).dtype
+        (torch.bfloat16, torch.int64)
+    """
+    return tensor.to(dtype) if is_wider(tensor, dtype) else tensor
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Real numbers of fewer bits than float32 has as float32; otherwise the tensor itself."""
+    is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
+    return tensor.to(torch.float32) if is_narrow else tensor
+
+
+def effective_precision(model: nn.Module, precision: str | None) -> str | None:
+    """`precision` if some parameter of a model is wider; None where the model computes in its own types anyway.
+
+    Raises:
+        NotAvailableError: no such precision, or the model's parameters are in another type that is not wider.
+    """
+    if precision is None:
+        return None
+    if precision not in PRECISIONS:
+        raise NotAvailableError(
+            f"precision={precision!r} is unknown; use {', '.join(map(repr, PRECISIONS))}, or None for the model's own "
+            "types."
+        )
+    dtype = PRECISIONS[precision]
+    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    if any(is_wider(parameter, dtype) for parameter in floating):
+        return precision
+    others = {parameter.dtype for parameter in floating} - {dtype}
+    if others:
+        raise NotAvailableError(
+            f"precision={precision!r} narrows wider parameters, and this model's are {', '.join(map(str, others))}. "
+            f"Convert it with model.to({dtype}), or pass precision=None to compute in its own types."
+        )
+    return None

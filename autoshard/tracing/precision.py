@@ -1,0 +1,191 @@
+"""Runs a model in a narrower floating type than that of its parameters; the casts become part of what is traced.
+
+As with FSDP2's `MixedPrecisionPolicy(param_dtype=...)`: wider parameters and inputs are cast, each once, before the
+model runs; buffers keep their types. What differs, so that a model need not be changed for it:
+
+* Parameters of norms with running statistics stay as they are: PyTorch's operator takes them in float32 beside
+  narrow inputs only (FSDP1 leaves such modules out likewise).
+* Operators that take operands of one type, given several, take all in the narrow one. A float32 table of positions
+  that is added to the hidden value makes this value float32; the next product is in the narrow type again. (FSDP2
+  casts what enters each wrapped module.)
+* Cross-entropy of narrow logits is float32, as under torch.autocast. A `loss_fn` gets the model's outputs in float32,
+  and a scalar that the model returns comes out in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import TraceError
+from autoshard.ir.precision import cast, is_wider, widen
+from autoshard.tracing.provenance import attributed_to
+
+_aten = torch.ops.aten
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+
+_OF_ONE_TYPE: tuple[OpOverload, ...] = (
+    _aten.linear.default,
+    _aten.matmul.default,
+    _aten.einsum.default,
+    _aten.conv1d.default,
+    _aten.conv1d.padding,
+    _aten.conv2d.default,
+    _aten.conv2d.padding,
+    _aten.conv3d.default,
+    _aten.conv3d.padding,
+    _aten.conv_transpose1d.default,
+    _aten.conv_transpose2d.input,
+    _aten.conv_transpose3d.input,
+    _aten.layer_norm.default,
+    _aten.group_norm.default,
+    _aten.rms_norm.default,
+    _aten.scaled_dot_product_attention.default,
+)
+"""Operators whose floating operands have one type."""
+
+_CROSS_ENTROPY: OpOverload = _aten.cross_entropy_loss.default
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """What is cast where a model computes in a narrower type.
+
+    Args:
+        dtype: the type.
+        parameters: `id` of each parameter that is cast.
+    """
+
+    dtype: torch.dtype
+    parameters: frozenset[int]
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype) -> Casts:
+        """The casts of a model's parameters to `dtype`."""
+        left_out = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, _NormBase) and module.track_running_stats
+            for parameter in module.parameters(recurse=False)
+        }
+        wider = {id(parameter) for parameter in model.parameters() if is_wider(parameter, dtype)}
+        return cls(dtype, frozenset(wider - left_out))
+
+    def names(self, model: nn.Module) -> tuple[str, ...]:
+        """The first names of the parameters that are cast."""
+        return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """A pytree with its wider tensors cast."""
+        return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, self.dtype), inputs)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, operators treat operands of several types as the module's docstring says."""
+        with contextlib.ExitStack() as stack:
+            for op in _OF_ONE_TYPE:
+                stack.enter_context(_replacing(op, self._in_one_type))
+            if _COMPOSITE not in _CROSS_ENTROPY.py_kernels:  # a trace keeps it whole, in float32 too
+                stack.enter_context(_replacing(_CROSS_ENTROPY, _in_float32))
+            stack.enter_context(torch._C._EnablePythonDispatcher())
+            yield
+
+    def _in_one_type(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_floating(leaf)]
+        if len({operand.dtype for operand in operands}) > 1:
+            args, kwargs = self.cast_inputs((args, kwargs))
+        return run(*args, **kwargs)
+
+
+def _in_float32(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = pytree.tree_map_only(Tensor, widen, (args, kwargs))
+    return run(*args, **kwargs)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+@contextlib.contextmanager
+def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None]:
+    """The composite definition of `op` becomes `replacement(definition, *args)`; undone at exit."""
+    saved = dict(op.py_kernels)
+    before = saved.get(_COMPOSITE)
+
+    def define(*args: Any, **kwargs: Any) -> Any:
+        run = before if before is not None else _definition_of(op)
+        return replacement(run, *args, **kwargs)
+
+    op.py_kernels.pop(_COMPOSITE, None)
+    op.py_impl(_COMPOSITE)(define)
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.clear()
+        op.py_kernels.update(saved)
+        op._dispatch_cache.clear()
+
+
+def _definition_of(op: OpOverload) -> Callable[..., Any]:
+    """What PyTorch makes of a composite operator."""
+    return lambda *args, **kwargs: op._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+def cast_parameters(names: tuple[str, ...], state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The casts of named parameters; nodes that are traced belong to the parameters' modules."""
+    casts = {}
+    for name in names:
+        with attributed_to(name.rpartition(".")[0]):
+            casts[name] = state[name].to(dtype)
+    return casts
+
+
+def check_unchanged(casts: Mapping[str, Tensor]) -> None:
+    """Raise `TraceError` where the model has changed a cast in place, and with it nothing that outlives the call."""
+    for name, tensor in casts.items():
+        if tensor._version:
+            raise TraceError(
+                f"The model changes parameter {name!r} in place in forward, which under a precision is a cast of it. "
+                "Work on a copy (`w = w.clone()`), make it a buffer, or leave precision out."
+            )
+
+
+def widen_scalar(output: Tensor) -> Tensor:
+    """A narrow scalar (a loss) in float32; otherwise the tensor itself."""
+    return widen(output) if output.dim() == 0 else output
+
+
+def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Call a model on one device, in a narrower type: what a program traced with a precision computes."""
+    casts = Casts.of(model, dtype)
+    narrow = cast_parameters(casts.names(model), dict(model.named_parameters()), dtype)
+    with casts.running():
+        result = functional_call(model, narrow, *casts.cast_inputs((args, kwargs)))
+    return pytree.tree_map_only(Tensor, widen_scalar, result)
+
+
+def place_casts(graph: fx.Graph) -> None:
+    """Move conversions where they cost least memory: of inputs before their first use, of results behind their operand.
+
+    A trace has those of parameters first of all, and those of their gradients last.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in order:
+        if node.target is not _aten._to_copy.default:
+            continue
+        (operand,) = node.all_input_nodes
+        if operand.op == "placeholder":
+            min(node.users, key=order.__getitem__).prepend(node)
+        elif all(user.op == "output" for user in node.users):
+            operand.append(node)

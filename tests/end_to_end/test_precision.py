@@ -1,0 +1,291 @@
+"""Mixed precision: any mesh computes what one device does under the same casts, and keeps float32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import Cluster, Mesh, NotAvailableError, P, PlanMismatchError
+from autoshard.runtime.train_step import TrainStep
+from autoshard.testing import check_plan, plans, programs
+from autoshard.tracing.precision import run_in_precision
+from tests.end_to_end.models import MODELS
+from tests.end_to_end.training import whole
+from tests.runtime.processes import report, run_checks
+
+BF16 = torch.bfloat16
+PAIR, LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 4}), Mesh({"data": 2, "model": 2})
+ZERO_1 = {"*weight": P(), "*:*weight": P("data"), "input:*": P("data")}
+ZERO_3 = {**ZERO_1, "*weight": P("data")}
+STEPS = 3
+
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+ADAMW = partial(torch.optim.AdamW, lr=0.02, eps=1e-4)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen parameter, batch statistics, a float32 buffer that meets narrow values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 12, bias=False), nn.Linear(12, 8)
+        self.norm, self.layer_norm = nn.BatchNorm1d(12), nn.LayerNorm(8)
+        self.third = nn.Linear(8, 12, bias=False)
+        self.third.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 12), requires_grad=False)
+        self.register_buffer("offsets", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.norm(self.first(x)) * self.frozen)
+        return self.third(self.layer_norm(self.second(hidden) + self.offsets))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, 12, generator=generator)
+
+
+def changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What training did to parameters and buffers: beside their own size it would go unseen."""
+    return {name: whole(value).double() - before[name].double() for name, value in model.state_dict().items()}
+
+
+def train_alone(make: MakeOptimizer, dtype: torch.dtype, parts: int = 1) -> dict[str, Tensor]:
+    """Losses and changes of one device, computing in `dtype`, by plain PyTorch."""
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = make(model.parameters())
+    found = {}
+    for step in range(STEPS):
+        losses = []
+        for x, y in zip(*(item.chunk(parts) for item in batch(step)), strict=True):
+            loss = F.mse_loss(run_in_precision(model, dtype, x).float(), y)
+            (loss / parts).backward()
+            losses.append(loss.detach())
+        found[f"loss {step}"] = torch.stack(losses).mean()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | changes(model, before)
+
+
+def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -> TrainStep:
+    """Some steps equal one device but for rounding.
+
+    They differ by no more than a few times what one device in bfloat16 differs by from float32: a mesh rounds the same
+    values to the same type, once more for each part of a sum.
+    """
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = autoshard.compile(
+        model, mesh, optimizer=make(model.parameters()), loss_fn=F.mse_loss, micro_batches=parts, **options
+    )
+    assert isinstance(step, TrainStep)
+    found = {f"loss {number}": whole(step(*batch(number))) for number in range(STEPS)} | changes(step.sharded, before)
+    narrow, exact = train_alone(make, BF16, parts), train_alone(make, torch.float32, parts)
+    assert list(found) == list(narrow)
+    for name, expected in narrow.items():
+        scale = float(expected.abs().max())
+        allowed = torch.finfo(BF16).eps * scale + 4 * float((expected - exact[name]).abs().max())
+        assert float((found[name] - expected).abs().max()) <= allowed, name
+        assert allowed < 0.5 * scale or scale == 0, f"{name} is not told apart from noise"
+    kept = [*step.sharded.parameters(), *(item for state in step.optimizer.state.values() for item in state.values())]
+    assert {item.dtype for item in kept} == {torch.float32}
+    assert found["loss 0"].dtype is torch.float32
+    autoshard.verify(step)
+    return step
+
+
+@pytest.mark.parametrize("constraints", [{}, ZERO_1, ZERO_3], ids=["chosen", "ZeRO-1", "ZeRO-3"])
+@pytest.mark.parametrize("make", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
+def test_a_step_equals_one_device(make: MakeOptimizer, constraints: dict[str, P]) -> None:
+    """Losses, master weights, statistics; the chosen layout, and ZeRO."""
+    check_step(make, LINE, precision="bf16", constraints=constraints)
+
+
+def test_micro_batches_add_up_in_float32() -> None:
+    """Gradients are converted before they are added up."""
+    step = check_step(ADAMW, PAIR, 2, precision="bf16", constraints={"input:*": P("data")})
+    phased = step.sharded.program.phased
+    nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
+    assert {nodes[name].meta["val"].dtype for name in phased.carried} == {torch.float32}
+
+
+def test_an_optimizer_that_takes_its_own_step() -> None:
+    """Its parameters, gradients and state are float32 too."""
+    step = check_step(partial(torch.optim.RMSprop, lr=0.01, eps=1e-3), PAIR, precision="bf16")
+    assert not step.is_traced
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", SQUARE), ("llama", PAIR)])
+def test_models_equal_one_device(name: str, mesh: Mesh) -> None:
+    """Through autograd, over two steps, with the batch split."""
+    model, inputs = MODELS[name]()
+    plan = autoshard.plan(model, mesh, example_inputs=inputs, constraints={"input:*": P("data")})
+    assert plan.precision == "bf16"
+    found = check_plan(model, mesh, inputs, plan=plan, steps=2)
+    found.raise_if_different()
+    assert found.tolerance == torch.finfo(BF16).eps
+    for item in found.comparisons:  # a mean taken for a sum, say, is told from rounding
+        wrong = replace(item, difference=0.5 * item.scale)
+        assert item.scale < 1e-4 or not wrong.is_close(found.tolerance), item
+
+
+@given(st.data())
+@settings(max_examples=8)
+def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
+    """Every strategy of every node, casts among them, of any drawn program."""
+    mesh = data.draw(st.sampled_from([PAIR, SQUARE, Mesh({"data": 3})]))
+    program = data.draw(programs())
+    plan = data.draw(plans(program, mesh, precision="bf16"))
+    check_plan(program.model, mesh, program.inputs, plan=plan).raise_if_different()
+
+
+def test_dropout_is_the_same_on_any_mesh() -> None:
+    """Masks are drawn for values in bfloat16 as for others."""
+    losses = []
+    for mesh in (Mesh({"data": 1}), SQUARE):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.4), nn.Linear(16, 12))
+        optimizer = ADAMW(model.parameters())
+        step = autoshard.compile(model, mesh, optimizer=optimizer, loss_fn=F.mse_loss, precision="bf16")
+        losses.append([step(*batch(number)) for number in range(2)])
+    torch.testing.assert_close(losses[1], losses[0], rtol=torch.finfo(BF16).eps, atol=0)
+
+
+def test_evaluation_computes_in_the_same_precision() -> None:
+    """Without gradients, in eval mode: narrow outputs, a float32 loss."""
+    model = Net().eval()
+    sharded = autoshard.compile(model, PAIR, precision="bf16")
+    x, _ = batch(0)
+    with torch.no_grad():
+        found, expected = sharded(x), run_in_precision(model, BF16, x)
+    assert sharded.plan.precision == "bf16"
+    assert found.dtype is BF16
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+    model, inputs = MODELS["llama"]()
+    with torch.no_grad():
+        assert autoshard.compile(model.eval(), PAIR, precision="bf16")(**inputs)["loss"].dtype is torch.float32
+
+
+def test_float16_is_for_inference() -> None:
+    """Training would need a scaled loss, which is refused by name before anything runs."""
+    model, (x, _) = Net(), batch(0)
+    sharded = autoshard.compile(model, PAIR, precision="f16")
+    with torch.no_grad():
+        assert sharded.eval()(x).dtype is torch.float16
+    message = r"precision='f16' with gradients is not available.*Train with precision='bf16'"
+    with pytest.raises(NotAvailableError, match=message):
+        sharded(x)
+    with pytest.raises(NotAvailableError, match=message):
+        autoshard.compile(model, PAIR, precision="f16", optimizer=ADAMW(model.parameters()))
+    with pytest.raises(NotAvailableError, match=message):
+        autoshard.plan(model, PAIR, precision="f16", example_inputs=(x,))
+
+
+def test_a_plan_carries_its_precision(tmp_path: Path) -> None:
+    """It is saved, `compile` follows it, and a precision that contradicts it is refused."""
+    model, inputs = Net(), batch(0)
+    options = {"example_inputs": inputs, "loss_fn": F.mse_loss}
+    made = autoshard.plan(model, PAIR, optimizer="adamw", **options)
+    assert "in bf16" in str(made)
+    made.save(tmp_path / "plan.json")
+    step = autoshard.compile(model, PAIR, optimizer=ADAMW(model.parameters()), plan=tmp_path / "plan.json", **options)
+    assert step.plan.precision == "bf16"
+    assert step.plan.program_digest == made.program_digest
+    with pytest.raises(PlanMismatchError, match=r"in precision='bf16', and precision='f32' is asked for"):
+        autoshard.compile(model, PAIR, plan=made, precision="f32")
+    own = autoshard.plan(model, PAIR, precision=None, **options)
+    assert own.precision is None
+    assert autoshard.compile(model, PAIR, plan=own, **options).plan.precision is None
+
+
+def test_a_model_that_is_narrow_already_is_left_as_it_is() -> None:
+    """No master weights: "bf16" and None plan one program."""
+    model, (x, _) = nn.Linear(8, 12, dtype=BF16), batch(0)
+    made = [autoshard.plan(model, PAIR, precision=name, example_inputs=(x.to(BF16),)) for name in ("bf16", None)]
+    assert made[0].program_digest == made[1].program_digest
+    assert made[0].precision is None
+
+
+def test_nothing_to_cast_is_said() -> None:
+    with pytest.raises(NotAvailableError, match=r"precision='bf16' casts floating parameters, and ReLU has none"):
+        autoshard.compile(nn.ReLU(), PAIR, precision="bf16")
+
+
+def block(width: int = 2048, ffn: int = 8192, rows: int = 4096) -> tuple[nn.Module, tuple[Tensor]]:
+    """A Llama-like feed-forward on meta, and a batch."""
+
+    class FeedForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = (
+                nn.Linear(*sizes, bias=False) for sizes in ((width, ffn), (width, ffn), (ffn, width))
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.silu(self.gate(x)) * self.up(x)).square().mean()
+
+    with torch.device("meta"):
+        return FeedForward(), (torch.empty(8, rows, width),)
+
+
+def test_memory_and_time_of_a_block() -> None:
+    """By hand: 4 bytes of master weights and 8 of moments for each parameter, products at the peak of bfloat16."""
+    model, inputs = block()
+    cluster = Cluster("h100_sxm", nodes=1, devices_per_node=8)
+    options = {"mesh": Mesh({"data": 8}), "example_inputs": inputs, "optimizer": "adamw", "constraints": ZERO_3}
+    narrow, wide = (autoshard.plan(model, cluster, precision=name, **options) for name in ("bf16", None))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert narrow.predicted.memory_breakdown["parameters"] == 4 * count / 8
+    assert narrow.predicted.memory_breakdown["optimizer state"] == 8 * count / 8
+    flops = 6 * count * 8 * 4096 / 8
+    products = sum(item.time_s for item in narrow.operators if item.operator == "aten.mm.default")
+    assert 1 < products / (flops / cluster.device.peak("bf16")) < 2
+    assert (
+        1
+        < sum(item.time_s for item in wide.operators if item.operator == "aten.mm.default")
+        / (flops / cluster.device.peak("f32"))
+        < 2
+    )
+    sent = narrow.predicted.breakdown["communication over data"] / wide.predicted.breakdown["communication over data"]
+    assert 0.5 < sent < 0.9  # weights are gathered at half the bytes, gradients reduced at the same
+
+
+# On processes.
+
+
+def check_on_gloo(constraints: dict[str, P], parts: int) -> None:
+    """Master weights and state are float32 DTensors that lie as the plan says."""
+    step = check_step(ADAMW, LINE, parts, precision="bf16", constraints=constraints)
+    assert all(isinstance(item, DTensor) for item in step.sharded.parameters())
+
+
+CHECKS = {
+    "ZeRO-1, 2 parts": partial(check_on_gloo, ZERO_1, 2),
+    "ZeRO-3": partial(check_on_gloo, ZERO_3, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
+    """The check passes on every rank."""
+    report(outcomes, name)
