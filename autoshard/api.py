@@ -118,6 +118,7 @@ def compile(
         constraints=_checked_constraints(constraints),
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
+        micro_batches=micro_batches or 1,
         strict=strict,
         verify=verify,
         time_budget_s=time_budget_s,

@@ -53,6 +53,7 @@ class Planner:
         made: a plan that is made already, for calls of its program on its mesh.
         precision: what calls compute in where the model's parameters are wider; None: the model's own types.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
+        micro_batches: how many a training step has.
         others: see `compile`.
     """
 
@@ -64,6 +65,7 @@ class Planner:
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
     memory_budget: int | None = None
     state_ratio: float = 0.0
+    micro_batches: int = 1
     strict: bool = False
     verify: bool = True
     time_budget_s: float = 60.0
@@ -136,6 +138,7 @@ class Planner:
             time_budget_s=self.time_budget_s,
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
+            micro_batches=self.micro_batches,
         )
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:

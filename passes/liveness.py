@@ -27,6 +27,7 @@ from enum import StrEnum
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.enumerate_strategies import Link, SearchSpace, Site, leaves_program
+from passes.insert_hubs import is_gradient_hub
 
 UPDATE = "update"
 """The phase of an optimizer's update."""
@@ -98,11 +99,21 @@ class Liveness:
 
 
 def find_lifetimes(
-    space: SearchSpace, state_bytes_per_parameter_byte: float, sharded_outputs: Collection[str] = ()
+    space: SearchSpace,
+    state_bytes_per_parameter_byte: float,
+    sharded_outputs: Collection[str] = (),
+    micro_batches: int = 1,
 ) -> Liveness:
-    """The lifetimes of all values and copies of a search space; `sharded_outputs` are handed out as they lie."""
+    """The lifetimes of all values and copies of a search space.
+
+    Args:
+        space: the sites and links; of a whole training step on several micro-batches, those of one.
+        state_bytes_per_parameter_byte: see `Liveness`.
+        sharded_outputs: the outputs that are handed out as they lie.
+        micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
+    """
     times = _Times.of(space)
-    values, on_links = _Lifetimes(space, times, frozenset(sharded_outputs)).find()
+    values, on_links = _Lifetimes(space, times, frozenset(sharded_outputs), micro_batches > 1).find()
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
     calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
     return Liveness(times.end + 1, values, on_links, calls, state_bytes_per_parameter_byte, parameters)
@@ -110,11 +121,15 @@ def find_lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Points: of each link's reshard, of each call (0 for inputs), of handing each output out, and the last one."""
+    """Points: of each link's reshard, of each call (0 for inputs), of handing each output out, and the last one.
+
+    And of adding each gradient of a step to the sum over micro-batches, by the hub that it leaves the backward by.
+    """
 
     reshards: Mapping[int, int]
     calls: Mapping[str, int]
     handing: Mapping[int, int]
+    adding: Mapping[str, int]
     end: int
 
     @classmethod
@@ -124,9 +139,12 @@ class _Times:
         for index, link in enumerate(space.links):
             leaving = leaves_program(space.sites[link.head], link)
             (out_of[link.tail] if leaving else into[link.head]).append(index)
-        reshards, calls, handing = {}, {}, {}
+        reshards, calls, handing, adding = {}, {}, {}, {}
         point = 0
-        last = max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, "forward")), default=0)
+        last, last_gradient = (
+            max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, phase)), default=0)
+            for phase in ("forward", "backward")
+        )
         for number, (name, site) in enumerate(space.sites.items()):
             if site.node is None:
                 continue
@@ -142,7 +160,10 @@ class _Times:
                     if space.sites[link.head].node is None:
                         handing[index] = point = point + 1
                 point += 1
-        return cls(reshards, calls, handing, point + 1)
+            if number == last_gradient:
+                for hub in (site.name for site in space.sites.values() if is_gradient_hub(site.node)):
+                    adding[hub] = point = point + 1
+        return cls(reshards, calls, handing, adding, point + 1)
 
     @property
     def forward_end(self) -> int:
@@ -161,6 +182,7 @@ class _Lifetimes:
     space: SearchSpace
     times: _Times
     sharded_outputs: frozenset[str]
+    sums_gradients: bool
     readers: dict[tuple[str, int], list[int]] = field(init=False)
     viewed: dict[str, int] = field(init=False)
     deaths: dict[tuple[str, int], int] = field(init=False)
@@ -185,6 +207,9 @@ class _Lifetimes:
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
                 self._place(name, result, owned)
+        for hub, point in self.times.adding.items() if self.sums_gradients else ():
+            self._keep(self.viewed[hub], Held.EITHER, 0, point)  # the sum so far
+            self._keep(self.viewed[hub], Held.EITHER, point, point)  # the new one, beside both addends
         return self.values, tuple(self.on_links)
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:

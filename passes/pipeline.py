@@ -55,6 +55,7 @@ class PlanOptions:
         strict: refuse operators without a sharding rule.
         with_baselines: price the known recipes too.
         before: a plan of the program on another mesh, to start from; the result is not worse than it is here.
+        micro_batches: how many of them a training step has; the program is that of one.
         runtime: what the prediction is of: what runs today, or a runtime that overlaps; see `passes.predict`.
     """
 
@@ -65,6 +66,7 @@ class PlanOptions:
     strict: bool = False
     with_baselines: bool = True
     before: Plan | None = None
+    micro_batches: int = 1
     runtime: Runtime = TODAY
 
 
@@ -114,7 +116,8 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     """The assignment problem whose solutions are the plans of a program."""
     space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
     sharded_outputs = constrained_outputs(program, options.constraints)
-    liveness = find_lifetimes(space, options.state_bytes_per_parameter_byte, sharded_outputs)
+    ratio = options.state_bytes_per_parameter_byte
+    liveness = find_lifetimes(space, ratio, sharded_outputs, options.micro_batches)
     return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space))
 
 

@@ -110,11 +110,15 @@ class Executable:
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
         """The global outputs, in the order of `outputs`, and the local values kept for the backward."""
+        results, saved = self.run_forward_locally(tensors)
+        return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
+
+    def run_forward_locally(self, tensors: Sequence[torch.Tensor]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """The local values of the outputs, in the order of `outputs`, and those kept for the backward."""
         values = [self.engine.read(tensor, slot) for tensor, slot in zip(tensors, self.inputs, strict=True)]
-        results = self._forward(values)
+        results = list(self._forward(values))
         count = len(self.outputs)
-        outputs = [self._write_output(value, slot) for value, slot in zip(results, self.outputs, strict=False)]
-        return outputs, list(results[count:])
+        return results[:count], results[count:]
 
     def run_backward(
         self,
@@ -163,7 +167,8 @@ class Executable:
         for value, slot in zip(results, self.updated, strict=True):
             self.engine.store(held[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name], value, slot)
 
-    def _write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
+    def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
+        """An output as it is handed out: whole, unless the user asked for its layout."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)

@@ -274,7 +274,7 @@ class ShardedModule(nn.Module):
         leaves = dict(program.output_constants)
         for slot, output in zip(executable.outputs, outputs, strict=True):
             if slot.slot.kind == OutputKind.BUFFER_UPDATE:
-                self._update_buffer(slot.slot.name, output)
+                self.update_buffer(slot.slot.name, output)
             else:
                 leaves[int(slot.slot.name.removeprefix("output:"))] = output
         if program.output_tree is None:
@@ -282,7 +282,8 @@ class ShardedModule(nn.Module):
         return pytree.tree_unflatten([leaves[index] for index in range(len(leaves))], program.output_tree)
 
     @torch.no_grad()
-    def _update_buffer(self, name: str, value: torch.Tensor) -> None:
+    def update_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Give a buffer the value that a call computed for it."""
         self.get_buffer(name).copy_(value)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import NotAvailableError, TraceError
+from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OutputKind
 from autoshard.ir.spec import Reduction
@@ -16,6 +17,7 @@ from autoshard.ir.update import Update
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.traced_optimizer import TracedState, describe_update, names_of
 
 Part = tuple[Sequence[Any], Mapping[str, Any]]
@@ -55,8 +57,7 @@ class TracedStep:
                 executable, carried = found, gradients
             else:
                 _check_alike(executable, found)
-                carried = [self._sharded.engine.add(*pair) for pair in zip(carried, gradients, strict=True)]
-                gradients.clear()  # nothing but the sums is held during the update
+                carried = [self._sharded.engine.add(carried.pop(0), gradients.pop(0)) for _ in range(len(carried))]
         assert executable is not None, "a batch has at least one part"
         if executable.phased.update is not None:
             held = self._state.hold(executable)
@@ -75,12 +76,21 @@ class TracedStep:
         executable, call = self._sharded.find_step(*part, update)
         if count > 1:
             _check_sums(executable)
-        outputs, saved = executable.run_forward(self._sharded.gather_inputs(executable, call))
-        loss = find_loss(self._sharded.hand_out(executable, outputs))
-        number = _number_of_loss(executable, outputs, loss)
+        loss, saved = self._run_forward(executable, call)
         share = torch.full((), 1 / count, dtype=loss.dtype, device=self._sharded.engine.device)
-        carried = executable.run_to_gradients(saved, {f"tangent:{number}": share})
+        tangent = loss_of(executable).slot.name.replace("output:", "tangent:")
+        carried = executable.run_to_gradients(saved, {tangent: share})
         return executable, loss if count == 1 else loss / count, carried
+
+    def _run_forward(self, executable: Executable, call: FlatCall) -> tuple[torch.Tensor, list[LocalValue]]:
+        """The loss, and what is kept for the backward; buffers are updated, other outputs are not put together."""
+        results, saved = executable.run_forward_locally(self._sharded.gather_inputs(executable, call))
+        outputs = dict(zip((slot.slot.name for slot in executable.outputs), results, strict=True))
+        for slot in executable.outputs:
+            if slot.slot.kind == OutputKind.BUFFER_UPDATE:
+                self._sharded.update_buffer(slot.slot.name, executable.write_output(outputs[slot.slot.name], slot))
+        slot = loss_of(executable)
+        return executable.write_output(outputs[slot.slot.name], slot), saved
 
 
 def find_loss(outputs: Any) -> torch.Tensor:
@@ -88,23 +98,28 @@ def find_loss(outputs: Any) -> torch.Tensor:
     for leaf in pytree.tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
             return leaf
-    shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    raise TraceError(
+    raise TraceError(_no_loss([tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]))
+
+
+def loss_of(executable: Executable) -> LocalSlot:
+    """The output that is the loss: that which `find_loss` finds; `TraceError` where nothing can be trained by it."""
+    outputs = [slot for slot in executable.outputs if slot.slot.kind == OutputKind.OUTPUT]
+    scalars = [slot for slot in outputs if slot.shape == () and slot.dtype.is_floating_point]
+    if not scalars:
+        raise TraceError(_no_loss([slot.shape for slot in outputs]))
+    loss = min(scalars, key=lambda slot: int(slot.slot.name.removeprefix("output:")))
+    if loss.slot.name.replace("output:", "tangent:") not in {slot.slot.name for slot in executable.tangents}:
+        raise TraceError(
+            "The first floating scalar that the model returns does not depend on any parameter, so there is nothing to "
+            "train. Return the loss first, or pass loss_fn=."
+        )
+    return loss
+
+
+def _no_loss(shapes: Sequence[tuple[int, ...]]) -> str:
+    return (
         f"A training step needs a loss, but the model returns no floating scalar; it returns tensors of "
         f"shapes={shapes}. Return the loss, or pass loss_fn=."
-    )
-
-
-def _number_of_loss(executable: Executable, outputs: Sequence[torch.Tensor], loss: torch.Tensor) -> str:
-    """The number of the output that is the loss: that which `find_loss` found."""
-    tangents = {slot.slot.name.partition(":")[2] for slot in executable.tangents}
-    for slot, output in zip(executable.outputs, outputs, strict=True):
-        number = slot.slot.name.partition(":")[2]
-        if output is loss and slot.slot.kind == OutputKind.OUTPUT and number in tangents:
-            return number
-    raise TraceError(
-        "The first floating scalar that the model returns does not depend on any parameter, so there is nothing to "
-        "train. Return the loss first, or pass loss_fn=."
     )
 
 

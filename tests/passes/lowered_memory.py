@@ -21,27 +21,51 @@ from passes.scratch import emitted_reshard
 from passes.storages import Storage, Storages
 
 
-def peak_bytes(phased: PhasedProgram, sharded_outputs: Collection[str] = ()) -> int:
+def peak_bytes(phased: PhasedProgram, sharded_outputs: Collection[str] = (), micro_batches: int = 1) -> int:
     """The largest number of bytes in use on each rank in one call, or in one training step.
 
     Args:
         phased: the program.
         sharded_outputs: names of the outputs that are handed out as they lie.
+        micro_batches: how many a step has; it is their last one that is counted.
     """
     memory = Storages()
     lowered = phased.lowered
-    held = [memory.new(_local_bytes(slot, lowered.mesh)) for slot in lowered.inputs]
-    results = memory.run(phased.forward.graph, [held[index] for index in phased.forward_inputs], held)
+    inputs = [memory.new(_local_bytes(slot, lowered.mesh)) for slot in lowered.inputs]
+    sums = [memory.new(size) for size in _carried_bytes(phased)] if micro_batches > 1 else []
+    held = [*inputs, *sums]
+    results = memory.run(phased.forward.graph, [inputs[index] for index in phased.forward_inputs], held)
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
     if phased.update is None:
         held += _hand_out(memory, phased, outputs, [*held, *results], sharded_outputs)
-    gradients = memory.run(phased.backward.graph, [*saved, *(held[index] for index in phased.backward_inputs)], held)
+    tangents = [inputs[index] for index in phased.backward_inputs]
+    gradients = memory.run(phased.backward.graph, [*saved, *tangents], held)
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
-        inputs = [*carried, *(held[index] for index in phased.update_inputs)]
-        memory.run(write_in_place(phased.update, _written(phased)).graph, inputs, held)
+        if sums:
+            carried = _add(memory, sums, carried, inputs)
+        read = [*carried, *(inputs[index] for index in phased.update_inputs)]
+        memory.run(write_in_place(phased.update, _written(phased)).graph, read, inputs)
     return memory.peak
+
+
+def _add(
+    memory: Storages, sums: Sequence[Storage], gradients: Sequence[Storage], held: Sequence[Storage]
+) -> list[Storage]:
+    """New sums, one after the other: with each, what it is the sum of goes."""
+    found: list[Storage] = []
+    for index, gradient in enumerate(gradients):
+        found.append(memory.new(memory.bytes_of([gradient])))
+        memory.peak = max(memory.peak, memory.bytes_of([*held, *sums[index:], *gradients[index:], *found]))
+    return found
+
+
+def _carried_bytes(phased: PhasedProgram) -> list[int]:
+    """Bytes of the gradients that the backward carries into the update."""
+    results = phased.backward.graph.output_node().args[0]
+    values = [node.meta["val"] for node in results[len(phased.backward_outputs) :]]
+    return [value.numel() * value.element_size() for value in values]
 
 
 def _hand_out(
