@@ -16,8 +16,6 @@ from autoshard.errors import KernelError
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A row is held in registers: 16384 float32 in 16 warps are 32 registers a thread for each array.
 MAX_COLUMNS = 16384
-# Backward programs that each sum the weight gradients of many rows; fixed, so that no device changes the sum.
-SUMMING_PROGRAMS = 256
 _TILE_ELEMENTS = 2048
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoshard.errors import KernelError
-from autoshard.kernels import launch, triton_layer_norm
+from autoshard.kernels import launch, triton_norm
 from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
 
 pytestmark = pytest.mark.usefixtures("_poisoned_outputs")
@@ -77,7 +77,7 @@ def test_strided_inputs_of_many_dims() -> None:
 
 def test_many_rows_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients are whole when each program walks several blocks of rows."""
-    monkeypatch.setattr(triton_layer_norm, "SUMMING_PROGRAMS", 2)
+    monkeypatch.setattr(triton_norm, "SUMMING_PROGRAMS", 2)
     x, weight = _draw(83, 7, dtype=torch.float32), _draw(7, dtype=torch.float32)
     assert launch.row_tile(7).rows * 2 < 83
     _check_layer_norm(x, weight, weight.clone())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoshard.kernels import launch, triton_rms_norm
+from autoshard.kernels import launch, triton_norm
 from autoshard.kernels.triton_rms_norm import rms_norm, rms_norm_backward
 
 pytestmark = pytest.mark.usefixtures("_poisoned_outputs")
@@ -74,7 +74,7 @@ def test_strided_inputs_of_many_dims() -> None:
 
 def test_many_rows_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients are whole when each program walks several blocks of rows."""
-    monkeypatch.setattr(triton_rms_norm, "SUMMING_PROGRAMS", 2)
+    monkeypatch.setattr(triton_norm, "SUMMING_PROGRAMS", 2)
     assert launch.row_tile(7).rows * 2 < 83
     _check_rms_norm(_draw(83, 7, dtype=torch.float32), _draw(7, dtype=torch.float32))
 
