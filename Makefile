@@ -5,6 +5,7 @@
 #   make test-all              the slow tests too
 #   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
+#   make gpu-bench             each Triton kernel beside torch.compile and eager, on a machine with a GPU
 #   make lint | make format    check the style | put it right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
 #
@@ -14,7 +15,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all zoo lint format types pytest clean
+.PHONY: help demo test test-all zoo gpu-bench lint format types pytest clean
 
 VENV := .venv
 PIP_FLAGS ?=
@@ -65,6 +66,9 @@ test-all: lint types
 
 zoo: $(ZOO_READY)
 	$(PYTHON) -m tests.zoo --jobs $(WORKERS)
+
+gpu-bench: $(READY)
+	$(PYTHON) -m tests.benchmarks.gpu_kernels
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

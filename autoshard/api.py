@@ -104,12 +104,14 @@ def compile(
         torch.Size([6, 2])
     """
     _check_model(model)
+    _check_backend(backend)
     check_optimizer_arguments(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     fixed = _read_plan(plan)
     precision = _precision_of(model, precision, fixed)
     if optimizer is not None:
         refuse_scaling(precision)
     update = _update_for(model, optimizer, max_grad_norm, fixed, strict=strict)
+    device = _device_of(model)
     planner = Planner(
         cluster=mesh if isinstance(mesh, Cluster) else None,
         fixed=fixed,
@@ -122,12 +124,12 @@ def compile(
         strict=strict,
         verify=verify,
         time_budget_s=time_budget_s,
+        with_kernels=_has_kernels(backend, device),
     )
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)
     before = dict(model.named_parameters())
-    device = _device_of(model)
-    engine = make_engine(mesh, device, *_backend(backend, device))
+    engine = make_engine(mesh, device, _wrap_of(backend))
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     sharded = ShardedModule(model, engine, planner)
@@ -279,23 +281,24 @@ def _refuse(name: str, value: Any, why: str) -> None:
         raise NotAvailableError(f"{name}={value!r} is not available yet: {why}.")
 
 
-_Wrap = Callable[[fx.GraphModule], Callable[..., Any]]
-_Rewrite = Callable[[fx.GraphModule], fx.GraphModule]
+_BACKENDS = ("auto", "eager", "inductor", "triton")
 
 
-def _backend(name: str, device: torch.device) -> tuple[_Wrap | None, _Rewrite | None]:
-    """What is applied to each rank's graph before it runs: by processes, and in the simulator."""
-    if name in ("auto", "eager"):
-        return None, None
-    if name == "inductor":
-        return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False), None
-    if name != "triton":
+def _check_backend(name: str) -> None:
+    if name not in _BACKENDS:
         raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'eager', 'inductor' or 'triton'.")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return None, None
-    from passes.fuse_kernels import FuseKernels
 
-    return FuseKernels(), FuseKernels()
+
+def _wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
+    """What is applied to a rank's graphs before they run, with processes."""
+    if backend != "inductor":
+        return None
+    return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False)
+
+
+def _has_kernels(backend: str, device: torch.device) -> bool:
+    """Whether programs have kernels: on a CPU only in Triton's interpreter."""
+    return backend == "triton" and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _update_for(

@@ -54,6 +54,7 @@ class Planner:
         precision: what calls compute in where the model's parameters are wider; None: the model's own types.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         micro_batches: how many a training step has.
+        with_kernels: let Triton kernels stand in for operators.
         others: see `compile`.
     """
 
@@ -69,6 +70,7 @@ class Planner:
     strict: bool = False
     verify: bool = True
     time_budget_s: float = 60.0
+    with_kernels: bool = False
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
@@ -197,7 +199,8 @@ class Planner:
         from passes.verify_preparation import verify_preparation
         from passes.verify_program import verify_program
 
-        phased = lower_program(program, chosen, self.cluster_for(chosen.mesh))
+        cluster = self.cluster_for(chosen.mesh)
+        phased = lower_program(program, chosen, cluster, with_kernels=self.with_kernels)
         if self.verify:
             prepared = phased.lowered.traced
             verify_preparation(program, prepared)

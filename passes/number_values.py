@@ -68,8 +68,8 @@ class Numbering:
 
     def selection(self, number: int, index: int) -> int | None:
         """The number of result `index` of a call with several; None where nothing reads it."""
-        args = (_LIST, (_OPERAND, number), (_LITERAL, int, index))
-        return self.keys.get(("call_function", operator.getitem, args, (_DICT,)))
+        args = (LIST, (OPERAND, number), (LITERAL, int, index))
+        return self.keys.get(("call_function", operator.getitem, args, (DICT,)))
 
     def add(self, node: fx.Node, key: Key) -> int:
         """Give `node` the number of `key`, which is a new one if no node had it."""
@@ -122,7 +122,7 @@ def draws_numbers(target: Any) -> bool:
 
 def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[Any], Any]) -> Key:
     """The structure of a call; `operand` gives what stands for a node or a proxy."""
-    return (kind, target, freeze(args, operand), freeze(kwargs, operand) if kwargs else (_DICT,))
+    return (kind, target, freeze(args, operand), freeze(kwargs, operand) if kwargs else (DICT,))
 
 
 def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
@@ -134,29 +134,30 @@ def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
     return ("constant", value.dtype, tuple(value.shape), hashlib.sha256(content).hexdigest())
 
 
-_OPERAND, _LIST, _DICT, _SLICE, _LITERAL = "operand", "list", "dict", "slice", "literal"
+OPERAND, LIST, DICT, SLICE, LITERAL = "operand", "list", "dict", "slice", "literal"
+"""What a frozen argument begins with."""
 
 
 def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
     """An argument as nested tuples that are equal where a call cannot tell the arguments apart."""
     if isinstance(value, (fx.Node, fx.Proxy)):
-        return (_OPERAND, operand(value))
+        return (OPERAND, operand(value))
     if isinstance(value, (list, tuple)):
-        return (_LIST, *(freeze(item, operand) for item in value))
+        return (LIST, *(freeze(item, operand) for item in value))
     if isinstance(value, dict):
-        return (_DICT, *((name, freeze(value[name], operand)) for name in sorted(value)))
+        return (DICT, *((name, freeze(value[name], operand)) for name in sorted(value)))
     if isinstance(value, slice):
-        return (_SLICE, *(freeze(item, operand) for item in (value.start, value.stop, value.step)))
+        return (SLICE, *(freeze(item, operand) for item in (value.start, value.stop, value.step)))
     if isinstance(value, (float, complex)):
-        return (_LITERAL, type(value), repr(value))  # tells -0.0 from 0.0, and takes nan for equal to itself
-    return (_LITERAL, type(value), value)
+        return (LITERAL, type(value), repr(value))  # tells -0.0 from 0.0, and takes nan for equal to itself
+    return (LITERAL, type(value), value)
 
 
 def operands_of(key: Key) -> Iterator[Any]:
     """What stands for the operands in a frozen argument or call, in order."""
-    if key and key[0] == _OPERAND:
+    if key and key[0] == OPERAND:
         yield key[1]
-    elif not (key and key[0] == _LITERAL):
+    elif not (key and key[0] == LITERAL):
         for item in key:
             if isinstance(item, tuple):
                 yield from operands_of(item)
@@ -164,19 +165,19 @@ def operands_of(key: Key) -> Iterator[Any]:
 
 def _with_single_operands(key: Key) -> Key:
     """The structure with each set of one number replaced by the number."""
-    if key and key[0] == _OPERAND:
+    if key and key[0] == OPERAND:
         (number,) = key[1]
-        return (_OPERAND, number)
-    if key and key[0] == _LITERAL:
+        return (OPERAND, number)
+    if key and key[0] == LITERAL:
         return key
     return tuple(_with_single_operands(item) if isinstance(item, tuple) else item for item in key)
 
 
 def _fits(pattern: Key, key: Key) -> bool:
     """Whether a call is of the form `pattern`, with any number of each set."""
-    if pattern and pattern[0] == _OPERAND:
-        return bool(key) and key[0] == _OPERAND and key[1] in pattern[1]
-    if (pattern and pattern[0] == _LITERAL) or len(pattern) != len(key):
+    if pattern and pattern[0] == OPERAND:
+        return bool(key) and key[0] == OPERAND and key[1] in pattern[1]
+    if (pattern and pattern[0] == LITERAL) or len(pattern) != len(key):
         return pattern == key
     return all(
         _fits(left, right) if isinstance(left, tuple) and isinstance(right, tuple) else left == right

@@ -121,19 +121,28 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space))
 
 
-def lower_program(program: Program, plan: Plan, cluster: Cluster | None = None) -> PhasedProgram:
+def lower_program(
+    program: Program, plan: Plan, cluster: Cluster | None = None, *, with_kernels: bool = False
+) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
 
     Args:
         program: as traced.
         plan: made for this program.
         cluster: where it runs; decides between reshards of equal effect. None goes by bytes sent.
+        with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
+            without, for verification.
 
     Raises:
         PlanMismatchError: the plan is of another program.
     """
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
-    return SplitPhases()(Lower(plan, step_cost)(prepare(program)))
+    lowered = Lower(plan, step_cost)(prepare(program))
+    if not with_kernels:
+        return SplitPhases()(lowered)
+    from passes.fuse_kernels import FuseKernels
+
+    return replace(SplitPhases()(FuseKernels()(lowered)), lowered=lowered)
 
 
 def plan_of_choice(

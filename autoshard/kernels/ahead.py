@@ -1,8 +1,9 @@
 """Compilation of Triton kernels without a GPU, and the resources that the compiled kernels use.
 
 Needs a process in which the kernels were not loaded for Triton's interpreter (no TRITON_INTERPRET=1). The
-compiler, ptxas and cuobjdump come with triton. Registers and stack are what `cuobjdump --dump-resource-usage`
-prints; a stack that is not zero holds spilled registers.
+compiler, ptxas and cuobjdump come with triton. For NVIDIA, registers and stack are what `cuobjdump
+--dump-resource-usage` prints; for AMD, what the assembly's metadata say. A stack that is not zero holds spilled
+registers.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from triton.compiler import ASTSource
 from autoshard.errors import KernelError
 from autoshard.kernels.kernel import Specimen
 
-_WARP = 32
+_WARP, _WAVEFRONT = 32, 64
+_MAX_STAGES_HIP = 2  # 64 KiB of shared memory hold no more of what an H100's 228 KiB do
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_VECTOR_REGISTERS = re.compile(r"\.vgpr_count:\s+(\d+)")
+_SCRATCH = re.compile(r"\.private_segment_fixed_size:\s+(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +44,19 @@ class Resources:
     spilled_bytes: int
 
 
-def compile_ahead(specimen: Specimen, capability: int) -> Resources:
-    """Compile a kernel for an NVIDIA architecture.
+def compile_ahead(specimen: Specimen, architecture: str) -> Resources:
+    """Compile a kernel for an architecture.
 
     Args:
         specimen: what to compile.
-        capability: e.g. 80 for sm_80 (A100), 90 for sm_90 (H100).
+        architecture: "sm_80" (A100), "sm_90" (H100, H200), "gfx942" (MI300), and so on.
 
     Returns:
         The resources it uses.
 
     Raises:
-        KernelError: the kernel was loaded for the interpreter, or the compiled code cannot be inspected.
+        KernelError: the kernel was loaded for the interpreter, the architecture is unknown, or the compiled code cannot
+            be inspected.
     """
     if not isinstance(specimen.function, triton.JITFunction):
         raise KernelError(
@@ -64,17 +69,34 @@ def compile_ahead(specimen: Specimen, capability: int) -> Resources:
         constexprs=dict(specimen.constants),
         attrs=_alignments(specimen),
     )
-    target = GPUTarget("cuda", capability, _WARP)
-    options = {"num_warps": specimen.num_warps, "enable_fp_fusion": True}
+    target = _target(architecture)
+    options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, "enable_fp_fusion": True}
+    if target.backend == "hip":
+        options["num_stages"] = min(specimen.num_stages, _MAX_STAGES_HIP)
     compiled = triton.compile(source, target=target, options=options)
-    registers, stack = _inspect(compiled.asm["cubin"], specimen.name)
-    return Resources(registers, compiled.metadata.shared, stack)
+    if target.backend == "hip":
+        registers, spilled = _read_assembly(compiled.asm["amdgcn"], specimen.name)
+    else:
+        registers, spilled = _inspect(compiled.asm["cubin"], specimen.name)
+    return Resources(registers, compiled.metadata.shared, spilled)
+
+
+def _target(architecture: str) -> GPUTarget:
+    if architecture.startswith("sm_"):
+        return GPUTarget("cuda", int(architecture.removeprefix("sm_")), _WARP)
+    if architecture.startswith("gfx9"):
+        return GPUTarget("hip", architecture, _WAVEFRONT)
+    raise KernelError(f"architecture={architecture!r} is unknown; use 'sm_90' and the like, or 'gfx942'.")
 
 
 def _alignments(specimen: Specimen) -> dict[tuple[int, ...], list[list[object]]]:
-    """Pointers are aligned to 16 bytes, as torch allocates them."""
-    kinds = enumerate(specimen.signature.values())
-    return {(index,): [["tt.divisibility", 16]] for index, kind in kinds if kind.startswith("*")}
+    """Pointers are aligned to 16 bytes, as torch allocates them; strides are multiples of 16 where rows are."""
+    is_even = specimen.size % 16 == 0
+    return {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(specimen.signature.items())
+        if kind.startswith("*") or (is_even and kind == "i32" and "stride" in name)
+    }
 
 
 def _inspect(cubin: bytes, name: str) -> tuple[int, int]:
@@ -88,3 +110,11 @@ def _inspect(cubin: bytes, name: str) -> tuple[int, int]:
     if not usages:
         raise KernelError(f"cuobjdump tells no resource usage of kernel {name}; it printed {text!r}.")
     return max(int(usage[0]) for usage in usages), max(int(usage[1]) + int(usage[3]) for usage in usages)
+
+
+def _read_assembly(assembly: str, name: str) -> tuple[int, int]:
+    """(vector registers, bytes of scratch memory) of each thread, from AMD's assembly."""
+    registers, scratch = _VECTOR_REGISTERS.findall(assembly), _SCRATCH.findall(assembly)
+    if not registers or not scratch:
+        raise KernelError(f"the assembly of kernel {name} tells no resource usage.")
+    return max(map(int, registers)), max(map(int, scratch))

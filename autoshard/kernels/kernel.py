@@ -1,17 +1,21 @@
-"""What is known of a Triton kernel: the operator it may stand in for, when, and how to compile it ahead."""
+"""What is known of a Triton kernel: which calls it may stand in for, when, and how to compile it ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
+from torch import Tensor
 from torch._ops import OpOverload
 
 from autoshard.kernels.launch import Tile
 
-# Specimens are made for rows of these many elements: several rows a program, one row, the longest.
+# Specimens of kernels over rows are made for rows of these many elements: several rows a program, one, the longest.
 SPECIMEN_COLUMNS = (200, 4096, 16384)
+# The sizes that models usually have: at these no kernel may spill.
+TYPICAL_SIZES = (4096, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +26,18 @@ class Specimen:
         function: the `@triton.jit` function.
         signature: every argument's triton type in order, e.g. `{"x_ptr": "*bf16", "rows": "i32"}`;
             "constexpr" for those in `constants`.
+        size: elements of a row, or of an attention head.
         constants: the values of the `constexpr` arguments (None for an absent pointer).
         num_warps: warps per program.
+        num_stages: how many iterations of a loop load ahead.
     """
 
     function: Any
     signature: Mapping[str, str]
+    size: int
     constants: Mapping[str, object] = field(default_factory=dict)
     num_warps: int = 4
+    num_stages: int = 3
 
     @property
     def name(self) -> str:
@@ -39,7 +47,7 @@ class Specimen:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A Triton implementation of an operator.
+    """A Triton implementation of one operator.
 
     Args:
         operator: the operator that it may stand in for.
@@ -48,7 +56,7 @@ class Kernel:
         why_not: called with the operator's own arguments (fake tensors will do); None where the kernel
             applies, else the reason, one sentence. It does not look at the device: plans for a GPU are made
             on machines without one.
-        specimens: compilations that tests and cost models may ask for, one per `SPECIMEN_COLUMNS`.
+        specimens: compilations that tests and cost models may ask for.
     """
 
     operator: OpOverload
@@ -62,18 +70,86 @@ class Kernel:
         return self.replacement._schema.name
 
 
-def specimen(function: Any, types: str, tile: Tile, **constants: object) -> Specimen:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to write what a fused kernel computes as calls of other operators; also its reference.
+
+    Args:
+        compose: `compose(like, *variables)`, where `like` is a tensor with the first result's shape, dtype and device,
+            and the variables' names are those of the kernel's own arguments; gives its results, or the one. None
+            stands for a result that this form does not have, which is then not to be read.
+        constants: from `like`, the kernel's other arguments by name.
+        free: variables of `compose` that the kernel does not take, by name: their value from its arguments.
+        dims: how many dims the first result has; None for any number but none.
+    """
+
+    compose: Callable[..., Any]
+    constants: Callable[[Tensor], Mapping[str, object]] = lambda like: {}
+    free: Mapping[str, Callable[[Mapping[str, Any]], object]] = field(default_factory=dict)
+    dims: int | None = None
+
+    def may_yield(self, like: Tensor) -> bool:
+        """Whether the first result may be like this: a float tensor of the right number of dims."""
+        return like.is_floating_point() and like.dim() > 0 and self.dims in (None, like.dim())
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The names of `compose`'s arguments after `like`."""
+        return tuple(signature(self.compose).parameters)[1:]
+
+    def results(self, like: Tensor, variables: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What `compose` gives, as a tuple."""
+        results = self.compose(like, *(variables[name] for name in self.variables))
+        return results if isinstance(results, tuple) else (results,)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedKernel:
+    """A Triton implementation of several operators at once.
+
+    Args:
+        operator: the operator of ours that runs the kernel; functional and opaque.
+        why_not: called with its arguments (fake tensors will do); None where it applies, else the reason.
+        forms: the calls that it may stand in for.
+        specimens: compilations that tests and cost models may ask for.
+    """
+
+    operator: OpOverload
+    why_not: Callable[..., str | None]
+    forms: tuple[Form, ...]
+    specimens: tuple[Specimen, ...]
+
+    @property
+    def name(self) -> str:
+        """The operator's name, e.g. "autoshard::triton_gated"."""
+        return self.operator._schema.name
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the operator's arguments."""
+        return tuple(argument.name for argument in self.operator._schema.arguments)
+
+
+def specimen(function: Any, types: str, tile: Tile, size: int, **constants: object) -> Specimen:
     """A `Specimen` from the types of the run-time arguments in order, separated by spaces.
 
     Args:
         function: the `@triton.jit` function; its last two arguments are BLOCK_R and BLOCK_C.
         types: triton types, e.g. `"*bf16 i32"`; None is an absent pointer.
         tile: the values of BLOCK_R and BLOCK_C, and the warps.
+        size: elements of a row.
         constants: the values of the other `constexpr` arguments.
     """
+    blocks = {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
+    return block_specimen(function, types, size, tile.num_warps, **constants, **blocks)
+
+
+def block_specimen(
+    function: Any, types: str, size: int, num_warps: int, num_stages: int = 3, **constants: object
+) -> Specimen:
+    """As `specimen`, for a function with any block sizes among its constants."""
     names, kinds = list(function.arg_names), types.split()
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
-    signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")
-    signature |= dict.fromkeys(names[len(kinds) :], "constexpr")
-    blocks = {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns}
-    return Specimen(function, signature, absent | constants | blocks, tile.num_warps)
+    kinds_of = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")
+    kinds_of |= dict.fromkeys(names[len(kinds) :], "constexpr")
+    return Specimen(function, kinds_of, size, absent | constants, num_warps, num_stages)

@@ -68,6 +68,7 @@ def launch(
     device: torch.device,
     *arguments: object,
     num_warps: int,
+    num_stages: int | None = None,
     **constants: object,
 ) -> None:
     """Run a `@triton.jit` function over `grid` on `device`; an empty grid runs nothing.
@@ -84,7 +85,8 @@ def launch(
     if 0 in grid:
         return
     with _current(device):
-        kernel[tuple(grid)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=True)
+        options = {} if num_stages is None else {"num_stages": num_stages}
+        kernel[tuple(grid)](*arguments, **constants, **options, num_warps=num_warps, enable_fp_fusion=True)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

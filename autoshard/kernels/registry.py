@@ -1,4 +1,6 @@
-"""The table of Triton kernels: operator to its implementations and the condition under which each applies.
+"""The tables of Triton kernels: what each may stand in for, and the condition under which it applies.
+
+Kernels for one operator (`KERNELS`) and for several at once (`FUSED`).
 
 A pass that fuses rewrites a node when a kernel is found, by changing its target alone:
 
@@ -18,15 +20,30 @@ from types import MappingProxyType
 from torch._ops import OpOverload
 
 from autoshard.kernels import (
+    triton_add_norm,
+    triton_attention,
+    triton_attention_backward,
+    triton_cross_entropy,
+    triton_dropout,
+    triton_gated,
+    triton_gelu,
+    triton_layer_norm,
+    triton_rms_norm,
+    triton_rotary,
+    triton_softmax,
+)
+from autoshard.kernels.kernel import FusedKernel, Kernel, Specimen
+
+_MODULES = (
+    triton_attention,
+    triton_attention_backward,
     triton_cross_entropy,
     triton_dropout,
     triton_layer_norm,
     triton_rms_norm,
     triton_softmax,
 )
-from autoshard.kernels.kernel import Kernel
-
-_MODULES = (triton_cross_entropy, triton_dropout, triton_layer_norm, triton_rms_norm, triton_softmax)
+_FUSED_MODULES = (triton_add_norm, triton_gated, triton_gelu, triton_rotary)
 
 
 def _tabulate(kernels: Iterable[Kernel]) -> Mapping[OpOverload, tuple[Kernel, ...]]:
@@ -38,6 +55,16 @@ def _tabulate(kernels: Iterable[Kernel]) -> Mapping[OpOverload, tuple[Kernel, ..
 
 # Operator to its kernels, the preferred one first.
 KERNELS = _tabulate(kernel for module in _MODULES for kernel in module.KERNELS)
+
+
+# Kernels for several operators at once, in the order in which they are looked for: larger patterns before their parts.
+FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for kernel in module.FUSED)
+
+
+def specimens() -> tuple[Specimen, ...]:
+    """All representative compilations."""
+    alone = [found for kernels in KERNELS.values() for kernel in kernels for found in kernel.specimens]
+    return (*alone, *(found for kernel in FUSED for found in kernel.specimens))
 
 
 def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:

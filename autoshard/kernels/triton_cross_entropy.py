@@ -213,6 +213,7 @@ KERNELS = (
                 cross_entropy_forward_kernel,
                 "*bf16 *i64 *fp32 *fp32 i32 i32 i32 i32 fp32",
                 row_tile(columns, _MAX_BLOCK),
+                columns,
                 STEPS=triton.cdiv(columns, _MAX_BLOCK),
             )
             for columns in SPECIMEN_COLUMNS
@@ -227,6 +228,7 @@ KERNELS = (
                 cross_entropy_backward_kernel,
                 "*fp32 *bf16 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 fp32",
                 row_tile(columns, _MAX_BLOCK),
+                columns,
             )
             for columns in SPECIMEN_COLUMNS
         ),

@@ -134,6 +134,7 @@ KERNELS = (
                 dropout_kernel,
                 "*bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i64 i64 i64 i64 i32 i64 fp32",
                 row_tile(columns, _MAX_BLOCK),
+                columns,
             )
             for columns in SPECIMEN_COLUMNS
         ),

@@ -67,9 +67,7 @@ def _rms_norm_backward(
     arguments = (grad_out, input, normalized_shape, rstd, weight, output_mask)
     require("triton_rms_norm_backward", why_not_rms_norm_backward(*arguments))
     grad, grad_weight = _rms_norm_backward_fake(*arguments)
-    norm_backward(
-        grad_out, input, math.prod(normalized_shape), weight, rstd, grad=grad, grad_weight=grad_weight
-    )
+    norm_backward(grad_out, input, math.prod(normalized_shape), weight, rstd, grad=grad, grad_weight=grad_weight)
     return grad, grad_weight
 
 
@@ -112,6 +110,7 @@ KERNELS = (
                 norm_forward_kernel,
                 "*bf16 None *bf16 None *bf16 None None *fp32 i32 i32 i32 i32 fp32",
                 row_tile(columns),
+                columns,
                 CENTRED=False,
                 HAS_RESIDUAL=False,
                 HAS_WEIGHT=True,
@@ -129,6 +128,7 @@ KERNELS = (
                 norm_backward_kernel,
                 "*bf16 *bf16 None *fp32 *bf16 None *bf16 *fp32 None i32 i32 i32 i32 i32",
                 row_tile(columns),
+                columns,
                 CENTRED=False,
                 HAS_WEIGHT=True,
                 HAS_RESIDUAL=False,

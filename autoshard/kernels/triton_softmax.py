@@ -151,7 +151,7 @@ KERNELS = (
         softmax,
         why_not_softmax,
         tuple(
-            specimen(softmax_forward_kernel, "*bf16 *bf16 i32 i32 i32 i32", row_tile(columns))
+            specimen(softmax_forward_kernel, "*bf16 *bf16 i32 i32 i32 i32", row_tile(columns), columns)
             for columns in SPECIMEN_COLUMNS
         ),
     ),
@@ -160,7 +160,7 @@ KERNELS = (
         softmax_backward,
         why_not_softmax_backward,
         tuple(
-            specimen(softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32 i32 i32 i32", row_tile(columns))
+            specimen(softmax_backward_kernel, "*bf16 *bf16 *bf16 i32 i32 i32 i32 i32", row_tile(columns), columns)
             for columns in SPECIMEN_COLUMNS
         ),
     ),

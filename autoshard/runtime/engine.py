@@ -114,23 +114,18 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatorEngine:
-    """All ranks of `mesh` in this process, in lock-step. Parameters stay the user's own.
-
-    `rewrite` is applied to each graph before it runs.
-    """
+    """All ranks of `mesh` in this process, in lock-step. Parameters stay the user's own."""
 
     mesh: Mesh
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rewrite: Callable[[fx.GraphModule], fx.GraphModule] | None = None
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """See `Engine`: here results are new tensors."""
-        rewritten = graph_module if self.rewrite is None else self.rewrite(graph_module)
 
         def run(values: list[LocalValue]) -> tuple[LocalValue, ...]:
             inputs = values.copy()
             values.clear()
-            return tuple(simulate(rewritten, self.mesh, inputs))
+            return tuple(simulate(graph_module, self.mesh, inputs))
 
         return run
 

@@ -43,7 +43,6 @@ def make_engine(
     mesh: DeviceMesh | Mesh,
     device: torch.device,
     wrap: Callable[[fx.GraphModule], Callable[..., Any]] | None = None,
-    rewrite: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> Engine:
     """The engine for a mesh: processes where there are as many as ranks, else the simulator.
 
@@ -51,7 +50,6 @@ def make_engine(
         mesh: a torch mesh, always run by processes; or an abstract one.
         device: where the model is.
         wrap: with processes, see `DistributedEngine`.
-        rewrite: in the simulator, see `SimulatorEngine`.
 
     Raises:
         MeshError: the mesh is larger than a run of several processes, or is no mesh.
@@ -71,7 +69,7 @@ def make_engine(
         )
     if processes == 1 or processes != mesh.size:
         _log_simulation(mesh, processes)
-        return SimulatorEngine(mesh, device, rewrite)
+        return SimulatorEngine(mesh, device)
     kind = "cuda" if device.type == "cuda" else "cpu"
     return DistributedEngine(init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names), wrap)
 

@@ -1,37 +1,171 @@
-"""Programs with kernels compute what programs without them do."""
+"""Programs with kernels compute what programs without them do, and are proven to."""
 
 from __future__ import annotations
 
-import torch
+import operator
 
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind
+from autoshard.kernels.registry import FUSED
 from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 from autoshard.tracing import trace
 from passes.fuse_kernels import FuseKernels, fused_calls
 from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.verify_phases import verify_phases
 from tests.passes.blocks import Blocks, h100s
 
 MESH = Mesh({"x": 2})
 
 
-def test_norms_become_kernels_and_results_stay() -> None:
-    """Each layer norm, forward and backward, is one kernel; loss and gradients stay equal (in the interpreter)."""
-    torch.manual_seed(0)
-    program = trace(Blocks(8, 2), (torch.randn(2, 3, 8),), {})
+class Gated(nn.Module):
+    """x + down(act(gate(norm(x))) up(norm(x))), with a norm of torch's own."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.norm, self.activation = nn.RMSNorm(8), activation
+        self.enter, self.leave = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.enter(x)
+        h = self.norm(x)
+        gate = F.silu(self.gate(h)) if self.activation == "silu" else F.gelu(self.gate(h), approximate=self.activation)
+        return self.leave(x + self.down(gate * self.up(h))).square().mean()
+
+
+class Biased(nn.Module):
+    """x + down(gelu(up(x) + bias)), before and after a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        return (x + self.down(F.gelu(self.up(self.norm(x))))).square().mean()
+
+
+def _lower(model: nn.Module) -> LoweredProgram:
+    program = trace(model, (torch.randn(2, 3, 8),), {})
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    lowered = lower_program(program, plan).lowered
-    fused = FuseKernels()(lowered.graph_module)
-    assert fused_calls(fused) == {
-        "autoshard.triton_layer_norm.default": 2,
-        "autoshard.triton_layer_norm_backward.default": 2,
-    }
-    assert not fused_calls(lowered.graph_module)
+    return lower_program(program, plan).lowered
+
+
+def _phases(model: nn.Module) -> PhasedProgram:
+    program = trace(model, (torch.randn(2, 3, 8),), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    return lower_program(program, plan, with_kernels=True)
+
+
+def _check_equal(lowered: LoweredProgram, fused: LoweredProgram) -> None:
     values = [
         torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape)
         for slot in lowered.inputs
     ]
     locals_ = [shard_all(value, slot.spec, MESH) for value, slot in zip(values, lowered.inputs, strict=True)]
     expected = simulate(lowered.graph_module, MESH, locals_)
-    torch.testing.assert_close(simulate(fused, MESH, locals_), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(simulate(fused.graph_module, MESH, locals_), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_become_kernels_and_results_stay() -> None:
+    """Each layer norm is one kernel, with the residual's addition before it and that of its gradient behind."""
+    torch.manual_seed(0)
+    lowered = _lower(Blocks(8, 2))
+    fused = FuseKernels()(lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_layer_norm.default": 1,
+        "autoshard.triton_add_layer_norm.default": 1,
+        "autoshard.triton_layer_norm_backward.default": 1,
+        "autoshard.triton_add_layer_norm_backward.default": 1,
+    }
+    assert not fused_calls(lowered.graph_module)
+    _check_equal(lowered, fused)
+
+
+@pytest.mark.parametrize("activation", ["silu", "none", "tanh"])
+def test_gated_units_become_one_kernel(activation: str) -> None:
+    """SwiGLU and both GeGLUs, forward and backward, with an RMS norm and its residual."""
+    torch.manual_seed(0)
+    lowered = _lower(Gated(activation))
+    fused = FuseKernels()(lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_gated.default": 1,
+        "autoshard.triton_gated_backward.default": 1,
+        "autoshard.triton_add_rms_norm.default": 1,
+        "autoshard.triton_add_rms_norm_backward.default": 1,
+    }
+    _check_equal(lowered, fused)
+
+
+def test_gelu_takes_its_bias_along() -> None:
+    """The bias is added inside the kernel, forward and backward."""
+    torch.manual_seed(0)
+    lowered = _lower(Biased())
+    fused = FuseKernels()(lowered)
+    assert fused_calls(fused.graph_module)["autoshard.triton_bias_gelu.default"] == 2
+    assert fused_calls(fused.graph_module)["autoshard.triton_bias_gelu_backward.default"] == 2
+    _check_equal(lowered, fused)
+
+
+def test_phases_with_kernels_verify() -> None:
+    """What the forward keeps is what kernels read, and phases with kernels are proven equal to the joint program."""
+    phased = _phases(Gated("silu"))
+    assert fused_calls(phased.forward)
+    assert fused_calls(phased.backward)
+    assert not fused_calls(phased.lowered.graph_module)
+    verify_phases(phased)
+
+
+@pytest.mark.parametrize("mutation", ["swap", "constant", "form", "result"])
+def test_wrong_kernels_do_not_verify(mutation: str) -> None:
+    """Swapped operands, another activation, another form and another result are each found."""
+    phased = _phases(Gated("silu"))
+    (call,) = (node for node in phased.backward.graph.nodes if "gated_backward" in str(node.target))
+    grad, gate, up, activation = call.args
+    if mutation == "swap":
+        call.args = (grad, up, gate, activation)
+    elif mutation == "constant":
+        call.args = (grad, gate, up, "gelu")
+    elif mutation == "form":
+        call.meta["form"] = 1
+    else:
+        first, second = (user for user in call.users if user.target is operator.getitem)
+        first.args, second.args = second.args, first.args
+    with pytest.raises(VerificationError):
+        verify_phases(phased)
+
+
+def test_what_is_read_elsewhere_stays() -> None:
+    """A value inside a group that the model returns too is still computed."""
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(8, 16), nn.Linear(8, 16)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            gate = F.silu(self.gate(x))
+            return (gate * self.up(x)).square().mean(), gate
+
+    torch.manual_seed(0)
+    lowered = _lower(Returns())
+    fused = FuseKernels()(lowered)
+    assert "autoshard.triton_gated.default" not in fused_calls(fused.graph_module)
+    _check_equal(lowered, fused)
+
+
+def test_every_form_has_the_kernels_results() -> None:
+    """A form composes as many results as its kernel gives, from variables that are the kernel's arguments or free."""
+    for kernel in FUSED:
+        for form in kernel.forms:
+            known = set(kernel.parameters) | set(form.free)
+            assert set(form.variables) <= known
+            assert set(form.constants(torch.empty(2, 3, 4, 6))) == set(kernel.parameters) - set(form.variables)

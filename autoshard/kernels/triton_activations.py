@@ -1,0 +1,61 @@
+"""Activations and their slopes inside Triton kernels, and the pieces of rows that pointwise kernels work on.
+
+s is the logistic function, P and p the standard normal distribution and density (Hendrycks, Gimpel, "Gaussian error
+linear units", 2016, section 2, with u = sqrt(2 / pi) (x + 0.044715 x^3) for the tanh form):
+
+    silu:  x s(x)            gelu:  x P(x)          gelu_tanh:  x (1 + tanh u) / 2 = x s(2 u)
+    slope: s (1 + x (1 - s))        P + x p         s(2u) + 2 x u' s(2u) (1 - s(2u))
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from autoshard.kernels.launch import Tile, row_tile
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_MAX_BLOCK = 1024
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation of float32 x."""
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    if ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(2.0 * u)
+
+
+@triton.jit
+def slope(x, ACTIVATION: tl.constexpr):
+    """The activation's derivative at float32 x."""
+    if ACTIVATION == "silu":
+        gate = tl.sigmoid(x)
+        return gate * (1.0 + x * (1.0 - gate))
+    if ACTIVATION == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    gate = tl.sigmoid(2.0 * u)
+    return gate + 2.0 * x * gate * (1.0 - gate) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+
+
+@triton.jit
+def piece(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C] and what is inside, of a two-dim grid's program."""
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+def piece_tile(columns: int) -> Tile:
+    """The tile of a pointwise kernel over rows of `columns` elements."""
+    return row_tile(columns, _MAX_BLOCK)
+
+
+def refuse_activation(activation: str) -> str | None:
+    """The reason why there is no such activation here, or None."""
+    return None if activation in ACTIVATIONS else f"activation={activation!r} is none of {ACTIVATIONS}."

@@ -1,0 +1,338 @@
+"""RMS norm and layer norm with what surrounds them: the addition of a residual before, of its gradient behind.
+
+    forward:   total = x + residual,  out = norm(total)          (pre-norm blocks: the total goes on as the residual)
+    backward:  dx = residual_grad + norm's gradient              (of both x and residual)
+
+The kernels are those of `triton_norm.py`. The forms are what models write: torch's whole operators, and the RMS norm
+that transformers writes out (in float32, and cast around it for narrower types).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
+from autoshard.kernels.launch import refuse_columns, refuse_dtypes, require, row_tile
+from autoshard.kernels.library import define
+from autoshard.kernels.triton_norm import (
+    norm_backward,
+    norm_backward_kernel,
+    norm_forward,
+    norm_forward_kernel,
+    statistics_of,
+)
+from autoshard.kernels.triton_rms_norm import rms_norm, why_not_rms_norm
+
+_aten = torch.ops.aten
+
+
+def why_not_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None) -> str | None:
+    """Why the kernel does not take these, or None."""
+    return _refuse(x, residual, weight=weight)
+
+
+def why_not_add_rms_norm_backward(
+    grad_out: Tensor,
+    residual_grad: Tensor | None,
+    input: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    weight_shape: Sequence[int],
+) -> str | None:
+    """Why the kernel does not take these, or None."""
+    return _refuse(input, grad_out if residual_grad is None else residual_grad, grad_out=grad_out, weight=weight)
+
+
+def why_not_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> str | None:
+    """Why the kernel does not take these, or None."""
+    return _refuse(x, residual, weight=weight, bias=bias)
+
+
+def why_not_add_layer_norm_backward(
+    grad_out: Tensor,
+    residual_grad: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+) -> str | None:
+    """Why the kernel does not take these, or None."""
+    return _refuse(input, residual_grad, grad_out=grad_out, weight=weight, bias=bias)
+
+
+def _refuse(x: Tensor, other: Tensor, **tensors: Tensor | None) -> str | None:
+    """The reason why a kernel that adds `other` to rows of `x` does not take these, or None."""
+    reason = refuse_dtypes(x=x, other=other, **tensors)
+    if reason is None and (x.shape != other.shape or x.dtype != other.dtype or x.dim() == 0):
+        return (
+            f"the tensors that are added have shapes {tuple(x.shape)}, {tuple(other.shape)}, {x.dtype}, {other.dtype}."
+        )
+    return reason or refuse_columns(x.shape[-1])
+
+
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    require("triton_add_rms_norm", why_not_add_rms_norm(x, residual, weight, eps))
+    out, rstd, total = _add_rms_norm_fake(x, residual, weight, eps)
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    norm_forward(x, x.shape[-1], weight, None, eps, out=out, rstd=rstd, residual=residual, total=total)
+    return out, rstd, total
+
+
+def _add_rms_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), statistics_of(x, 1), x.new_empty(x.shape)
+
+
+def _add_rms_norm_backward(
+    grad_out: Tensor,
+    residual_grad: Tensor | None,
+    input: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    weight_shape: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    arguments = (grad_out, residual_grad, input, rstd, weight, weight_shape)
+    require("triton_add_rms_norm_backward", why_not_add_rms_norm_backward(*arguments))
+    grad, grad_weight = _add_rms_norm_backward_fake(*arguments)
+    wanted = {"residual_grad": residual_grad, "grad": grad, "grad_weight": grad_weight}
+    norm_backward(grad_out, input, input.shape[-1], weight, rstd, **wanted)
+    return grad, grad_weight
+
+
+def _add_rms_norm_backward_fake(
+    grad_out: Tensor,
+    residual_grad: Tensor | None,
+    input: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    weight_shape: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    return input.new_empty(input.shape), weight.new_empty(weight_shape)
+
+
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    require("triton_add_layer_norm", why_not_add_layer_norm(x, residual, weight, bias, eps))
+    out, mean, rstd, total = _add_layer_norm_fake(x, residual, weight, bias, eps)
+    wanted = {"out": out, "mean": mean, "rstd": rstd, "residual": residual, "total": total}
+    norm_forward(x, x.shape[-1], weight, bias, eps, **wanted)
+    return out, mean, rstd, total
+
+
+def _add_layer_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), statistics_of(x, 1), statistics_of(x, 1), x.new_empty(x.shape)
+
+
+def _add_layer_norm_backward(
+    grad_out: Tensor,
+    residual_grad: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = (grad_out, residual_grad, input, mean, rstd, weight, bias)
+    require("triton_add_layer_norm_backward", why_not_add_layer_norm_backward(*arguments))
+    grad, grad_weight, grad_bias = _add_layer_norm_backward_fake(*arguments)
+    wanted = {"residual_grad": residual_grad, "grad": grad, "grad_weight": grad_weight, "grad_bias": grad_bias}
+    norm_backward(grad_out, input, input.shape[-1], weight, rstd, mean=mean, **wanted)
+    return grad, grad_weight, grad_bias
+
+
+def _add_layer_norm_backward_fake(
+    grad_out: Tensor,
+    residual_grad: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return input.new_empty(input.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+
+
+add_rms_norm = define(
+    "triton_add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor? weight, float? eps) -> (Tensor out, Tensor rstd, Tensor total)",
+    _add_rms_norm,
+    _add_rms_norm_fake,
+)
+add_rms_norm_backward = define(
+    "triton_add_rms_norm_backward",
+    "(Tensor grad_out, Tensor? residual_grad, Tensor input, Tensor rstd, Tensor weight, SymInt[] weight_shape)"
+    " -> (Tensor grad, Tensor grad_weight)",
+    _add_rms_norm_backward,
+    _add_rms_norm_backward_fake,
+)
+add_layer_norm = define(
+    "triton_add_layer_norm",
+    "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps)"
+    " -> (Tensor out, Tensor mean, Tensor rstd, Tensor total)",
+    _add_layer_norm,
+    _add_layer_norm_fake,
+)
+add_layer_norm_backward = define(
+    "triton_add_layer_norm_backward",
+    "(Tensor grad_out, Tensor residual_grad, Tensor input, Tensor mean, Tensor rstd, Tensor weight, Tensor bias)"
+    " -> (Tensor grad, Tensor grad_weight, Tensor grad_bias)",
+    _add_layer_norm_backward,
+    _add_layer_norm_backward_fake,
+)
+
+
+def _wide(like: Tensor, x: Any) -> Any:
+    """x in float32, as the forward of a written-out norm casts it."""
+    return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=torch.float32)
+
+
+def _narrow(like: Tensor, x: Any) -> Any:
+    """x in the model's type, as the forward casts back."""
+    return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=like.dtype)
+
+
+def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
+    """The backward of a cast."""
+    if like.dtype == torch.float32:
+        return x
+    return _aten._to_copy.default(x, dtype=dtype, layout=torch.strided, device=like.device)
+
+
+def _written_out(like: Tensor, input: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
+    """transformers' RMS norm: weight (x rsqrt(mean(x^2) + eps)), and the rsqrt."""
+    x = _wide(like, input)
+    mean = _aten.mean.dim(_aten.pow.Tensor_Scalar(x, 2), [-1], True)
+    rstd = _aten.rsqrt.default(_aten.add.Tensor(mean, eps))
+    return _aten.mul.Tensor(weight, _narrow(like, _aten.mul.Tensor(x, rstd))), rstd
+
+
+def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
+    total = _aten.add.Tensor(x, residual)
+    return *_written_out(like, total, weight, eps), total
+
+
+def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
+    """Autograd's of `_written_out`, operator by operator; the weight's gradient keeps the summed dims."""
+    last, x = like.dim() - 1, _wide(like, input)
+    weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
+    normed = _narrow(like, _aten.mul.Tensor(x, rstd))
+    grad_weight = _aten.sum.dim_IntList(_aten.mul.Tensor(grad_out, normed), list(range(last)), True)
+    summed = _aten.sum.dim_IntList(_aten.mul.Tensor(weighted, x), [last], True)
+    of_mean = _aten.mul.Tensor(_aten.mul.Scalar(summed, -0.5), _aten.pow.Tensor_Scalar(rstd, 3))
+    of_square = _aten.div.Scalar(_aten.expand.default(of_mean, list(like.shape)), like.shape[-1])
+    through = _aten.mul.Tensor(of_square, _aten.mul.Scalar(_aten.pow.Tensor_Scalar(x, 1.0), 2.0))
+    return (_aten.mul.Tensor(weighted, rstd), through), grad_weight
+
+
+def _alone_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
+    (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
+    return _cast_gradient(like, _aten.add.Tensor(direct, through), like.dtype), grad_weight
+
+
+def _added_backward(
+    like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
+) -> tuple[Any, Any]:
+    """Where nothing is cast, autograd adds each part to the residual's gradient by itself."""
+    (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
+    if like.dtype == torch.float32:
+        return _aten.add.Tensor(_aten.add.Tensor(residual_grad, direct), through), grad_weight
+    grad = _cast_gradient(like, _aten.add.Tensor(direct, through), like.dtype)
+    return _aten.add.Tensor(residual_grad, grad), grad_weight
+
+
+def _add_whole(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
+    total = _aten.add.Tensor(x, residual)
+    results = _aten._fused_rms_norm.default(total, [like.shape[-1]], weight, eps)
+    return operator.getitem(results, 0), operator.getitem(results, 1), total
+
+
+def _whole_added_backward(
+    like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
+) -> tuple[Any, Any]:
+    arguments = (grad_out, input, [like.shape[-1]], rstd, weight, [True, True])
+    results = _aten._fused_rms_norm_backward.default(*arguments)
+    return _aten.add.Tensor(residual_grad, operator.getitem(results, 0)), operator.getitem(results, 1)
+
+
+def _add_layer(like: Tensor, x: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
+    total = _aten.add.Tensor(x, residual)
+    results = _aten.native_layer_norm.default(total, [like.shape[-1]], weight, bias, eps)
+    return *(operator.getitem(results, index) for index in range(3)), total
+
+
+def _layer_added_backward(
+    like: Tensor, grad_out: Any, residual_grad: Any, input: Any, mean: Any, rstd: Any, weight: Any, bias: Any
+) -> tuple[Any, ...]:
+    arguments = (grad_out, input, [like.shape[-1]], mean, rstd, weight, bias, [True, True, True])
+    results = _aten.native_layer_norm_backward.default(*arguments)
+    grad, grad_weight, grad_bias = (operator.getitem(results, index) for index in range(3))
+    return _aten.add.Tensor(residual_grad, grad), grad_weight, grad_bias
+
+
+def _kept_dims(like: Tensor) -> list[int]:
+    return [*[1] * (like.dim() - 1), like.shape[-1]]
+
+
+_NORM = "*bf16 *bf16 *bf16 {bias} *bf16 *bf16 {mean} *fp32 i32 i32 i32 i32 fp32"
+_BACKWARD = "*bf16 *bf16 {mean} *fp32 *bf16 *bf16 *bf16 *fp32 {bias} i32 i32 i32 i32 i32"
+
+
+def _forward_specimens(centred: bool) -> tuple[Any, ...]:
+    types = _NORM.format(bias="*bf16" if centred else "None", mean="*fp32" if centred else "None")
+    flags = {"CENTRED": centred, "HAS_RESIDUAL": True, "HAS_WEIGHT": True, "HAS_BIAS": centred}
+    return tuple(
+        specimen(norm_forward_kernel, types, row_tile(columns), columns, **flags) for columns in SPECIMEN_COLUMNS
+    )
+
+
+def _backward_specimens(centred: bool) -> tuple[Any, ...]:
+    types = _BACKWARD.format(bias="*fp32" if centred else "None", mean="*fp32" if centred else "None")
+    flags = {"CENTRED": centred, "HAS_RESIDUAL": True, "HAS_WEIGHT": True, "HAS_GRAD": True, "HAS_GRAD_WEIGHT": True}
+    flags |= {"HAS_GRAD_BIAS": centred, "STEPS": 32}
+    return tuple(
+        specimen(norm_backward_kernel, types, row_tile(columns), columns, **flags) for columns in SPECIMEN_COLUMNS
+    )
+
+
+FUSED = (
+    FusedKernel(
+        add_rms_norm_backward,
+        why_not_add_rms_norm_backward,
+        (
+            Form(_added_backward, lambda like: {"weight_shape": _kept_dims(like)}),
+            Form(_alone_backward, lambda like: {"weight_shape": _kept_dims(like), "residual_grad": None}),
+            Form(_whole_added_backward, lambda like: {"weight_shape": [like.shape[-1]]}),
+        ),
+        _backward_specimens(centred=False),
+    ),
+    FusedKernel(
+        add_layer_norm_backward,
+        why_not_add_layer_norm_backward,
+        (Form(_layer_added_backward),),
+        _backward_specimens(centred=True),
+    ),
+    FusedKernel(
+        add_rms_norm,
+        why_not_add_rms_norm,
+        (Form(_add_written_out), Form(_add_whole)),
+        _forward_specimens(centred=False),
+    ),
+    FusedKernel(add_layer_norm, why_not_add_layer_norm, (Form(_add_layer),), _forward_specimens(centred=True)),
+    FusedKernel(
+        rms_norm, why_not_rms_norm, (Form(_written_out, lambda like: {"normalized_shape": [like.shape[-1]]}),), ()
+    ),
+)

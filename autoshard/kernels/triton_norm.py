@@ -1,0 +1,243 @@
+"""What layer norm and RMS norm share: one forward and one backward kernel, each reading its input once.
+
+Ba, Kiros, Hinton, "Layer normalization" (2016); Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019).
+For a row x of C columns (after a residual is added, if there is one), n = (x - mean) rstd and g = dout w; RMS norm has
+mean = 0 and lacks the term with the mean of g:
+
+    mean = mean_c x_c,  rstd = 1 / sqrt(mean_c (x_c - mean)^2 + eps),  out = n w + b
+    dx   = rstd (g - mean_c g - n mean_c(g n)),  dw = sum over rows of dout n,  db = sum over rows of dout
+
+The backward's programs each walk many rows and keep one partial dw and db; these are summed at the end, in a
+fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autoshard.kernels.launch import as_rows, launch, row_tile
+
+# Backward programs that each sum the weight gradients of many rows; fixed, so that no device changes the sum.
+SUMMING_PROGRAMS = 256
+
+
+@triton.jit
+def norm_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    total_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    columns,
+    x_stride,
+    residual_stride,
+    eps,
+    CENTRED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """x_ptr, residual_ptr, out_ptr, total_ptr [rows, columns], the last two contiguous; weight_ptr, bias_ptr [columns];
+    mean_ptr, rstd_ptr [rows] float32. total_ptr takes x + residual."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_C)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
+        # Rounded as it is stored, so that the backward normalises what the forward did.
+        total = (x + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + place, total, mask=inside)
+        x = total.to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, axis=1) / columns
+        x = tl.where(inside, x - mean[:, None], 0.0)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / columns + eps)
+    out = x * rstd[:, None]
+    if HAS_WEIGHT:
+        out *= tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + place, out, mask=inside)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def norm_backward_kernel(
+    grad_out_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    residual_grad_ptr,
+    grad_ptr,
+    grad_weight_ptr,
+    grad_bias_ptr,
+    rows,
+    columns,
+    grad_out_stride,
+    x_stride,
+    residual_grad_stride,
+    CENTRED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_GRAD: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """grad_out_ptr, x_ptr, residual_grad_ptr, grad_ptr [rows, columns], the last contiguous; mean_ptr, rstd_ptr [rows];
+    weight_ptr [columns]; grad_weight_ptr, grad_bias_ptr [programs, columns] float32: program i sums row blocks
+    i, i + programs, ... What residual_grad_ptr holds is added to the gradient."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK_C)
+    weight = tl.full((BLOCK_C,), 1.0, dtype=tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros((BLOCK_C,), dtype=tl.float32)
+    grad_bias = tl.zeros((BLOCK_C,), dtype=tl.float32)
+    for step in range(STEPS):
+        block = program.to(tl.int64) + step * tl.num_programs(0)
+        row = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        grad_out = tl.load(grad_out_ptr + row[:, None] * grad_out_stride + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        normed = x.to(tl.float32) * rstd
+        if CENTRED:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+            normed = tl.where(inside, normed - mean * rstd, 0.0)
+        if HAS_GRAD:
+            weighted = grad_out * weight[None, :]
+            grad = weighted - normed * (tl.sum(weighted * normed, axis=1, keep_dims=True) / columns)
+            if CENTRED:
+                grad -= tl.sum(weighted, axis=1, keep_dims=True) / columns
+            grad *= rstd
+            if HAS_RESIDUAL:
+                other = residual_grad_ptr + row[:, None] * residual_grad_stride + column[None, :]
+                grad += tl.load(other, mask=inside, other=0.0).to(tl.float32)
+            tl.store(grad_ptr + row[:, None] * columns + column[None, :], grad, mask=inside)
+        grad_weight += tl.sum(grad_out * normed, axis=0)
+        grad_bias += tl.sum(grad_out, axis=0)
+    partial = program.to(tl.int64) * columns + column
+    if HAS_GRAD_WEIGHT:
+        tl.store(grad_weight_ptr + partial, grad_weight, mask=column < columns)
+    if HAS_GRAD_BIAS:
+        tl.store(grad_bias_ptr + partial, grad_bias, mask=column < columns)
+
+
+def norm_forward(
+    x: Tensor,
+    columns: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    out: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None = None,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
+    """Normalise rows of `columns` elements of x (+ residual): RMS norm, or layer norm where there is a `mean`.
+
+    Args:
+        x, residual: any shape of rows; what is normalised.
+        columns: elements of a row.
+        weight, bias: of a row's shape, or None.
+        eps: added to the mean square.
+        out, total: contiguous, overwritten: the result, and x + residual.
+        rstd, mean: float32, one element a row, overwritten.
+    """
+    rows = as_rows(x, columns)
+    added = None if residual is None else as_rows(residual, columns)
+    count, tile = rows.shape[0], row_tile(columns)
+    launch(
+        norm_forward_kernel,
+        (triton.cdiv(count, tile.rows),),
+        x.device,
+        *(rows, added, _contiguous(weight), _contiguous(bias), out, total, mean, rstd),
+        *(count, columns, rows.stride(0), 0 if added is None else added.stride(0), eps),
+        CENTRED=mean is not None,
+        HAS_RESIDUAL=added is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns,
+        num_warps=tile.num_warps,
+    )
+
+
+def norm_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    columns: int,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    mean: Tensor | None = None,
+    residual_grad: Tensor | None = None,
+    grad: Tensor | None = None,
+    grad_weight: Tensor | None = None,
+    grad_bias: Tensor | None = None,
+) -> None:
+    """The gradients of `norm_forward`'s input (added to `residual_grad`), weight and bias, into those that are given.
+
+    Args:
+        grad_out, x, residual_grad: of one shape, rows of `columns` elements.
+        weight, rstd, mean: as in the forward.
+        grad, grad_weight, grad_bias: contiguous, overwritten; None where not wanted.
+    """
+    rows, grads = as_rows(x, columns), as_rows(grad_out, columns)
+    others = None if residual_grad is None else as_rows(residual_grad, columns)
+    count, tile = rows.shape[0], row_tile(columns)
+    blocks = triton.cdiv(count, tile.rows)
+    programs = min(blocks, SUMMING_PROGRAMS)
+    partials = [
+        None if wanted is None else x.new_empty((programs, columns), dtype=torch.float32)
+        for wanted in (grad_weight, grad_bias)
+    ]
+    launch(
+        norm_backward_kernel,
+        (programs,),
+        x.device,
+        *(grads, rows, _contiguous(mean), rstd.contiguous(), _contiguous(weight), others, grad, *partials),
+        *(count, columns, grads.stride(0), rows.stride(0), 0 if others is None else others.stride(0)),
+        CENTRED=mean is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_RESIDUAL=others is not None,
+        HAS_GRAD=grad is not None,
+        HAS_GRAD_WEIGHT=grad_weight is not None,
+        HAS_GRAD_BIAS=grad_bias is not None,
+        STEPS=triton.cdiv(blocks, max(programs, 1)),
+        BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns,
+        num_warps=tile.num_warps,
+    )
+    for partial, result in zip(partials, (grad_weight, grad_bias), strict=True):
+        if partial is not None and result is not None:
+            result.copy_(partial.sum(dim=0).view(result.shape))
+
+
+def statistics_of(x: Tensor, dims: int) -> Tensor:
+    """An empty float32 tensor with one element for each row that spans `x`'s last `dims` dims."""
+    return x.new_empty((*x.shape[: x.dim() - dims], *(1,) * dims), dtype=torch.float32)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

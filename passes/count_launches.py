@@ -1,0 +1,81 @@
+"""How many kernels a program launches on a device, and how many bytes they read and write.
+
+A call that yields a view launches nothing; any other launches one kernel, which reads each tensor operand and writes
+each result once. Kernels of ours that sum partial results at the end count that too (`second_step`). What is counted
+is what runs beside communication: collectives and the waits for them are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoshard.kernels.launch import row_tile
+from autoshard.kernels.triton_norm import SUMMING_PROGRAMS
+
+_FLOAT_BYTES = 4
+_COLLECTIVES = "_c10d_functional"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a program asks of one device.
+
+    Args:
+        launches: kernels.
+        memory_bytes: what they read and write.
+    """
+
+    launches: int = 0
+    memory_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.launches + other.launches, self.memory_bytes + other.memory_bytes)
+
+
+def count_launches(graph_module: fx.GraphModule) -> Traffic:
+    """The launches and bytes of one run of a lowered program; nodes have fake values in `meta["val"]`."""
+    return sum((traffic_of(node) for node in graph_module.graph.nodes), Traffic())
+
+
+def traffic_of(node: fx.Node) -> Traffic:
+    """The launches and bytes of one node."""
+    if not is_launch(node):
+        return Traffic()
+    moved = sum(_bytes(item.meta.get("val")) for item in (*node.all_input_nodes, node))
+    return Traffic(1, moved) + second_step(node.target, node.meta.get("val"))
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Whether a node computes on the device, rather than naming, viewing or sending what is there."""
+    target = node.target
+    if not isinstance(target, OpOverload) or sends(node):
+        return False
+    returned = [item.alias_info for item in target._schema.returns]
+    return not any(alias is not None and not alias.is_write for alias in returned)
+
+
+def sends(node: fx.Node) -> bool:
+    """Whether a node is a collective, or waits for one."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == _COLLECTIVES
+
+
+def second_step(target: Any, value: Any) -> Traffic:
+    """The sums of partial weight gradients at the end of our norms' backwards: one of each, over float32 rows."""
+    if not str(target).startswith("autoshard.") or "norm_backward" not in str(target):
+        return Traffic()
+    grad, *others = (item for item in value if isinstance(item, Tensor))
+    columns = grad.shape[-1]
+    blocks = math.ceil(math.prod(grad.shape[:-1]) / row_tile(columns).rows)
+    partial_bytes = min(blocks, SUMMING_PROGRAMS) * columns * _FLOAT_BYTES
+    return sum((Traffic(1, 2 * partial_bytes + _bytes(other)) for other in others), Traffic())
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0

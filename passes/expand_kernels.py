@@ -1,0 +1,92 @@
+"""Write kernels out again as the calls that they stand for, so that a fused program can be compared with its source.
+
+Before → after: `triton_gated(gate, up, "silu")` → `mul(silu(gate), up)`; `triton_layer_norm(x, ...)` →
+`native_layer_norm(x, ...)`. Of a fused kernel's forms, `meta["form"]` says which: whichever it names, it is one that
+the kernel computes, so a wrong name can make a comparison fail, never succeed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.proxy import GraphAppendingTracer
+
+from autoshard.errors import VerificationError
+from autoshard.kernels.kernel import FusedKernel
+from autoshard.kernels.registry import FUSED, KERNELS
+
+FORM = "form"
+"""Name of the metadata of a fused kernel's node that holds the index of its form."""
+
+_FUSED = {kernel.operator: kernel for kernel in FUSED}
+_ORIGINALS: dict[OpOverload, OpOverload] = {
+    kernel.replacement: kernel.operator for kernels in KERNELS.values() for kernel in kernels
+}
+
+
+def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph without kernels, over a graph of its own.
+
+    Raises:
+        VerificationError: a kernel is called with arguments that its form does not have.
+    """
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    results: dict[fx.Node, tuple[fx.Node | None, ...]] = {}
+    for node in graph_module.graph.nodes:
+        if node.target in _FUSED and FORM in node.meta:
+            results[node] = _write_out(graph, node, environment)
+            if isinstance(node.meta["val"], Tensor):
+                environment[node] = _result(node, results[node][0])
+        elif node.target is operator.getitem and node.args[0] in results:
+            environment[node] = _result(node, results[node.args[0]][node.args[1]])
+        else:
+            copied = environment[node] = graph.node_copy(node, environment.__getitem__)
+            if isinstance(node.target, OpOverload):
+                copied.target = _ORIGINALS.get(node.target, node.target)
+    return fx.GraphModule(graph_module, graph)
+
+
+def _result(node: fx.Node, result: fx.Node | None) -> fx.Node:
+    if result is None:
+        raise VerificationError(f"node {node.name!r} reads a result that its kernel's form does not have.")
+    return result
+
+
+def _write_out(graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, ...]:
+    """The results of a kernel, as its form's calls make them."""
+    target: Any = node.target
+    kernel = _FUSED[target]
+    form = kernel.forms[node.meta[FORM]]
+    value = node.meta["val"]
+    like = value if isinstance(value, Tensor) else value[0]
+    arguments = dict(zip(kernel.parameters, node.args, strict=True))
+    _check_constants(node, kernel, arguments, form.constants(like))
+    fakes = fx.map_arg(arguments, lambda operand: operand.meta["val"])
+    derived = {name: compute(fakes) for name, compute in form.free.items()}
+    tracer = GraphAppendingTracer(graph)
+    variables = {
+        name: fx.Proxy(environment[argument], tracer) if isinstance(argument, fx.Node) else argument
+        for name, argument in {**arguments, **derived}.items()
+    }
+    before = next(iter(reversed(graph.nodes)))
+    results = tuple(None if proxy is None else proxy.node for proxy in form.results(like, variables))
+    made = before.next
+    while made.op != "root":
+        made.meta = {"phase": node.meta.get("phase"), "source": node.meta.get("source")}
+        made = made.next
+    return results
+
+
+def _check_constants(
+    node: fx.Node, kernel: FusedKernel, arguments: Mapping[str, Any], constants: Mapping[str, object]
+) -> None:
+    wrong = {name: arguments[name] for name, value in constants.items() if arguments[name] != value}
+    if wrong:
+        raise VerificationError(
+            f"node {node.name!r} calls {kernel.name} with {wrong}; its form {node.meta[FORM]} has {dict(constants)}."
+        )

@@ -1,0 +1,83 @@
+"""Launches and bytes of a Llama block's forward and backward, with kernels and without, counted on the lowered program.
+
+    python -m tests.benchmarks.fused_counts
+
+One decoder layer of Llama 3 8B on one sequence of 2,048 tokens in bfloat16, for one device: on the meta device, so it
+runs anywhere. What counts as a launch and as bytes is in `passes.count_launches`; attention is one launch on both
+sides.
+"""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from autoshard.ir.lowered import LoweredProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.tracing import trace
+from passes.count_launches import Traffic, count_launches, traffic_of
+from passes.fuse_kernels import FuseKernels
+from passes.pipeline import PlanOptions, lower_program, plan_program
+from tests.passes.blocks import h100s
+
+_MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+
+
+class Block(nn.Module):
+    """A decoder layer with its rotary embedding, and a scalar for a loss."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.layer, self.rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, position_embeddings=self.rotary(x, position), position_ids=position).sum()
+
+
+def llama_block(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> LoweredProgram:
+    """The lowered program of one Llama 3 block for one device; other sizes keep its ratios."""
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_attention_heads=hidden // 128,
+        num_key_value_heads=max(1, hidden // 512), max_position_embeddings=length, attn_implementation="sdpa",
+    )  # fmt: skip
+    mesh = Mesh({"x": 1})
+    with torch.device("meta"):
+        block = Block(config).to(dtype)
+        inputs = (torch.zeros(1, length, hidden, dtype=dtype, requires_grad=True), torch.arange(length)[None])
+        program = trace(block, inputs, {})
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(with_baselines=False))
+    return lower_program(program, plan).lowered
+
+
+def count_both(lowered: LoweredProgram) -> tuple[Traffic, Traffic]:
+    """What a program asks of one device without kernels, and with them."""
+    return count_launches(lowered.graph_module), count_launches(FuseKernels()(lowered).graph_module)
+
+
+def _products(lowered: LoweredProgram) -> Traffic:
+    nodes = [node for node in lowered.graph_module.graph.nodes if str(node.target) in _MATRIX_PRODUCTS]
+    return sum(map(traffic_of, nodes), Traffic())
+
+
+def main() -> None:
+    """Print the table."""
+    lowered = llama_block()
+    before, after = count_both(lowered)
+    products = _products(lowered)
+    table = Table("", "launches", "GB read and written", title="Llama 3 8B block, forward and backward, 2,048 tokens")
+    for name, traffic in (
+        ("without kernels", before),
+        ("with kernels", after),
+        ("of these, matrix products", products),
+    ):
+        table.add_row(name, str(traffic.launches), f"{traffic.memory_bytes / 1e9:.3f}")
+    table.add_row("ratio", f"{after.launches / before.launches:.3f}", f"{after.memory_bytes / before.memory_bytes:.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Models with kernels, in Triton's interpreter, train as models without them do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import Mesh
+from passes.fuse_kernels import fused_calls
+from tests.end_to_end.models import gpt2, llama
+
+
+class Mixture(nn.Module):
+    """A block of experts as Mixtral's: a router's two best of three, each a SwiGLU, over an RMS norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.router = nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 3, bias=False)
+        self.gates, self.ups = (nn.ModuleList(nn.Linear(8, 12, bias=False) for _ in range(3)) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(12, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.enter(x)
+        h = self.norm(x)
+        scores = torch.softmax(self.router(h), dim=-1)
+        scores = torch.where(scores > scores.amin(-1, keepdim=True), scores, 0.0)
+        for index, (gate, up, down) in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
+            x = x + scores[..., index : index + 1] * down(F.silu(gate(h)) * up(h))
+        return x.square().mean()
+
+
+def mixtral() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """`Mixture` with a batch."""
+    torch.manual_seed(0)
+    return Mixture(), (torch.randn(4, 6, 8),)
+
+
+EXPECTED: dict[Callable[[], tuple[nn.Module, Any]], set[str]] = {
+    gpt2: {"bias_gelu", "bias_gelu_backward", "add_layer_norm", "add_layer_norm_backward", "attention"},
+    llama: {"gated", "gated_backward", "add_rms_norm", "add_rms_norm_backward", "rotary", "attention_backward"},
+    mixtral: {"gated", "gated_backward", "add_rms_norm", "softmax", "softmax_backward"},
+}
+
+
+@pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)
+def test_models_with_kernels_equal_models_without(make: Callable[[], tuple[nn.Module, Any]]) -> None:
+    """Loss and gradients of backend="triton" are those of "eager"; the phases, with their kernels, verify."""
+    model, inputs = make()
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    plan = autoshard.plan(model, Mesh({"x": 2}), example_inputs=inputs)
+    losses, gradients, found = [], [], set()
+    for backend in ("eager", "triton"):
+        sharded = autoshard.compile(model, Mesh({"x": 2}), backend=backend, plan=plan)
+        result = sharded(*args, **kwargs)
+        loss = result if isinstance(result, torch.Tensor) else result.loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+        phased = sharded.programs[0].phased
+        calls = fused_calls(phased.forward) + fused_calls(phased.backward)
+        found = {name.removeprefix("autoshard.triton_").removesuffix(".default") for name in calls}
+    assert found >= EXPECTED[make]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,136 @@
+"""The attention kernels against the reference in float64, gradients included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from autoshard.errors import KernelError
+from autoshard.kernels.attention import attention_reference
+from autoshard.kernels.triton_attention import flash_attention, triton_attention
+from autoshard.kernels.triton_attention_backward import flash_attention_backward, triton_attention_backward
+
+pytestmark = pytest.mark.usefixtures("_poisoned_outputs")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def _window_mask(queries: int, keys: int, window: int, distance: int) -> Tensor | None:
+    if window == 0:
+        return None
+    row = torch.arange(queries, device=DEVICE)[:, None] + distance
+    return row - torch.arange(keys, device=DEVICE)[None, :] < window
+
+
+def _expected(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, is_causal: bool, window: int, offsets: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and gradients of the reference in float64."""
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    mask = _window_mask(q.shape[2], k.shape[2], window, offsets[0] - offsets[1])
+    scale = q.shape[3] ** -0.5
+    place = ([0, 0, *offsets], [*q.shape[:2], 99, 99])
+    out, lse = attention_reference(wide[0], wide[1], wide[2], mask, None, 0.0, is_causal, scale, 0, *place)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, wide, grad_out.double())
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, window: int = 0, offsets: tuple[int, int] = (0, 0)
+) -> None:
+    grad_out = _draw(*q.shape, dtype=q.dtype)
+    options = {"is_causal": is_causal, "window": window, "query_offset": offsets[0], "key_offset": offsets[1]}
+    out, lse = flash_attention(q, k, v, q.shape[3] ** -0.5, **options)
+    grads = flash_attention_backward(grad_out, q, k, v, out, lse, q.shape[3] ** -0.5, **options)
+    expected = _expected(q, k, v, grad_out, is_causal=is_causal, window=window, offsets=offsets)
+    assert [x.dtype for x in (out, lse, *grads)] == [q.dtype, torch.float32, q.dtype, q.dtype, q.dtype]
+    for actual, wanted in zip((out, lse, *grads), expected, strict=True):
+        # A row that sees nothing has no gradient; autograd of the reference says NaN there.
+        wanted = torch.where(wanted.isnan(), 0.0, wanted)
+        tolerance = TOLERANCE[q.dtype] * max(1.0, q.shape[1] / k.shape[1])
+        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 75),
+    st.integers(1, 75),
+    st.integers(1, 33),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.sampled_from([0, 0, 1, 5, 40]),
+    st.tuples(st.integers(0, 30), st.integers(0, 30)),
+)
+def test_attention(
+    batch: int,
+    groups: int,
+    members: int,
+    queries: int,
+    keys: int,
+    size: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    window: int,
+    offsets: tuple[int, int],
+) -> None:
+    """Output, log-sum-exp and gradients at odd sizes: grouped heads, causal, windows, offsets of shards."""
+    torch.manual_seed(0)
+    q = _draw(batch, groups * members, queries, size, dtype=dtype)
+    k, v = (_draw(batch, groups, keys, size, dtype=dtype) for _ in range(2))
+    _check(q, k, v, is_causal=is_causal, window=window, offsets=offsets)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_usual_heads_in_several_blocks(size: int) -> None:
+    """At the usual head sizes, where several blocks of keys are full and some at the edge."""
+    torch.manual_seed(0)
+    _check(*(_draw(1, 1, 200, size) for _ in range(3)), is_causal=True, window=150)
+
+
+def test_strided_inputs() -> None:
+    """Heads that lie between the elements of a sequence, as projections give them, are read right."""
+    torch.manual_seed(0)
+    q, k, v = (_draw(2, 9, 2, 6).transpose(1, 2) for _ in range(3))
+    _check(q, k, v, is_causal=True)
+    _check(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)), is_causal=True)
+
+
+def test_shards_of_keys_combine() -> None:
+    """The log-sum-exps of two shards of keys combine their outputs, and their gradients add up."""
+    torch.manual_seed(0)
+    q, k, v, grad_out = (_draw(1, 2, 12, 4) for _ in range(4))
+    whole, lse = flash_attention(q, k, v, 0.5, is_causal=True)
+    halves = [(k[:, :, i : i + 6], v[:, :, i : i + 6], i) for i in (0, 6)]
+    parts = [flash_attention(q, a, b, 0.5, is_causal=True, key_offset=i) for a, b, i in halves]
+    combined = torch.logaddexp(parts[0][1], parts[1][1])
+    torch.testing.assert_close(combined, lse)
+    torch.testing.assert_close(sum((s - lse).exp()[..., None] * o for o, s in parts), whole)
+    expected = flash_attention_backward(grad_out, q, k, v, whole, lse, 0.5, is_causal=True)
+    grads = [
+        flash_attention_backward(grad_out, q, a, b, whole, lse, 0.5, is_causal=True, key_offset=i) for a, b, i in halves
+    ]
+    torch.testing.assert_close(grads[0][0] + grads[1][0], expected[0])
+    torch.testing.assert_close(torch.cat([grad[1] for grad in grads], 2), expected[1])
+    torch.testing.assert_close(torch.cat([grad[2] for grad in grads], 2), expected[2])
+
+
+def test_masks_and_dropout_are_refused() -> None:
+    """What the kernel does not do is refused with the reason, forward and backward."""
+    q = _draw(1, 1, 2, 4)
+    mask, lse = torch.ones(2, 2, dtype=torch.bool, device=DEVICE), _draw(1, 1, 2)
+    rest = (False, 1.0, 0, [0, 0, 0, 0], [1, 1, 2, 2])
+    with pytest.raises(KernelError, match="found a mask"):
+        triton_attention(q, q, q, mask, None, 0.0, *rest)
+    with pytest.raises(KernelError, match="has no dropout"):
+        triton_attention_backward(q, q, q, q, None, q, lse, None, 0.5, *rest)
+    with pytest.raises(KernelError, match="one size"):
+        flash_attention(q, q, q[..., :2], 1.0)
