@@ -31,6 +31,7 @@ from autoshard.kernels import (
     triton_rms_norm,
     triton_rotary,
     triton_softmax,
+    triton_split_cross_entropy,
 )
 from autoshard.kernels.kernel import FusedKernel, Kernel, Specimen
 
@@ -43,7 +44,7 @@ _MODULES = (
     triton_rms_norm,
     triton_softmax,
 )
-_FUSED_MODULES = (triton_add_norm, triton_gated, triton_gelu, triton_rotary)
+_FUSED_MODULES = (triton_add_norm, triton_gated, triton_gelu, triton_rotary, triton_split_cross_entropy)
 
 
 def _tabulate(kernels: Iterable[Kernel]) -> Mapping[OpOverload, tuple[Kernel, ...]]:

@@ -47,13 +47,13 @@ def _split_cross_entropy(
     3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 where the target is ignored.
     """
     call = context.call
+    indices, elsewhere = local_indices(context, target, "c")  # first, so that a kernel may do all between collectives
     x = call(aten._to_copy.default, logits, dtype=dtype)  # [n, c]
     top = context.all_reduce(call(aten.amax.default, x, [1]), "max", "c")  # [n]
     top = call(aten.masked_fill.Scalar, top, call(aten.isinf.default, top), 0)
     exponentials = call(aten.exp.default, call(aten.sub.Tensor, x, call(aten.unsqueeze.default, top, 1)))
     total = context.all_reduce(call(aten.sum.dim_IntList, exponentials, [1]), "sum", "c")
     lse = call(aten.add.Tensor, call(aten.log.default, total), top)
-    indices, elsewhere = local_indices(context, target, "c")
     picked = call(aten.gather.default, x, 1, call(aten.unsqueeze.default, indices, 1))
     picked = call(aten.masked_fill.Scalar, call(aten.squeeze.dim, picked, 1), elsewhere, 0)
     expected = call(aten.mul.Scalar, picked, 1 - smoothing)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoshard.kernels.registry import KERNELS, explain, find_kernel, kernels_of
+from autoshard.kernels.kernel import FusedKernel
+from autoshard.kernels.registry import FUSED, KERNELS, explain, find_kernel, kernels_of
 
 aten, autoshard = torch.ops.aten, torch.ops.autoshard
 
@@ -80,6 +81,40 @@ def test_opcheck(index: int) -> None:
 def test_every_kernel_is_called_here() -> None:
     """The calls above cover the table."""
     assert {operator for operator, _ in _calls("meta")} == set(KERNELS)
+
+
+def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
+    """One call of every operator that fuses several."""
+    x, statistic, row = torch.randn(2, 4, 6), torch.ones(2, 4, 1), torch.randn(6)
+    q, k, angle = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
+    logits, total, index = torch.randn(4, 6), torch.randn(4), torch.arange(4)
+    flags = index > 1
+    return {
+        autoshard.triton_add_rms_norm_backward.default: (x, x, x, statistic, row, [1, 1, 6]),
+        autoshard.triton_add_layer_norm_backward.default: (x, x, x, statistic, statistic, row, row),
+        autoshard.triton_add_rms_norm.default: (x, x, row, None),
+        autoshard.triton_add_layer_norm.default: (x, x, row, row, 1e-5),
+        autoshard.triton_rms_norm.default: (x, [6], row, None),
+        autoshard.triton_gated_backward.default: (x, x, x, "silu"),
+        autoshard.triton_gated.default: (x, x, "gelu"),
+        autoshard.triton_bias_gelu_backward.default: (x, x, row, "gelu"),
+        autoshard.triton_bias_gelu.default: (x, row, [8, 6], "gelu_tanh"),
+        autoshard.triton_rotary.default: (q, k, angle, angle, False, True),
+        autoshard.triton_split_cross_entropy_backward.default: (
+            *(logits, total, total[:, None], index, flags, flags),
+            *(-1.0, 0.0),
+        ),
+        autoshard.triton_split_cross_entropy.default: (logits, total, index, flags, 1.0),
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
+@pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
+def test_fused_opcheck(kernel: FusedKernel) -> None:
+    """Schema, real run and fake run of each fused kernel agree, and it takes these arguments."""
+    arguments = _fused_calls()[kernel.operator]
+    assert kernel.why_not(*arguments) is None
+    torch.library.opcheck(kernel.operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_float64_has_no_kernel_and_explains_why() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import pytest
@@ -12,7 +13,9 @@ from torch.nn import functional as F
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import NodePlan
 from autoshard.ir.program import InputKind
+from autoshard.ir.spec import PartitionSpec as P
 from autoshard.kernels.registry import FUSED
 from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
@@ -122,6 +125,36 @@ def test_phases_with_kernels_verify() -> None:
     assert fused_calls(phased.backward)
     assert not fused_calls(phased.lowered.graph_module)
     verify_phases(phased)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
+    """Its local parts are one kernel each, between the collectives; phases with them verify."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 12, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            target = torch.arange(6) * 2
+            return F.cross_entropy(self.head(x.reshape(6, 8)), target, label_smoothing=smoothing)
+
+    torch.manual_seed(0)
+    program = trace(Head(), (torch.randn(2, 3, 8),), {})
+    options = PlanOptions(with_baselines=False, constraints={"head.weight": P("x", None)})
+    plan = plan_program(program, MESH, h100s(MESH), options)
+    (name,) = (name for name in plan.nodes if "cross_entropy" in name and "backward" not in name)
+    split = NodePlan((P(None, "x"), P(None)), (P(None), P(None)))
+    plan = dataclasses.replace(plan, nodes={**plan.nodes, name: split})
+    phased = lower_program(program, plan, with_kernels=True)
+    fused = FuseKernels()(phased.lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_split_cross_entropy.default": 1,
+        "autoshard.triton_split_cross_entropy_backward.default": 1,
+    }
+    verify_phases(phased)
+    _check_equal(phased.lowered, fused)
 
 
 @pytest.mark.parametrize("mutation", ["swap", "constant", "form", "result"])
