@@ -204,10 +204,9 @@ def plan(
     args, kwargs = split_inputs(example_inputs)
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update if grad else None)
-    program = planner.trace(request)
     target = Mesh.from_device_mesh(mesh_or_cluster) if isinstance(mesh_or_cluster, DeviceMesh) else mesh_or_cluster
     meshes = [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else candidate_meshes(target)
-    found = planner.search_meshes(program, meshes)
+    program, found = planner.plan_call(request, meshes)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
     return replace(found, formulas=formulas, alternatives=planner.alternatives(program, found.mesh))
 

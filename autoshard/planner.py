@@ -42,6 +42,9 @@ _LOGGER = logging.getLogger(__name__)
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 LossFunction = Callable[..., torch.Tensor]
 
+_MARGINS = (1, 2)
+"""Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planner:
@@ -104,7 +107,8 @@ class Planner:
         """
         if request.grad:
             refuse_scaling(self.precision)
-        return tracing.trace(
+        start = time.perf_counter()
+        program = tracing.trace(
             request.model,
             request.args,
             dict(request.kwargs),
@@ -114,6 +118,38 @@ class Planner:
             update=request.update,
             compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
         )
+        _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
+        return program
+
+    def trace_elided(self, request: Request, margin: int) -> Program | None:
+        """The program of a call without the inner blocks of long lists; None where there are none, or it cannot run."""
+        elided = tracing.elide_blocks(request.model, margin)
+        if elided is None:
+            return None
+        try:
+            program = self.trace(replace(request, model=elided.model))
+        except TraceError as error:
+            _LOGGER.debug("the model cannot be traced without its inner blocks: %s", error)
+            return None
+        return replace(program, repeats=elided.repeats)
+
+    def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
+        """The fastest plan of a call on any of some meshes, and the program that it is of.
+
+        A deep model is planned without its inner blocks where those beside them are alike.
+        """
+        from passes.elided import NotAlikeError
+
+        for margin in _MARGINS:
+            program = self.trace_elided(request, margin)
+            if program is None:
+                break
+            try:
+                return program, self.search_meshes(program, meshes)
+            except NotAlikeError as error:
+                _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
+        program = self.trace(request)
+        return program, self.search_meshes(program, meshes)
 
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
@@ -175,23 +211,52 @@ class Planner:
         return program
 
     def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
+        from passes.expand_plan import expand_for
+
         if self.fixed is None:
-            return self._made_for(program, request, mesh) or self.search(program, mesh, request.placed)
+            return self._made_for(program, request, mesh) or self._search_for(program, request, mesh)
         if self.fixed.mesh != mesh:
             _check_same_parameters(self.fixed, program)
             _LOGGER.info("the plan is for %s, the model runs on %s: planning again, from it", self.fixed.mesh, mesh)
-            return self.search(program, mesh, request.placed, self.fixed)
+            return self.search(program, mesh, request.placed, self._expanded(self.fixed, program, request))
         _check_plan_fits(self.fixed, program, compare_inputs=request.grad)
         if request.grad and not request.all_tangents and self.fixed.updates == updates(program):
-            return self.fixed
+            return expand_for(self.fixed, program, request, self.trace)
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
+
+    def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
+        """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
+        from passes.elided import NotAlikeError
+        from passes.expand_plan import expand_plan
+        from passes.pipeline import prepare
+
+        for margin in () if request.placed else _MARGINS:
+            short = self.trace_elided(request, margin)
+            if short is None:
+                break
+            try:
+                return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
+            except NotAlikeError as error:
+                _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
+        return self.search(program, mesh, request.placed)
 
     def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
         from passes.pipeline import prepare
 
         if self.made is None or self.made.mesh != mesh or request.placed:
             return None
-        return self.made if self.made.program_digest == prepare(program).digest() else None
+        made = self._expanded(self.made, program, request)
+        return made if made is not None and made.program_digest == prepare(program).digest() else None
+
+    def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
+        """A plan with all blocks; None where it is not of this call."""
+        from passes.expand_plan import expand_for
+
+        try:
+            return expand_for(plan, program, request, self.trace)
+        except PlanMismatchError as error:
+            _LOGGER.debug("the plan is not of this call: %s", error)
+            return None
 
     def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
         from passes.pipeline import lower_program
@@ -280,7 +345,7 @@ def choose_mesh(
     args, kwargs = split_inputs(example_inputs)
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update)
-    chosen = share_among_processes(lambda: planner.search_meshes(planner.trace(request), candidate_meshes(cluster)))
+    chosen = share_among_processes(lambda: planner.plan_call(request, candidate_meshes(cluster))[1])
     return replace(planner, made=chosen), chosen.mesh
 
 

@@ -50,7 +50,8 @@ def _price(
     recipe: Mapping[int, np.ndarray],
 ) -> Solution | None:
     both = {**recipe, **{v: mask & recipe.get(v, mask) for v, mask in allowed.items()}}
-    if not all(mask.any() for mask in both.values()):
+    limit = search.memory_limit_bytes
+    if not all(mask.any() for mask in both.values()) or (limit is not None and planning.least_bytes(both) > limit):
         return None
     try:
         return search(planning, both)

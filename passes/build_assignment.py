@@ -15,6 +15,7 @@ import numpy as np
 
 from autoshard.rules.enumeration import Strategy
 from passes.assignment import Assignment, Edge, Floats, MemoryRow
+from passes.elided import NOTHING_ELIDED, Elided, tie
 from passes.enumerate_strategies import Link, SearchSpace, Site, ValueInfo, leaves_program, needs_of, specs_of
 from passes.liveness import Interval, Liveness, OnLink
 from passes.memory_tables import MemoryTables
@@ -38,6 +39,7 @@ class PlanningProblem:
         edge_between: two variables to the index of an edge of `assignment` from the first to the second.
         assignment: the problem, without memory rows.
         memory: what takes how many bytes.
+        elided: what the program leaves out.
         derived: what other passes find out about the problem, whatever the choice, and keep with it.
     """
 
@@ -49,12 +51,17 @@ class PlanningProblem:
     edge_between: Mapping[tuple[int, ...], int]
     assignment: Assignment
     memory: MemoryTables
+    elided: Elided = NOTHING_ELIDED
     derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
     def strategy(self, name: str, choice: Sequence[int]) -> Strategy:
         """The strategy of site `name` under a choice."""
         return self.space.sites[name].strategies[choice[self.classes[name]]]
+
+    def counts(self) -> Mapping[str, int]:
+        """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
+        return self.elided.site_counts()
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes in use on each rank at every program point."""
@@ -64,16 +71,25 @@ class PlanningProblem:
 
     def _items(self, point: int | None = None) -> Iterator[Item]:
         """What lies in memory (at one point): values, what links keep, and what calls need while they run."""
-        for (name, result), interval in self.liveness.values.items():
+        for name, result, interval, number in self.liveness.held_values():
             if point is None or point in interval:
                 table = self.memory.of_value(name, result, self._copies(name))
-                yield Item(interval, table, (self.classes[name],))
-        for kept in self.liveness.on_links:
+                yield Item(interval, table, (self.classes[name],), number)
+        for kept, number in self.liveness.held_on_links():
             if point is None or point in kept.interval:
-                yield Item(kept.interval, self.memory.on_link(kept), self._variables(kept))
+                yield Item(kept.interval, self.memory.on_link(kept), self._variables(kept), number)
         for name, now in self.liveness.calls.items():
             if point is None or point == now:
                 yield Item(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
+
+    def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
+        """Bytes in memory throughout, whatever is chosen of the `allowed` options: parameters, state, inputs."""
+        throughout, total = Interval(0, self.liveness.points - 1), 0.0
+        for name, result, interval, number in self.liveness.held_values():
+            if interval == throughout:
+                sizes = self.memory.of_value(name, result, self._copies(name)).whole()
+                total += number * float(sizes[allowed.get(self.classes[name], slice(None))].min())
+        return total
 
     def _copies(self, name: str) -> float:
         """How many times a value takes its bytes: a parameter carries optimizer state."""
@@ -94,7 +110,7 @@ class PlanningProblem:
         variables: dict[int, Floats] = {}
         edges: dict[tuple[int, ...], Floats] = {}
         for item in self._items(point):
-            sizes = item.table.whole()
+            sizes = item.number * item.table.whole()
             first, last = item.variables[0], item.variables[-1]
             if sizes.ndim == 2 and first != last:
                 _accumulate(edges, item.variables, sizes)
@@ -108,19 +124,28 @@ class PlanningProblem:
 
 
 def build_problem(
-    space: SearchSpace, prices: Prices, liveness: Liveness, representatives: Mapping[str, str]
+    space: SearchSpace,
+    prices: Prices,
+    liveness: Liveness,
+    representatives: Mapping[str, str],
+    elided: Elided = NOTHING_ELIDED,
 ) -> PlanningProblem:
     """The assignment problem of a search space whose alike sites are tied."""
+    representatives = tie(representatives, elided)
+    counts = elided.site_counts()
     numbers: dict[str, int] = {}
     classes = {name: numbers.setdefault(representatives[name], len(numbers)) for name in space.sites}
     members: list[list[str]] = [[] for _ in numbers]
     for name, number in classes.items():
         members[number].append(name)
     sites = space.sites
-    costs = [_call_costs([sites[name] for name in group], prices) for group in members]
+    costs = [
+        prices.call_times(sites[group[0]], sites[group[0]].strategies) * sum(counts.get(name, 1) for name in group)
+        for group in members
+    ]
     tables: dict[tuple[_Places, int], Floats] = {}
     edges, edge_between = [], {}
-    for key, (link, count) in _alike_links(space, classes).items():
+    for key, (link, count) in _alike_links(space, classes, elided).items():
         places = (_places_of(sites[link.tail], sites[link.head], link), count)
         if places not in tables:
             tables[places] = _link_table(space, prices, link) * count
@@ -133,15 +158,16 @@ def build_problem(
     assignment = Assignment(tuple(costs), tuple(edges))
     memory = MemoryTables(space, Transients(space.mesh, prices.step_price))
     groups = tuple(map(tuple, members))
-    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory)
+    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided)
 
 
-def _alike_links(space: SearchSpace, classes: Mapping[str, int]) -> dict[_EdgeKey, tuple[Link, int]]:
+def _alike_links(space: SearchSpace, classes: Mapping[str, int], elided: Elided) -> dict[_EdgeKey, tuple[Link, int]]:
     """One link for each pair of places that links join, and how many there are."""
+    counts = elided.link_counts()
     found: dict[_EdgeKey, tuple[Link, int]] = {}
-    for link in space.links:
+    for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
-        found[key] = (link, found[key][1] + 1 if key in found else 1)
+        found[key] = (link, counts.get(index, 1) + (found[key][1] if key in found else 0))
     return found
 
 
@@ -150,10 +176,6 @@ def _places_of(tail: Site, head: Site, link: Link) -> _Places:
     value = tail.results[link.result]
     strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
     return value, *strategies, leaves_program(head, link), link.keeps_sums
-
-
-def _call_costs(alike: Sequence[Site], prices: Prices) -> Floats:
-    return prices.call_times(alike[0], alike[0].strategies) * len(alike)
 
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:

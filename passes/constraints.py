@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.repeat import names_alike
 from autoshard.ir.spec import PartitionSpec
 from passes.build_assignment import PlanningProblem
 from passes.enumerate_strategies import SearchSpace, Site
@@ -46,8 +47,16 @@ def constrained_outputs(program: Program, constraints: Collection[str]) -> froze
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Qualified name to site, for all that a constraint may name (tied parameters under each of their names)."""
-    names = {name: slot.node for slot in space.program.inputs for name in (slot.name, *slot.aliases)}
+    """Qualified name to site, for all that a constraint may name (tied parameters under each of their names).
+
+    What is in blocks that the program leaves out has the site that stands for it.
+    """
+    names = {
+        alike: slot.node
+        for slot in space.program.inputs
+        for name in (slot.name, *slot.aliases)
+        for alike in names_alike(space.program.repeats, name)
+    }
     names |= {slot.name: slot.name for slot in space.program.outputs_of(OutputKind.OUTPUT)}
     return {name: site for name, site in names.items() if site in space.sites}
 

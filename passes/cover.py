@@ -19,7 +19,8 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
         choice: one option per variable.
     """
     reshards = _reshard_times(planning, choice)
-    found: dict[tuple[str, str, bool, bool], list[tuple[float, float]]] = {}
+    counts = planning.counts()
+    found: dict[tuple[str, str, bool, bool], list[tuple[int, float, float]]] = {}
     for name, site in planning.space.sites.items():
         node = site.node
         if node is None or node.op != "call_function" or node.target is hub:
@@ -27,22 +28,22 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
         strategy = planning.strategy(name, choice)
         is_split = any(item is not None for item in strategy.choices)
         key = (operator_name(node), node.meta.get("source", ""), site.rule is not None, is_split)
-        found.setdefault(key, []).append((planning.prices.call_time(site, strategy), reshards.get(name, 0.0)))
-    rows = [
-        OperatorCoverage(*key, len(times), sum(call for call, _ in times), sum(reshard for _, reshard in times))
-        for key, times in found.items()
-    ]
+        calls = counts.get(name, 1)
+        call_s = calls * planning.prices.call_time(site, strategy)
+        found.setdefault(key, []).append((calls, call_s, reshards.get(name, 0.0)))
+    rows = [OperatorCoverage(*key, *map(sum, zip(*parts, strict=True))) for key, parts in found.items()]
     return tuple(sorted(rows, key=lambda row: -row.time_s - row.reshard_time_s))
 
 
 def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
     """Seconds that it takes to bring the operands of each site into the specs it reads."""
     space, times = planning.space, dict[str, float]()
-    for link in space.links:
+    counts = planning.elided.link_counts()
+    for index, link in enumerate(space.links):
         tail, head = space.sites[link.tail], space.sites[link.head]
         source = planning.strategy(link.tail, choice).outputs[link.result]
         target = needs_of(head, link)[choice[planning.classes[link.head]]]
         if source != target:
             table = planning.prices.reshard_table(tail.results[link.result], (source,), (target,))
-            times[link.head] = times.get(link.head, 0.0) + float(table[0, 0])
+            times[link.head] = times.get(link.head, 0.0) + counts.get(index, 1) * float(table[0, 0])
     return times

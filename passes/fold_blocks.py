@@ -9,14 +9,13 @@ changes what a plan costs, so a bad fold can cost a better plan but not a wrong 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
-from torch import fx
 
-from autoshard.ir.program import InputKind, InputSlot
+from autoshard.ir.program import InputKind, InputSlot, Program
 from autoshard.ir.update import parameter_of
-from passes.enumerate_strategies import SearchSpace, Site, operands_of, resolve
+from passes.enumerate_strategies import SearchSpace, Site
 
 _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "attention")
 
@@ -25,9 +24,9 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
     """For every site the name of its representative: the first site of its class."""
     blocks = _blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
-    paths = _module_paths(space)
+    paths = module_paths(space.program)
     for name, site in space.sites.items():
-        modules[paths[name], site.phase].append(site)
+        modules[paths.get(name, ""), site.phase].append(site)
     representative: dict[tuple[object, ...], str] = {}
     result: dict[str, str] = {}
     for (module, phase), sites in modules.items():
@@ -58,21 +57,10 @@ def _is_matrix_product(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._opname in _MATRIX_PRODUCTS
 
 
-def _module_paths(space: SearchSpace) -> dict[str, str]:
-    """The module that each site belongs to; a parameter is its own module.
-
-    Sums of gradients carry no module; they go with the last of their operands.
-    """
-    slots = {slot.node: _name(slot) for slot in space.program.inputs}
-    paths: dict[str, str] = {}
-    for name, site in space.sites.items():
-        if site.node is None:
-            paths[name] = ""
-        elif site.is_input:
-            paths[name] = slots[name]
-        else:
-            paths[name] = site.node.meta.get("module", "") or _path_of_operands(site.node, paths)
-    return paths
+def module_paths(program: Program) -> dict[str, str]:
+    """The module that each node belongs to; a parameter is its own module."""
+    slots = {slot.node: _name(slot) for slot in program.inputs}
+    return {node.name: slots.get(node.name) or node.meta.get("module", "") for node in program.graph.nodes}
 
 
 def _name(slot: InputSlot) -> str:
@@ -80,13 +68,6 @@ def _name(slot: InputSlot) -> str:
     if slot.kind != InputKind.STATE:
         return slot.name
     return f"{parameter_of(slot.name)}.{slot.name.partition(':')[0]}"
-
-
-def _path_of_operands(node: fx.Node, paths: Mapping[str, str]) -> str:
-    if node.meta["phase"] == "forward":
-        return ""
-    known = [paths[resolve(operand)[0].name] for operand in operands_of(node) if operand.op == "call_function"]
-    return known[-1] if known else ""
 
 
 def _fold_path(module: str, blocks: frozenset[str]) -> str:

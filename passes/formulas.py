@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from autoshard.errors import FormulaError, TraceError
+from autoshard.errors import FormulaError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -25,6 +25,7 @@ from autoshard.tracing import BlockList, shorten
 from cost_models.formulas import Point, Size, published, size_symbol
 from cost_models.hardware import Cluster
 from passes.count_plan import Counted, PlanCounting
+from passes.expand_plan import expand_for
 from passes.fit_sizes import DoesNotRunError, InputDims, InputSize, input_sizes, resize
 from passes.pipeline import prepare
 from passes.symbolic_program import Place, SymbolicProgram, symbolic_program
@@ -151,6 +152,7 @@ class PlanFormulas:
     ) -> sympy.Expr:
         """See `Plan.formula`."""
         check_name(name, plan.mesh.axis_names)
+        plan = self._whole(plan)
         sizes = input_sizes(self.request.args, self.request.kwargs, dims)
         blocks = block_symbols(self._lists)
         axes = symbol_names([size.name for size in sizes], list(blocks.values()), plan.mesh.axis_names)
@@ -164,6 +166,15 @@ class PlanFormulas:
         }
         counting = PlanCounting(self._program(plan, free), plan, of_axes, self.cluster_for(plan.mesh))
         return published(total(self._counts(plan, counting, name), blocks, fixed), even=even)
+
+    def _whole(self, plan: Plan) -> Plan:
+        """The plan with all blocks, which are counted one by one."""
+        if not plan.repeats:
+            return plan
+        try:
+            return expand_for(plan, self.trace(self.request), self.request, self.trace)
+        except PlanMismatchError as error:
+            raise FormulaError(f"Formulas count the blocks of the whole model one by one. {error}") from error
 
     def _counts(self, plan: Plan, counting: PlanCounting, name: str) -> Iterator[Counted]:
         if name == "optimizer_bytes":

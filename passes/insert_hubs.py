@@ -12,8 +12,9 @@ update, and where micro-batches add up it is what they add.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import fx
@@ -75,6 +76,13 @@ def _hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
     """A hub of `node` before the first of `users`, which all read it from now on."""
     with graph.inserting_before(users[0]):
         inserted = insert_call(graph, hub, (node,), like=users[0])
+    inserted.meta["module"] = _common_module(users)
     for user in users:
         user.replace_input_with(node, inserted)
     return inserted
+
+
+def _common_module(users: Sequence[fx.Node]) -> str:
+    """The innermost module that all users are in: a table that all layers read is not of the first layer."""
+    levels = zip(*(user.meta.get("module", "").split(".") for user in users), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -78,6 +78,14 @@ class OnLink:
 
 
 @dataclass(frozen=True, slots=True)
+class ElidedLifetimes:
+    """What blocks hold that a program leaves out (`passes.elided`): lifetimes and numbers of what stands for it."""
+
+    values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
+    on_links: tuple[tuple[OnLink, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Liveness:
     """Lifetimes by value and by link.
 
@@ -86,16 +94,34 @@ class Liveness:
         values: (site, result) to lifetime, for values that own memory.
         on_links: what links keep.
         calls: call to the point at which it runs.
+        reshards: index of a link to the point of a reshard on it.
+        adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
+        elided: what blocks hold that the program leaves out.
     """
 
     points: int
     values: Mapping[tuple[str, int], Interval]
     on_links: tuple[OnLink, ...]
     calls: Mapping[str, int]
+    reshards: Mapping[int, int]
+    adding: Mapping[str, int]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
+    elided: ElidedLifetimes = ElidedLifetimes()
+
+    def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
+        """Site, result, lifetime and number of all values that own memory."""
+        for (name, result), interval in self.values.items():
+            yield name, result, interval, 1
+        for (name, result), (interval, number) in self.elided.values.items():
+            yield name, result, interval, number
+
+    def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
+        """What links keep, and how many there are of it."""
+        yield from ((kept, 1) for kept in self.on_links)
+        yield from self.elided.on_links
 
 
 def find_lifetimes(
@@ -116,7 +142,16 @@ def find_lifetimes(
     values, on_links = _Lifetimes(space, times, frozenset(sharded_outputs), micro_batches > 1).find()
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
     calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
-    return Liveness(times.end + 1, values, on_links, calls, state_bytes_per_parameter_byte, parameters)
+    return Liveness(
+        times.end + 1,
+        values,
+        on_links,
+        calls,
+        times.reshards,
+        times.adding,
+        state_bytes_per_parameter_byte,
+        parameters,
+    )
 
 
 @dataclass(frozen=True, slots=True)

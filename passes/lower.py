@@ -43,13 +43,18 @@ class Lower:
 
     def __call__(self, program: Program) -> LoweredProgram:
         """The program of one rank; `PlanMismatchError` if the plan is of another program."""
-        digest = program.digest()
-        if digest != self.plan.program_digest:
-            raise PlanMismatchError(
-                f"the plan is for another model or other inputs: it is for program {self.plan.program_digest} with "
-                f"inputs {dict(self.plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
-            )
+        check_digest(self.plan, program)
         return _Lowering(program, self.plan, self.step_cost).run()
+
+
+def check_digest(plan: Plan, program: Program) -> None:
+    """Raise `PlanMismatchError` if a plan is of another program."""
+    digest = program.digest()
+    if digest != plan.program_digest:
+        raise PlanMismatchError(
+            f"the plan is for another model or other inputs: it is for program {plan.program_digest} with "
+            f"inputs {dict(plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
+        )
 
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)

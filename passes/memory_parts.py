@@ -37,17 +37,18 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """All that lies in memory at some time: lifetimes (inclusive) and groups, [items]."""
+    """All that lies in memory at some time: lifetimes (inclusive), groups and numbers, [items]."""
 
     births: _Integers
     deaths: _Integers
     members: _Integers
+    numbers: _Integers
     groups: tuple[_Group, ...]
 
     def at(self, planning: PlanningProblem, choice: Sequence[int], point: int) -> dict[str, float]:
         """Bytes on each rank at a program point, by what they are."""
-        alive = self.members[(self.births <= point) & (point <= self.deaths)]
-        counts = np.bincount(alive, minlength=len(self.groups))
+        alive = (self.births <= point) & (point <= self.deaths)
+        counts = np.bincount(self.members[alive], self.numbers[alive], len(self.groups))
         parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for number in np.flatnonzero(counts):
             group = self.groups[number]
@@ -70,34 +71,36 @@ def _find_parts(planning: PlanningProblem) -> MemoryParts:
     gradients = _gradients(planning)
     numbers: dict[object, int] = {}
     groups: list[_Group] = []
-    intervals, members = [], []
+    intervals, members, counts = [], [], []
 
-    def add(key: object, group: _Group) -> None:
+    def add(key: object, group: _Group, count: int = 1) -> None:
+        counts.append(count)
         if key not in numbers:
             numbers[key] = len(groups)
             groups.append(group)
         members.append(numbers[key])
 
-    for (name, result), interval in planning.liveness.values.items():
+    for name, result, interval, number in planning.liveness.held_values():
         kind = kinds.get(name)
         part = _PART_OF.get(kind, "inputs") if kind is not None else "activations"
         part = "gradients" if (name, result) in gradients else part
         intervals.append(interval)
         value = planning.space.sites[name].results[result]
-        add((part, planning.classes[name], result, value), _Group(part, name, result))
-    for kept in planning.liveness.on_links:
+        add((part, planning.classes[name], result, value), _Group(part, name, result), number)
+    for kept, number in planning.liveness.held_on_links():
         link = planning.space.links[kept.link]
         is_gradient = link.operand < 0 or is_gradient_hub(planning.space.sites[link.head].node)
         part = "gradients" if is_gradient else "activations"
         intervals.append(kept.interval)
         value = planning.space.sites[link.tail].results[link.result]
-        add((part, *planning.link_key(link), value, kept.held), _Group(part, kept=kept))
+        add((part, *planning.link_key(link), value, kept.held), _Group(part, kept=kept), number)
     for name, point in planning.liveness.calls.items():
         intervals.append(Interval(point, point))
         add(("call", planning.classes[name]), _Group("activations", name, is_call=True))
     births = np.array([interval.birth for interval in intervals], dtype=np.int64)
     deaths = np.array([interval.death for interval in intervals], dtype=np.int64)
-    return MemoryParts(births, deaths, np.array(members, dtype=np.int64), tuple(groups))
+    members_of, numbers_of = (np.array(column, dtype=np.int64) for column in (members, counts))
+    return MemoryParts(births, deaths, members_of, numbers_of, tuple(groups))
 
 
 def _gradients(planning: PlanningProblem) -> set[tuple[str, int]]:

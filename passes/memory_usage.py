@@ -42,11 +42,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is in memory over `interval`: as many bytes as a table says of the options of one or two variables."""
+    """What is in memory over `interval`: as many bytes as a table says of the options of one or two variables.
+
+    `number`: how many such there are.
+    """
 
     interval: Interval
     table: Table
     variables: tuple[int, ...]
+    number: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class MemoryUsage:
         first: where the table of each item begins, [items].
         rows, columns: the variables whose options are looked up, [items].
         row_steps, column_steps: by how many entries one option further is, [items].
+        numbers: how many there are of each, [items].
         items: what it is made of.
     """
 
@@ -72,6 +77,7 @@ class MemoryUsage:
     columns: _Integers
     row_steps: _Integers
     column_steps: _Integers
+    numbers: _Integers
     items: tuple[Item, ...]
 
     @classmethod
@@ -90,6 +96,7 @@ class MemoryUsage:
             columns=_integers([item.variables[-1] for item in items]),
             row_steps=_integers([item.table.sizes.shape[1] if item.table.sizes.ndim == 2 else 1 for item in items]),
             column_steps=_integers([item.table.sizes.ndim - 1 for item in items]),
+            numbers=_integers([item.number for item in items]),
             items=tuple(items),
         )
 
@@ -103,6 +110,7 @@ class MemoryUsage:
         for number in np.flatnonzero(np.isnan(sizes)):
             item = self.items[number]
             sizes[number] = self.sizes[places[number]] = item.table.at(*(choice[each] for each in item.variables))
+        sizes = sizes * self.numbers
         count = self.points + 1
         change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)
         return np.asarray(np.cumsum(change)[:-1], dtype=np.float64)

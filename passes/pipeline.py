@@ -13,6 +13,7 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import NodePlan, Plan
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
+from autoshard.ir.repeat import names_alike
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
@@ -22,6 +23,8 @@ from passes.build_assignment import PlanningProblem, build_problem
 from passes.canonicalize import Canonicalize
 from passes.constraints import allowed_options, constrained_outputs
 from passes.cover import cover
+from passes.elided import find_elided
+from passes.elided_lifetimes import with_elided
 from passes.enumerate_strategies import EnumerateStrategies
 from passes.fold_blocks import fold_blocks
 from passes.insert_hubs import InsertHubs
@@ -92,6 +95,8 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     """
     start = time.monotonic()
     planning = planning_problem(program, mesh, cluster, options)
+    built = time.monotonic()
+    logger.debug("enumeration took %.3f s", built - start)
     solution, baselines = solve(planning, options, allowed_options(planning, options.constraints))
     plan = plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     costs = {name: None if found is None else found.cost for name, found in baselines.items()}
@@ -113,12 +118,17 @@ def solve(
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
-    """The assignment problem whose solutions are the plans of a program."""
+    """The assignment problem whose solutions are the plans of a program.
+
+    Raises:
+        NotAlikeError: the program leaves out blocks, and those beside them are not alike.
+    """
     space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
     sharded_outputs = constrained_outputs(program, options.constraints)
+    elided = find_elided(space)
     ratio = options.state_bytes_per_parameter_byte
-    liveness = find_lifetimes(space, ratio, sharded_outputs, options.micro_batches)
-    return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space))
+    liveness = with_elided(find_lifetimes(space, ratio, sharded_outputs, options.micro_batches), elided, space)
+    return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space), elided)
 
 
 def lower_program(
@@ -168,9 +178,17 @@ def plan_of_choice(
             slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)
         },
         nodes=nodes,
-        outputs={result_key(slot): _result_spec(planning, choice, slot) for slot in program.outputs},
+        outputs={
+            result_key(whole): spec
+            for slot in program.outputs
+            for spec in (_result_spec(planning, choice, slot),)
+            for whole in (replace(slot, name=name) for name in names_alike(program.repeats, slot.name))
+        },
         parameters={
-            slot.name: plan_of_parameter(planning, choice, slot) for slot in program.inputs_of(InputKind.PARAMETER)
+            name: place
+            for slot in program.inputs_of(InputKind.PARAMETER)
+            for place in (plan_of_parameter(planning, choice, slot),)
+            for name in names_alike(program.repeats, slot.name)
         },
         predicted=predict(planning, choice, options.runtime, record=True),
         objective=objective,
@@ -180,6 +198,7 @@ def plan_of_choice(
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
         replicated_operators=planning.space.replicated_operators,
         operators=cover(planning, choice),
+        repeats=program.repeats,
     )
 
 

@@ -188,7 +188,7 @@ class _Writing:
 
 
 def segment_step(planning: PlanningProblem, choice: Sequence[int], *, shares: bool = True) -> list[Segment]:
-    """The segments of a choice's step, in order.
+    """The segments of a choice's step, in order; blocks that the program leaves out run as the one behind them does.
 
     Args:
         planning: the problem.
@@ -199,8 +199,8 @@ def segment_step(planning: PlanningProblem, choice: Sequence[int], *, shares: bo
     costs, options = _Costs(planning, choice, layout), np.asarray(choice, dtype=np.int64)
     made: dict[tuple[int, bytes], Segment] = {}
     segments = []
-    for number, part in enumerate(layout.parts):
-        key = (part.structure, options[part.slots].tobytes()) if shares else (number, b"")
+    for part in layout.parts:
+        key = (part.structure, options[part.slots].tobytes()) if shares else (id(part), b"")
         if key not in made:
             made[key] = _Writing(costs, part).segment()
         segments.append(made[key])

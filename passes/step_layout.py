@@ -71,8 +71,17 @@ def _find_layout(planning: PlanningProblem) -> StepLayout:
             incoming[link.head].append(link)
     free = _free_of_the_step(planning, incoming)
     structures = _Structures(planning, incoming, leaving, free)
-    parts = tuple(structures.part(name, sites) for name, sites in _runs(planning, leaving))
-    return StepLayout(parts, dict(incoming), dict(leaving), free)
+    parts = [structures.part(name, sites) for name, sites in _runs(planning, leaving)]
+    for run, more in planning.elided.runs:
+        parts = _repeated(parts, run, more)
+    return StepLayout(tuple(parts), dict(incoming), dict(leaving), free)
+
+
+def _repeated(parts: Sequence[Part], run: Sequence[str], more: int) -> list[Part]:
+    """The parts of a step with those of a run of sites `more` times more, ahead of it."""
+    first = next(index for index, part in enumerate(parts) if part.sites[0] == run[0])
+    last = next(index for index, part in enumerate(parts) if part.sites[-1] == run[-1])
+    return [*parts[:first], *(list(parts[first : last + 1]) * (1 + more)), *parts[last + 1 :]]
 
 
 @dataclass(slots=True)

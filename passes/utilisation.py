@@ -52,6 +52,7 @@ def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation
 
 def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
     found = []
+    counts = planning.counts()
     for group in planning.members:
         site = planning.space.sites[group[0]]
         if site.node is None or site.node.op != "call_function" or site.rule is None or not operands_of(site.node):
@@ -62,8 +63,9 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
         name = operator_name(site.node)
         done = work(name, _infos(operands), _infos(site.results), arguments)
         if done.products or done.kind is Kind.ATTENTION:
-            seconds = len(group) * done.flops / planning.prices.cluster.device.peak(done.dtype)
-            found.append(_Contraction(site.name, len(group), name, operands, arguments, seconds))
+            calls = sum(counts.get(name, 1) for name in group)
+            seconds = calls * done.flops / planning.prices.cluster.device.peak(done.dtype)
+            found.append(_Contraction(site.name, calls, name, operands, arguments, seconds))
     return tuple(found)
 
 

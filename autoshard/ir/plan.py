@@ -17,6 +17,7 @@ from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.printer import render_plan
+from autoshard.ir.repeat import Repeat
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import sympy
 
 SCHEMA_VERSION = 3
-"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 the precision."""
+"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`."""
 
 _READABLE_VERSIONS = (1, 2, 3)
 
@@ -180,6 +181,8 @@ class Plan:
             model's own types.
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
+        repeats: blocks that are not among `nodes`, as they lie like the ones behind them; all else is of the whole
+            model. The plan's program is the one without these blocks.
         formulas: what makes `formula`; None for a plan without its model (one from a file, or of another process).
         alternatives: what answers `explain`; None likewise.
     """
@@ -200,6 +203,7 @@ class Plan:
     baselines: Mapping[str, float | None] = field(default_factory=dict)
     replicated_operators: tuple[tuple[str, str], ...] = ()
     operators: tuple[OperatorCoverage, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
@@ -385,6 +389,7 @@ class Plan:
             "baselines": dict(self.baselines),
             "replicated_operators": [list(item) for item in self.replicated_operators],
             "operators": [asdict(item) for item in self.operators],
+            "repeats": [item.to_json() for item in self.repeats],
             "parameters": {name: _parameter_json(item) for name, item in self.parameters.items()},
             "outputs": {name: repr(spec) for name, spec in self.outputs.items()},
             "nodes": {name: _node_json(node) for name, node in self.nodes.items()},
@@ -416,6 +421,7 @@ class Plan:
             baselines=data["baselines"],
             replicated_operators=tuple((name, line) for name, line in data["replicated_operators"]),
             operators=tuple(OperatorCoverage(**item) for item in data.get("operators", ())),
+            repeats=tuple(map(Repeat.from_json, data.get("repeats", ()))),
         )
 
     def __str__(self) -> str:

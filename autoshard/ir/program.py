@@ -23,6 +23,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
+from autoshard.ir.repeat import Repeat
+
 
 class InputKind(StrEnum):
     """What a placeholder of a program stands for."""
@@ -103,6 +105,7 @@ class Program:
         output_tree: how flat outputs nest into what the model returns; leaves that are no tensors are kept
             in `output_constants` by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
+        repeats: blocks of the model that the program leaves out; it is for planning only then.
     """
 
     graph_module: fx.GraphModule
@@ -114,6 +117,7 @@ class Program:
     output_constants: dict[int, Any] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
     guard_program: fx.GraphModule | None = None
+    repeats: tuple[Repeat, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -181,6 +185,8 @@ def _lines(program: Program) -> Iterator[str]:
             yield f"{node.name}: {describe(node.meta.get('val'))} = {_call_text(node)}{spec}"
     for slot in program.outputs:
         yield f"return {slot.kind.value} {slot.name!r} = {slot.node}"
+    for repeat in program.repeats:
+        yield f"repeat {repeat}"
 
 
 def _call_text(node: fx.Node) -> str:

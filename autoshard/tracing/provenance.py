@@ -116,12 +116,13 @@ def _provenance(node: fx.Node, by_sequence: dict[int, tuple[str, str]]) -> tuple
     if not _is_backward(node):
         return _annotation(node) or _inherited(node)
     if "Gradient addition node" in (node.meta.get("stack_trace") or ""):
-        return _inherited(node)
+        return _inherited(node, last=True)  # the first one may be a sum already, of what later modules give
     return by_sequence.get(node.meta.get("seq_nr", -1)) or _annotation(node) or _inherited(node)
 
 
-def _inherited(node: fx.Node) -> tuple[str, str]:
-    for operand in node.all_input_nodes:
+def _inherited(node: fx.Node, *, last: bool = False) -> tuple[str, str]:
+    """Module and line of the first (or the last) operand that is computed."""
+    for operand in reversed(node.all_input_nodes) if last else node.all_input_nodes:
         if operand.op != "placeholder":
             return operand.meta.get("module", ""), operand.meta.get("source", "")
     return "", ""

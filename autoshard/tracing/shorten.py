@@ -1,8 +1,8 @@
 """Cut a deep model short before it is traced: of blocks that are alike, two stay.
 
 Before → after: `layers = [A, A, A, ..., A]` becomes `[A, A]`, and it is remembered how many blocks of which kind there
-were. Blocks are alike if their modules have the same classes, parameters of the same names, shapes and dtypes, and
-the same plain attributes; an attribute that counts the blocks (`layer_idx`) may differ.
+were. Blocks are alike if their modules have the same classes, parameters and buffers of the same names, shapes and
+dtypes (trained or not), and the same plain attributes; an attribute that counts the blocks (`layer_idx`) may differ.
 """
 
 from __future__ import annotations
@@ -48,12 +48,20 @@ def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
     """
     lists: list[BlockList] = []
     replaced: dict[str, nn.ModuleList] = {}
-    for path, blocks in _outer_lists(model):
-        found = _block_list(path, blocks, len(blocks) if kept is None else kept)
+    for path, blocks, kinds in block_lists(model):
+        found = _block_list(path, kinds, len(blocks) if kept is None else kept)
         lists.append(found)
         if len(found.kept) < len(blocks):
             replaced[path] = nn.ModuleList([blocks[position] for position in found.kept])
-    return ShortModel(_with_lists(model, replaced) if replaced else model, tuple(lists))
+    return ShortModel(with_lists(model, replaced) if replaced else model, tuple(lists))
+
+
+def block_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList, tuple[int, ...]]]:
+    """Path, blocks and kinds of each list of blocks; blocks that are alike have the same number."""
+    for path, blocks in _outer_lists(model):
+        numbers: dict[object, int] = {}
+        counting = _counting_attributes(blocks)
+        yield path, blocks, tuple(numbers.setdefault(_signature(block, counting), len(numbers)) for block in blocks)
 
 
 def _outer_lists(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
@@ -66,10 +74,7 @@ def _outer_lists(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
             yield from _outer_lists(child, where)
 
 
-def _block_list(path: str, blocks: nn.ModuleList, kept: int) -> BlockList:
-    numbers: dict[object, int] = {}
-    counting = _counting_attributes(blocks)
-    kinds = tuple(numbers.setdefault(_signature(block, counting), len(numbers)) for block in blocks)
+def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
     seen: Counter[int] = Counter()
     positions = []
     for position, kind in enumerate(kinds):
@@ -82,9 +87,10 @@ def _block_list(path: str, blocks: nn.ModuleList, kept: int) -> BlockList:
 def _signature(block: nn.Module, counting: frozenset[tuple[str, str]]) -> object:
     """What two blocks must agree in to be alike."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
-    tensors = tuple((name, tuple(item.shape), item.dtype) for name, item in block.named_parameters())
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    forms = tuple((name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in tensors)
     plain = tuple(item for item in _plain(block).items() if item[0] not in counting)
-    return modules, tensors, plain
+    return modules, forms, plain
 
 
 def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
@@ -107,13 +113,13 @@ def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
     )
 
 
-def _with_lists(model: nn.Module, lists: Mapping[str, nn.ModuleList], path: str = "") -> nn.Module:
+def with_lists(model: nn.Module, lists: Mapping[str, nn.ModuleList], path: str = "") -> nn.Module:
     """A shallow copy of a model with other lists at some paths."""
     copied = copy.copy(model)
     children: dict[str, nn.Module | None] = {}
     for name, child in model._modules.items():
         where = f"{path}.{name}" if path else name
         inside = any(item == where or item.startswith(f"{where}.") for item in lists)
-        children[name] = lists.get(where) or (_with_lists(child, lists, where) if inside and child else child)
+        children[name] = lists.get(where) or (with_lists(child, lists, where) if inside and child else child)
     copied._modules = children
     return copied

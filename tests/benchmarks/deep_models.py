@@ -1,0 +1,174 @@
+"""How long it takes from a module on meta to a plan of a training step (AdamW, bf16 mixed precision), up to 671B.
+
+Run: python -m tests.benchmarks.deep_models [--models llama3-8b ...] [--json]
+
+Each model on a fixed mesh, in a process of its own, so that the peak of memory is its own; and Llama-3 8B
+with twice the layers. Wall-clock time, on as many cores as there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import autoshard
+from autoshard import Cluster, Mesh
+from tests.benchmarks.decoder import Decoder, DecoderShape, Experts, Latent
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a mesh, 8 devices in a node; `batch` sequences in a step."""
+
+    shape: DecoderShape
+    mesh: Mesh
+    batch: int
+    node: str = "h100_sxm"
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int) -> DecoderShape:
+    return DecoderShape(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=8, head_size=128, ffn=ffn, gated=True, vocab=128256,
+        sequence=8192, tied=False, learned_positions=False, norm_bias=False, bias=False, dropout=0.0,
+        fused_attention=True,
+    )  # fmt: skip
+
+
+LLAMA_8B = _llama(32, 4096, 32, 14336)
+DEEPSEEK_V3 = replace(
+    _llama(61, 7168, 128, 18432), kv_heads=128, head_size=192, vocab=129280, sequence=4096,
+    experts=Experts(count=256, active=8, ffn=2048, shared_ffn=2048, dense_layers=3),
+    latent=Latent(q_rank=1536, kv_rank=512, nope_size=128, rope_size=64, value_size=128),
+)  # fmt: skip
+
+CASES: Mapping[str, Case] = {
+    "llama3-8b": Case(LLAMA_8B, Mesh({"data": 8, "model": 8}), 64),
+    "llama3-8b, 64 layers": Case(replace(LLAMA_8B, layers=64), Mesh({"data": 8, "model": 8}), 64),
+    "llama3-70b": Case(_llama(80, 8192, 64, 28672), Mesh({"data": 128, "model": 8}), 128),
+    "llama3-405b": Case(_llama(126, 16384, 128, 53248), Mesh({"data": 1024, "model": 16}), 1024),
+    "deepseek-v3": Case(DEEPSEEK_V3, Mesh({"data": 256, "model": 8}), 256, "b200"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What planning took, and found: seconds, bytes, and what is proven of the objective.
+
+    Args:
+        tracing_s: from the module to its program.
+        enumeration_s: from there to the problem that is searched.
+        search_s: the search, of the known recipes too.
+        total_s: all, up to the plan.
+        peak_bytes: the most memory of the process.
+    """
+
+    name: str
+    tracing_s: float
+    enumeration_s: float
+    search_s: float
+    total_s: float
+    peak_bytes: int
+    objective_s: float
+    gap: float
+    plan_bytes: int
+
+
+class _Stages(logging.Handler):
+    """Notes the seconds of each stage, which the planner logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.seconds: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = re.match(r"(\w+) took ([\d.]+) s", record.getMessage())
+        if found:
+            self.seconds[found[1]] = self.seconds.get(found[1], 0.0) + float(found[2])
+
+
+def measure(name: str) -> Measured:
+    """Plan one case."""
+    case = CASES[name]
+    with torch.device("meta"):
+        model = Decoder(case.shape)
+        tokens = torch.zeros(case.batch, case.shape.sequence, dtype=torch.int64)
+    stages = _Stages()
+    for logger in map(logging.getLogger, ("autoshard.planner", "passes.pipeline")):
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(stages)
+    start = time.perf_counter()
+    plan = autoshard.plan(
+        model,
+        Cluster(case.node, case.mesh.size // 8, 8),
+        mesh=case.mesh,
+        example_inputs=(tokens, tokens),
+        optimizer="adamw",
+    )
+    total = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert plan.gap is not None, "the search proves a bound"
+    tracing, enumeration, search = (stages.seconds[stage] for stage in ("tracing", "enumeration", "search"))
+    return Measured(
+        name, tracing, enumeration, search, total, peak, plan.objective, plan.gap, plan.predicted.peak_memory_bytes
+    )
+
+
+def table(rows: list[Measured]) -> Table:
+    """One line for each case."""
+    columns = (
+        "model",
+        "tracing s",
+        "enumeration s",
+        "search s",
+        "total s",
+        "memory GiB",
+        "gap %",
+        "step s",
+        "peak GiB",
+    )
+    result = Table(
+        *columns, title="From a module on meta to the plan of a training step with AdamW, bf16 mixed precision"
+    )
+    for row in rows:
+        seconds = (row.tracing_s, row.enumeration_s, row.search_s, row.total_s)
+        sizes = (f"{row.peak_bytes / _GIB:.2f}", f"{100 * row.gap:.3f}", f"{row.objective_s:.4f}")
+        result.add_row(row.name, *(f"{item:.2f}" for item in seconds), *sizes, f"{row.plan_bytes / _GIB:.1f}")
+    return result
+
+
+def _measure_apart(name: str) -> Measured:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "tests.benchmarks.deep_models", "--models", name, "--json"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return Measured(**json.loads(output.splitlines()[-1]))
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table, or with `--json` one line for each case, measured in this process."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.deep_models")
+    parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--json", action="store_true", help="measure in this process, and print JSON")
+    options = parser.parse_args(arguments)
+    if options.json:
+        for name in options.models:
+            sys.stdout.write(json.dumps(asdict(measure(name))) + "\n")
+    else:
+        Console(width=140).print(table([_measure_apart(name) for name in options.models]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

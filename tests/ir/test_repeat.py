@@ -1,0 +1,44 @@
+"""Names of blocks that a program leaves out."""
+
+from __future__ import annotations
+
+from autoshard.ir.repeat import Repeat, names_alike
+
+PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
+
+
+def test_units_lie_around_what_is_elided() -> None:
+    """Of units of two blocks, blocks 6 to 11 are left out."""
+    assert PAIRS.elided == 3
+    assert PAIRS.units == (2, 4, 12, 14)
+
+
+def test_a_path_has_a_place_in_its_unit() -> None:
+    """Paths in the four units have one; others, and those of other lists, do not."""
+    assert PAIRS.place("model.layers.3.mlp") == (0, "1.mlp")
+    assert PAIRS.place("model.layers.12") == (2, "0.")
+    assert PAIRS.place("model.layers.6.mlp") is None
+    assert PAIRS.place("model.layers_too.3.mlp") is None
+    assert PAIRS.place("norm.weight") is None
+
+
+def test_elided_paths_lead_to_what_stands_for_them() -> None:
+    """By their unit, and their path in the one behind."""
+    assert PAIRS.unit("model.layers.9.mlp") == (8, "model.layers.13.mlp")
+    assert PAIRS.unit("model.layers.12.mlp") == (12, "model.layers.12.mlp")
+    assert PAIRS.unit("model.layers.5.mlp") is None
+    assert PAIRS.unit("model.layers.14.mlp") is None
+
+
+def test_names_stand_for_those_of_elided_blocks() -> None:
+    """Those of optimizer state too; others for themselves."""
+    assert names_alike((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
+        f"exp_avg:model.layers.{number}.w" for number in (7, 9, 11, 13)
+    )
+    assert names_alike((PAIRS,), "model.layers.4.w") == ("model.layers.4.w",)
+    assert names_alike((PAIRS,), "head.w") == ("head.w",)
+
+
+def test_a_repeat_survives_json() -> None:
+    """As a plan saves it."""
+    assert Repeat.from_json(PAIRS.to_json()) == PAIRS

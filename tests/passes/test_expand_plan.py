@@ -1,0 +1,84 @@
+"""A plan made without a model's inner blocks is one for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, P, Plan, PlanMismatchError
+from tests.passes.deep import Deep, Summed, alike, batch
+
+MESH = Mesh({"a": 2})
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Deep, Plan]:
+    """A model of ten blocks, and its plan."""
+    torch.manual_seed(0)
+    model = alike(10)
+    constraints = {"blocks.4.up.weight": P("a", None)}
+    return model, autoshard.plan(
+        model, MESH, example_inputs=batch(), optimizer="sgd", constraints=constraints, precision=None
+    )
+
+
+def test_a_plan_without_inner_blocks_names_all_parameters(planned: tuple[Deep, Plan]) -> None:
+    """A constraint on an inner block holds for it, and so for all blocks that are alike."""
+    model, plan = planned
+    assert len(plan.repeats) == 1
+    assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
+    assert {item.spec for name, item in plan.parameters.items() if name.endswith("up.weight")} == {P("a", None)}
+    assert {name for name in plan.outputs if name.startswith("parameter_update")} == {
+        f"parameter_update {name}" for name, _ in model.named_parameters()
+    }
+
+
+def test_a_saved_plan_without_inner_blocks_compiles(planned: tuple[Deep, Plan], tmp_path: Path) -> None:
+    """It is expanded to the whole model, which then computes what it does on one device."""
+    model, plan = planned
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.repeats == plan.repeats
+    x = torch.randn(8, 4, 16)
+    expected = model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autoshard.compile(model, MESH, optimizer=optimizer, plan=loaded)
+    torch.testing.assert_close(step(x), expected.detach())
+
+
+def test_deep_models_are_searched_without_inner_blocks(planned: tuple[Deep, Plan]) -> None:
+    """The plan that `compile` finds has all nodes, and costs what that of the short program does."""
+    model, _ = planned
+    sharded = autoshard.compile(model, MESH, example_inputs=batch())
+    found = autoshard.plan(model, MESH, example_inputs=batch(), precision=None)
+    assert found.repeats
+    assert sharded.plan is not None
+    assert not sharded.plan.repeats
+    assert len(sharded.plan.nodes) > len(found.nodes)
+    assert sharded.plan.objective == found.objective
+
+
+def test_formulas_count_all_blocks(planned: tuple[Deep, Plan]) -> None:
+    """Of a plan without inner blocks too."""
+    _, plan = planned
+    formula = plan.formula("parameters", fixed=("batch", "sequence"))
+    assert formula.subs([(sympy.Symbol("layers"), 10)]) == sum(item.numel() for item in planned[0].parameters())
+
+
+def test_a_plan_of_alike_blocks_is_refused_for_others(planned: tuple[Deep, Plan]) -> None:
+    """The same parameters, but blocks that do other things."""
+    _, plan = planned
+    other = Summed([nn.GELU] * 10)
+    with pytest.raises(PlanMismatchError):
+        autoshard.compile(other, MESH, plan=plan, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))(*batch())
+
+
+def test_blocks_that_end_in_the_loss_are_planned_whole() -> None:
+    """Where blocks are not alike, all are traced."""
+    plan = autoshard.plan(Summed([nn.GELU] * 8), MESH, example_inputs=batch())
+    assert not plan.repeats
