@@ -40,8 +40,10 @@ from cost_models.intervals import (
     keep_step_time_uncertainty,
 )
 from cost_models.step import StepModel, fitted
+from passes.pipeline_stages import Stage
 from passes.price_memory import beside_tensors
 from passes.price_model import RecipeKind
+from passes.price_recipe import recipe_groups, step_price
 from passes.recipe_plan import predict_recipe
 from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
@@ -64,6 +66,17 @@ class Pricer:
         recipe = recipe_of(row)
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         return predict_recipe(model, recipe, cluster_of(row), step)
+
+    def seconds(self, row: Row, step: StepModel | None) -> float:
+        """What is predicted for a row's step, or for the forward and backward of one block where that was timed."""
+        if row["kind"] != "layer":
+            return self.predict(row, step).step_time_s
+        recipe, cluster = recipe_of(row), cluster_of(row)
+        model = self.table.model(model_shape(row), RecipeKind.of(recipe))
+        stage = Stage(((model.blocks[0], 1),))
+        prices, groups = model.section_prices(recipe, cluster), recipe_groups(recipe, cluster)
+        price = step_price(prices, [stage], recipe, groups, cluster, fitted() if step is None else step)
+        return price.time_s - price.breakdown.get("optimizer", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +112,9 @@ def measured_s(row: Row) -> float:
 
 
 def timed_rows(rows: Sequence[Row]) -> list[Row]:
-    """Rows of whole steps of pretraining that were timed."""
-    return [row for row in rows if row["kind"] == "train_step" and row["task"] == "pretrain"
-            and row["derived"]["step_time_s"] is not None]  # fmt: skip
+    """Rows of pretraining whose step, or one layer of it, was timed."""
+    return [row for row in rows if row["task"] == "pretrain"
+            and (row["kind"] == "layer" or row["derived"]["step_time_s"] is not None)]  # fmt: skip
 
 
 Evaluation = tuple[list[Result], list[Result], StepModel]
@@ -110,7 +123,7 @@ Evaluation = tuple[list[Result], list[Result], StepModel]
 def why_refused(pricer: Pricer, row: Row) -> str:
     """The first line of the error that a row is refused with; empty where it is priced."""
     try:
-        pricer.predict(row, None)
+        pricer.seconds(row, None)
     except (autoshard.AutoshardError, CostModelError) as error:
         return str(error).splitlines()[0]
     return ""
@@ -135,7 +148,7 @@ def quick_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> 
 
 
 def _time(pricer: Pricer, row: Row, model: StepModel) -> float:
-    return pricer.predict(row, model).step_time_s
+    return pricer.seconds(row, model)
 
 
 def _with_uncertainty(rows: Sequence[Row], times: Sequence[float]) -> list[Result]:
@@ -161,7 +174,9 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 def group_of(row: Row) -> tuple[object, ...]:
     """Rows of one group share model, sequence length and cluster, and differ in plan."""
     hardware = row["hardware"]
-    return row["source"]["key"], row["model"]["name"], row["model"]["seq_len"], hardware["gpu"], hardware["n_gpus"]
+    model = row["model"]
+    name = f"{model['name']} (layer)" if row["kind"] == "layer" else model["name"]
+    return row["source"]["key"], name, model["seq_len"], hardware["gpu"], hardware["n_gpus"]
 
 
 def per_token(item: Result) -> tuple[float, float]:
