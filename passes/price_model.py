@@ -166,11 +166,14 @@ class PricedModel:
         return self._layouts["expert"]
 
     def _experts(self) -> tuple[str, ...]:
-        """Parameters that are stacks of weights: three dims, read by batched or grouped products."""
+        """Parameters that are stacks: three dims, read by batched or grouped products, or as many as such (biases)."""
         nodes = self.folded.single.nodes
         slots = self.folded.single.inputs_of(InputKind.PARAMETER)
         stacks = [nodes[slot.node] for slot in slots if nodes[slot.node].meta["val"].ndim == 3]
-        return tuple(node.name for node in stacks if any(_is_stacked_product(user) for user in _all_users(node)))
+        counts = {
+            node.meta["val"].shape[0] for node in stacks if any(_is_stacked_product(user) for user in _all_users(node))
+        }
+        return tuple(node.name for node in stacks if node.meta["val"].shape[0] in counts)
 
 
 def _all_users(node: fx.Node) -> list[fx.Node]:

@@ -122,7 +122,8 @@ def model_shape(row: Row) -> DecoderShape:
         fused_attention=(row["attention"] or "").startswith("flash"),
         window=model["sliding_window"]["window"] if model.get("sliding_window") else None,
         experts=None if moe is None else Experts(
-            moe["n_experts"], moe["topk"], moe["moe_ffn"], moe["shared_ffn"], moe["dense_layers"]
+            moe["n_experts"], moe["topk"], moe["moe_ffn"], moe["shared_ffn"], moe["dense_layers"],
+            biased=model["name"].startswith("gpt-oss"),
         ),
         latent=None if mla is None else Latent(
             mla["q_lora"], mla["kv_lora"], mla["qk_nope"], mla["qk_rope"], mla["v_dim"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
+from torch import nn
+
 from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
 from passes.pipeline_stages import share_out
@@ -13,12 +16,24 @@ from passes.price_recipe import recipe_groups, sorting_time, step_price, traffic
 from passes.price_sections import Traffic
 from passes.propagate_axis import MoveKind
 from passes.recipe_plan import predict_recipe
-from tests.passes.decoders import folded, sparse
+from tests.benchmarks.experts import Experts, MixtureOfExperts
+from tests.passes.decoders import Decoder, folded, sparse
 
 MODEL = StepModel()
 PRICED = PricedModel(folded(sparse()))
 RECIPE = Recipe(data=4, expert=4, micro_batch=4096)
 CLUSTER = Cluster("h100_sxm", 1, 4)
+
+
+class Beside(nn.Module):
+    """A module beside a residual."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
 
 
 def _seconds(recipe: Recipe) -> float:
@@ -74,6 +89,17 @@ def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
     assert _seconds(hidden) == _seconds(RECIPE)
     several = {"micro_batch": 1024, "global_batch": 4 * 4096}
     assert _seconds(dataclasses.replace(hidden, **several)) < _seconds(dataclasses.replace(RECIPE, **several))
+
+
+def test_biases_of_experts_lie_with_them() -> None:
+    """A rank has the biases of its experts; their tokens, and how much each counts, come and go once each way."""
+    hidden, count = 64, 4
+    with torch.device("meta"):
+        layers = [MixtureOfExperts(hidden, Experts(count, 2, hidden, 0, 0, biased=True), None) for _ in range(2)]
+        priced = PricedModel(folded(Decoder([*map(Beside, layers)]).bfloat16()))
+    block = priced.section_prices(RECIPE, CLUSTER)[priced.folded.blocks[0]]
+    assert block.expert_parameters == 3 * hidden * hidden + 2 * hidden + hidden
+    assert [len(phase.traffic) for phase in (block.forward, block.backward)] == [3, 3]
 
 
 def test_steps_in_eight_bits_have_an_interval_of_their_own() -> None:
