@@ -18,6 +18,10 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
     def x(*shape: int) -> Tensor:
         return torch.ones(shape, device=device, dtype=dtype)
 
+    def half(*shape: int) -> Tensor:
+        """In bfloat16, the one dtype that torch's grouped product takes everywhere."""
+        return torch.ones(shape, device=device, dtype=torch.bfloat16)
+
     def statistic(*shape: int) -> Tensor:
         return torch.ones(shape, device=device)
 
@@ -43,6 +47,7 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
             (statistic(4), x(4, 6), target, statistic(4), -100, 0.1),
         ),
         (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
+        (aten._grouped_mm.default, (half(16, 8), half(2, 8, 16), torch.tensor([3, 16], device=device).int())),
     ]
 
 
@@ -51,7 +56,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
     return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
 
 
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_replacement_gives_the_operators_results(index: int) -> None:
     """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
@@ -60,7 +65,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
     assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
 
 
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
     """A replacement's schema names the operator's arguments in the same order."""
     operator, _ = _calls("meta")[index]
@@ -70,7 +75,7 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_opcheck(index: int) -> None:
     """Schema, real run and fake run of each replacement agree."""
     operator, arguments = _calls("cpu")[index]
