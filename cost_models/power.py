@@ -15,6 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cost_models import constants
 from cost_models.errors import CostArgumentError
 
@@ -46,10 +49,12 @@ class PowerLimit:
         """
         if not 0 <= duty <= 1:
             raise CostArgumentError(f"duty={duty!r} is no share of the time between 0 and 1.")
-        if duty == 0:
-            return self.headroom
-        budget = self.other_share + (1 - self.other_share) / duty
-        return min(self.headroom, budget ** (1 / self.exponent))
+        return self.headroom if duty == 0 else float(self.speeds(np.array([duty]))[0])
+
+    def speeds(self, duties: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`speed` of many duties, each over 0 and at most 1."""
+        budgets = self.other_share + (1 - self.other_share) / duties
+        return np.minimum(self.headroom, budgets ** (1 / self.exponent))
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ Kernels are the program's calls, with these exceptions, which hold for the libra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +128,24 @@ class Section:
     entering: tuple[Sized, ...]
     parameters: Mapping[str, Sized]
     expert_parameters: frozenset[str]
+
+
+def splits_of(sections: Iterable[Section]) -> frozenset[tuple[int, tuple[str, ...]]]:
+    """The dims of sections' values that axes split, for one sequence, with those axes."""
+    return frozenset(
+        (dim, axes)
+        for section in sections
+        for value in _values_of(section)
+        for dim, axes in zip(value.first, value.splits, strict=True)
+        if axes
+    )
+
+
+def _values_of(section: Section) -> Iterator[Sized]:
+    yield from section.parameters.values()
+    for phase in (section.forward, section.backward):
+        for kernel in phase.kernels:
+            yield from (*kernel.inputs, *kernel.outputs)
 
 
 def count_sections(

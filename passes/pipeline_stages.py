@@ -80,8 +80,13 @@ def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int
 
 def schedule_name(recipe: Recipe) -> str:
     """The name of a recipe's schedule in `cost_models.schedule_orders`."""
-    name = _SCHEDULES[recipe.schedule or "1f1b"]
-    return "Interleaved1F1B" if name == "1F1B" and recipe.virtual_stages > 1 else name
+    return name_of_schedule(recipe.schedule, recipe.virtual_stages)
+
+
+def name_of_schedule(schedule: str | None, virtual_stages: int) -> str:
+    """The name there of what recipes call `schedule`."""
+    name = _SCHEDULES[schedule or "1f1b"]
+    return "Interleaved1F1B" if name == "1F1B" and virtual_stages > 1 else name
 
 
 def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, float, tuple[float, ...]]:

@@ -18,7 +18,7 @@ from autoshard.ir.program import InputKind
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.count_sections import Section, count_sections
+from passes.count_sections import Section, count_sections, splits_of
 from passes.enumerate_strategies import SearchSpace
 from passes.fold_program import AFTER, BEFORE, FoldedProgram
 from passes.price_sections import SectionPrice, Setting, price_section
@@ -57,12 +57,22 @@ class CountedModel:
         blocks: the section of every block, in order.
         tokens: elements of the first integer input of one sequence; 0 without such an input.
         count: the sections under the layouts of a kind of recipe.
+        has_experts: whether there are experts to share out.
     """
 
     blocks: tuple[str, ...]
     tokens: int
     count: Callable[[RecipeKind], Mapping[str, Section]]
+    has_experts: bool = False
     _prices: dict[tuple[RecipeKind, Setting], dict[str, SectionPrice]] = field(default_factory=dict)
+    _splits: dict[RecipeKind, frozenset[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
+
+    def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
+        """The dims that a kind of recipe splits in blocks (in everything, where there are none), with their axes."""
+        if kind not in self._splits:
+            sections = self.count(kind)
+            self._splits[kind] = splits_of([sections[name] for name in dict.fromkeys(self.blocks) or sections])
+        return self._splits[kind]
 
     def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""
@@ -91,7 +101,7 @@ class PricedModel:
     @cached_property
     def counted(self) -> CountedModel:
         """What prices need of it."""
-        return CountedModel(self.folded.blocks, self.tokens, self.sections)
+        return CountedModel(self.folded.blocks, self.tokens, self.sections, bool(self._experts()))
 
     @property
     def space(self) -> SearchSpace:

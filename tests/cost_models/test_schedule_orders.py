@@ -13,6 +13,7 @@ from cost_models.schedule_orders import (
     Action,
     ActionKind,
     admits,
+    first_forwards,
     peak_in_flight,
     rank_orders,
     stage_ranks,
@@ -93,6 +94,16 @@ def test_the_order_of_each_rank_is_torchs(shape):
         [tuple((a.stage, a.kind.value, a.micro_batch) for a in slot) for slot in order] for order in rank_orders(*shape)
     ]
     assert ours == torch_orders(*shape)
+
+
+@given(shapes())
+def test_first_forwards_are_those_before_a_backward(shape):
+    """Counted in the order; DualPipeV's last rank may begin with one more."""
+    schedule, ranks, *_ = shape
+    for rank, (order, found) in enumerate(zip(rank_orders(*shape), first_forwards(*shape), strict=True)):
+        begins = [all(action.kind is F for action in slot) for slot in order]
+        more = schedule == "DualPipeV" and rank == ranks - 1
+        assert found <= begins.index(False) <= found + more
 
 
 @given(shapes())

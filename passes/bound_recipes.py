@@ -1,0 +1,282 @@
+"""Lower bounds on what recipes take, from the prices of their sections: what lets a search leave most of them unpriced.
+
+Let a section take f forward and b backward (recomputation and communication that nothing hides included) for one
+micro-batch, of which p and q seconds are products and attention; m micro-batches; c(r) how often pipeline rank r has
+each section.
+
+1. *Path of a rank.* Rank r begins when a micro-batch has passed all stages before its first one, h(r), handed on each
+   time, and works without a break at best; where a schedule does not cut backwards in two, the last micro-batch's
+   backward still passes those stages:
+
+       T >= h(r) f + hops s + m c(r) (f + b) + w(r) s [ + h(r) b + hops s ],
+
+   s seconds for each hand-over, w(r) of which the rank waits for: all it makes where nothing overlaps them, and with
+   1F1B those between a forward and a backward.
+2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
+   replicas is fixed, that depends on the layout alone.
+3. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_recipe.end_times`). Overlapped with its
+   own work x that is beside(x, e) - x; path + beside(x, e) - x rises with x, so bounds on x and path are enough.
+4. *Clock.* The step is priced twice: at the clock of sustained products, T(1), then with products faster by
+   v(X / T(1)), X their seconds (`price_recipe.step_price`, `cost_models.power`). If L(v) bounds the step at speed v,
+   the price is at least min(L(v(X / t)), t / v(X / t)) for every t >= L(1): either T(1) <= t, and v is no larger than
+   there, or T(1) > t, and T(v) >= T(1) / v, where x / v(X / x) rises with x. A section's time at speed v is at least
+   f - (1 - 1 / v) p, as communication that a shorter product hides no longer is added, never taken away; where a
+   gather that may take longer than the section runs beside it, interference shrinks too, and what is taken off is
+   (1 + interference) p.
+
+Every bound is taken less one part in 10^9, for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.power import power_limit
+from cost_models.schedule_orders import first_forwards, stage_ranks
+from cost_models.step import StepModel
+from passes.fold_program import AFTER, BEFORE
+from passes.pipeline_stages import share_out
+from passes.price_memory import kept_bytes, state_bytes
+from passes.price_recipe import Groups, RankLoad, end_times, section_products, section_time, sharded_time
+from passes.price_sections import SectionPrice
+from passes.recipe_space import Pipe, schedule_of
+
+Floats = NDArray[np.float64]
+
+_ROUNDING = 1.0 - 1e-9
+
+_NEVER = 1e-12
+"""The least duty: products that take no time."""
+
+_WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B"})
+"""Schedules that do not cut a backward in two."""
+
+
+@dataclass(frozen=True, slots=True)
+class SectionFloors:
+    """What sections take for one micro-batch, in the order of their names, [sections].
+
+    Args:
+        forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
+        forward_gain, backward_gain: what an infinitely fast clock takes off them at most.
+        products: seconds of products and attention in both.
+        dense, expert, tensors: parameters, see `price_recipe.RankLoad`.
+    """
+
+    forward: Floats
+    backward: Floats
+    forward_gain: Floats
+    backward_gain: Floats
+    products: Floats
+    dense: Floats
+    expert: Floats
+    tensors: Floats
+
+    @property
+    def work(self) -> Floats:
+        """Seconds of both."""
+        return self.forward + self.backward
+
+    @property
+    def gain(self) -> Floats:
+        """What an infinitely fast clock takes off both."""
+        return self.forward_gain + self.backward_gain
+
+
+def section_floors(
+    sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+) -> SectionFloors:
+    """What sections take under a recipe."""
+    blocks = [name not in (BEFORE, AFTER) for name in sections]
+    pairs = list(zip(sections.values(), blocks, strict=True))
+    times = [section_time(price, recipe, groups, cluster, model, is_block=is_block) for price, is_block in pairs]
+    products = np.array([section_products(price, recipe, model, is_block=is_block) for price, is_block in pairs])
+    gathers = np.array([sharded_time(price, recipe, groups, cluster, model) for price, _ in pairs])
+    forward = np.array([time.forward_s for time in times])
+    backward = np.array([time.backward_s + time.recompute_s for time in times])
+    longest = (1.0 + model.interference) * power_limit().headroom * gathers
+    slopes = np.where(np.stack([forward, backward], axis=1) >= longest, 1.0, 1.0 + model.interference)
+    return SectionFloors(
+        forward=forward,
+        backward=backward,
+        forward_gain=products[:, 0] * slopes[:, 0],
+        backward_gain=products[:, 1] * slopes[:, 1],
+        products=products.sum(axis=1),
+        dense=np.array([float(price.parameters) for price in sections.values()]),
+        expert=np.array([float(price.expert_parameters) for price in sections.values()]),
+        tensors=np.array([price.tensors for price in sections.values()]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PipeShapes:
+    """Where sections lie in several pipelines of as many ranks.
+
+    Args:
+        counts: how often each rank has each section, [pipes, ranks, sections].
+        before: how often they come before the rank's first stage, [pipes, ranks, sections].
+        sends: hand-overs of a micro-batch by each rank, [pipes, ranks].
+        pipes: the pipelines.
+        is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
+        swaps: whether it is 1F1B, where ranks that do not overlap hand-overs swap them, [pipes, 1].
+    """
+
+    counts: Floats
+    before: Floats
+    sends: Floats
+    pipes: tuple[Pipe, ...]
+    is_whole: NDArray[np.bool_]
+    swaps: NDArray[np.bool_]
+
+    def held(self, micro_batches: int) -> Floats:
+        """Micro-batches that each rank holds of each of its stages, at least, [pipes, ranks]."""
+        return np.array(
+            [
+                np.array(first_forwards(schedule_of(pipe), pipe.pipeline, micro_batches, pipe.virtual_stages))
+                / pipe.virtual_stages
+                for pipe in self.pipes
+            ]
+        )
+
+    def waits(self, micro_batches: int) -> Floats:
+        """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""
+        last = self.counts.shape[1] - 1
+        ranks = np.arange(last + 1.0)
+        steady = np.maximum(0.0, micro_batches - (last - ranks))
+        swapped = steady * (ranks < last) + np.maximum(0.0, steady - 1) * (ranks > 0)
+        return np.where(self.swaps, swapped, np.maximum(0.0, self.sends * micro_batches - 1))
+
+
+def memory_floors(sections: Mapping[str, SectionPrice], shapes: PipeShapes, recipe: Recipe, groups: Groups) -> Floats:
+    """Bounds on the memory of the fullest rank of each pipeline, bytes: the first forwards of its schedule are held."""
+    blocks = np.array([name not in (BEFORE, AFTER) for name in sections])
+
+    def by_rank(values: Iterable[float]) -> Floats:
+        return shapes.counts @ np.array(list(values), dtype=float)
+
+    def largest(values: Iterable[float]) -> Floats:
+        return ((shapes.counts > 0) * np.array(list(values), dtype=float)).max(axis=2)
+
+    kept = by_rank(kept_bytes(price, name, recipe) for name, price in sections.items())
+    dense = by_rank(price.parameters for price in sections.values())
+    expert = by_rank(price.expert_parameters for price in sections.values())
+    states = [
+        sum(state_bytes(elements, shards, recipe).values())
+        for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
+    ]
+    again = {"none": 0 * blocks, "selective": [price.core_bytes for price in sections.values()]}
+    again["full"] = [price.saved_bytes for price in sections.values()]
+    passing = shapes.held(recipe.micro_batches) * kept + largest(blocks * again[recipe.recompute])
+    passing += 2 * largest(price.largest_bytes for price in sections.values())
+    return (sum(states) + passing).max(axis=1)
+
+
+def pipe_shapes(names: Sequence[str], blocks: Sequence[str], pipes: Sequence[Pipe]) -> PipeShapes:
+    """The shapes of pipelines; `names` is the order of sections, `blocks` the model's."""
+    parts = [_pipe_shape(tuple(names), tuple(blocks), pipe) for pipe in pipes]
+    counts, before, sends = (np.stack(part) for part in zip(*parts, strict=True))
+    schedules = [schedule_of(pipe) for pipe in pipes]
+    return PipeShapes(
+        counts, before, sends, tuple(pipes),
+        np.array([[schedule in _WHOLE_BACKWARDS] for schedule in schedules]),
+        np.array([[schedule == "1F1B"] for schedule in schedules]),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=8192)
+def _pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, Floats]:
+    """Counts, what comes before, and hand-overs of one pipeline."""
+    plain = Recipe(pipeline=pipe.pipeline, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends)
+    owners = np.array(stage_ranks(schedule_of(pipe), pipe.pipeline, pipe.virtual_stages))
+    stages = np.zeros((len(owners), len(names)))
+    for stage, row in zip(share_out(blocks, plain), stages, strict=True):
+        for name, count in stage.sections:
+            row[names.index(name)] = count
+    counts = np.zeros((pipe.pipeline, len(names)))
+    np.add.at(counts, owners, stages)
+    handed = (owners[1:] != owners[:-1]).astype(float)
+    sends = np.bincount(owners[:-1], handed, pipe.pipeline) + np.bincount(owners[1:], handed, pipe.pipeline)
+    before = np.concatenate([np.zeros((1, len(names))), np.cumsum(stages, axis=0)])[: pipe.pipeline]
+    return counts, before, sends
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The paths of ranks, [pipes, ranks]: seconds, and what an infinitely fast clock takes off them."""
+
+    seconds: Floats
+    gain: Floats
+
+    def floor(self, shares: Floats) -> Floats:
+        """The longest of each pipeline where the clock takes off such shares of that, [pipes]."""
+        return (self.seconds - shares[:, None] * self.gain).max(axis=1)
+
+
+def rank_paths(
+    floors: SectionFloors, shapes: PipeShapes, micro_batches: int, send_s: float, *, overlaps: bool
+) -> Paths:
+    """The path of each rank (see the module's docstring); hand-overs take `send_s`, beside computation or not."""
+    hops = (1 + shapes.is_whole) * np.arange(float(shapes.counts.shape[1]))
+    waits = 0.0 if overlaps else shapes.waits(micro_batches)
+
+    def along(forward: Floats, backward: Floats) -> Floats:
+        entering = shapes.before @ forward + shapes.is_whole * (shapes.before @ backward)
+        return entering + micro_batches * (shapes.counts @ (forward + backward))
+
+    seconds = along(floors.forward, floors.backward) + (hops + waits) * send_s
+    return Paths(seconds, along(floors.forward_gain, floors.backward_gain))
+
+
+def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Cluster) -> Floats:
+    """Bounds on the prices of steps.
+
+    Args:
+        at: bounds on their times where a faster clock takes off such shares of what it can, one for each step.
+        products_s: seconds of products in each of them, as `price_recipe.products_time`.
+        cluster: whose devices may have a power limit.
+    """
+    turn = at(np.zeros(1))
+    if cluster.device.matmul.units == 1:
+        return _ROUNDING * turn
+
+    def speeds() -> Floats:
+        return power_limit().speeds(np.clip(products_s / turn, _NEVER, 1.0))
+
+    for _ in range(3):
+        turn = np.maximum(turn, speeds() * at(1.0 - 1.0 / speeds()))
+    return _ROUNDING * np.minimum(at(1.0 - 1.0 / speeds()), turn / speeds())
+
+
+def ends_floor(
+    floors: SectionFloors,
+    shapes: PipeShapes,
+    paths: Paths,
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+) -> float:
+    """A bound on the price of a step with its ends: that of the rank with the longest path of its only pipeline."""
+    rank = int(paths.seconds[0].argmax())
+    counts = shapes.counts[0, rank]
+    dense, expert, tensors = (float(counts @ values) for values in (floors.dense, floors.expert, floors.tensors))
+    forward, backward, forward_gain, backward_gain = (
+        float(counts @ values)
+        for values in (floors.forward, floors.backward, floors.forward_gain, floors.backward_gain)
+    )
+
+    def at(shares: Floats) -> Floats:
+        share = float(shares[0])
+        load = RankLoad(dense, expert, int(tensors), forward - share * forward_gain, backward - share * backward_gain)
+        ends = end_times(load, recipe, groups, cluster, model)
+        return paths.seconds[:, rank] - share * paths.gain[:, rank] + sum(ends.values()) + model.step_overhead_s
+
+    products_s = float((shapes.counts[0] @ floors.products).sum()) * recipe.micro_batches / recipe.pipeline
+    return float(step_floors(at, products_s, cluster)[0])

@@ -1,0 +1,180 @@
+"""Price many recipes of one model on one cluster, and bound what they take; what recipes share is found once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.schedule_times import micro_batches_in_flight
+from cost_models.step import StepModel, fitted
+from passes.bound_recipes import (
+    Floats,
+    Paths,
+    PipeShapes,
+    SectionFloors,
+    ends_floor,
+    memory_floors,
+    pipe_shapes,
+    rank_paths,
+    section_floors,
+    step_floors,
+)
+from passes.fold_program import AFTER, BEFORE
+from passes.pipeline_stages import Stage, schedule_name, share_out
+from passes.price_memory import memory_price, state_bytes
+from passes.price_model import CountedModel
+from passes.price_recipe import Groups, recipe_groups, send_time, sharded_time, step_price
+from passes.price_sections import SectionPrice
+from passes.recipe_space import Pipe
+
+_GATHERS = 3
+"""The ZeRO stage that gathers parameters for each micro-batch."""
+
+
+@dataclass
+class RecipePricer:
+    """What recipes of a model take on a cluster; what they share is found once.
+
+    Args:
+        counted: the model.
+        cluster: the cluster.
+        model: of the step; default: the fitted one.
+    """
+
+    counted: CountedModel
+    cluster: Cluster
+    model: StepModel = field(default_factory=fitted)
+    _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
+    _floors: dict[tuple[object, ...], SectionFloors] = field(default_factory=dict)
+    _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
+    _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
+
+    def groups(self, recipe: Recipe) -> Groups:
+        """The groups of a recipe."""
+        shape = (recipe.pipeline, recipe.data, recipe.context, recipe.tensor)
+        key = (*shape, recipe.expert, recipe.expert_tensor, recipe.zero_group)
+        if key not in self._groups:
+            self._groups[key] = recipe_groups(recipe, self.cluster)
+        return self._groups[key]
+
+    def sections(self, recipe: Recipe) -> Mapping[str, SectionPrice]:
+        """The prices of a recipe's sections."""
+        key = _layout_of(recipe)
+        if key not in self._sections:
+            self._sections[key] = self.counted.section_prices(recipe, self.cluster)
+        return self._sections[key]
+
+    def stages(self, recipe: Recipe) -> tuple[Stage, ...]:
+        """A recipe's stages."""
+        return share_out(self.counted.blocks, recipe)
+
+    def time_s(self, recipe: Recipe) -> float:
+        """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
+        sections, stages = self.sections(recipe), self.stages(recipe)
+        return step_price(sections, stages, recipe, self.groups(recipe), self.cluster, self.model).time_s
+
+    def memory_bytes(self, recipe: Recipe) -> int:
+        """The memory of a recipe's fullest rank, likewise."""
+        held = (1.0,)
+        if recipe.pipeline > 1:
+            numbers = (schedule_name(recipe), recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
+            counts = micro_batches_in_flight(*numbers, overlap_sends=recipe.overlap_pipeline)
+            held = tuple(each / recipe.virtual_stages for each in counts)
+        return memory_price(self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), held).total
+
+    def largest_bytes(self, recipe: Recipe) -> int:
+        """The largest value that a recipe's layout makes: a rank has twice that, beside all else."""
+        return max(price.largest_bytes for price in self.sections(recipe).values())
+
+    def state_bytes(self, recipe: Recipe) -> float:
+        """Bytes of parameters, gradients and state on a pipeline rank, the mean."""
+        groups, counts = self.groups(recipe), self._counts(recipe)
+        prices = list(self.sections(recipe).values())
+        dense = counts @ [price.parameters for price in prices] / recipe.pipeline
+        expert = counts @ [price.expert_parameters for price in prices] / recipe.pipeline
+        pairs = ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
+        return sum(sum(state_bytes(elements, shards, recipe).values()) for elements, shards in pairs)
+
+    def mean_floor(self, recipe: Recipe) -> float:
+        """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, or of their gathers."""
+        kept = replace(recipe, zero=2, zero_group=None) if recipe.zero == _GATHERS else recipe
+        floors, counts = self._section_floors(kept), self._counts(recipe)
+        gathers = self._gathers(recipe) if recipe.zero == _GATHERS else np.zeros((2, len(counts)))
+        turns = recipe.micro_batches / recipe.pipeline
+        forward, backward = turns * counts * floors.forward, turns * counts * floors.backward
+        forward_gain, backward_gain = turns * counts * floors.forward_gain, turns * counts * floors.backward_gain
+        gathered, again = turns * counts * gathers
+
+        def at(shares: Floats) -> Floats:
+            share = shares[0]
+            busy = np.maximum(forward - share * forward_gain, gathered)
+            busy += np.maximum(backward - share * backward_gain, again)
+            return np.array([busy.sum() + self.model.step_overhead_s])
+
+        return float(step_floors(at, turns * float(counts @ floors.products), self.cluster)[0])
+
+    def _gathers(self, recipe: Recipe) -> Floats:
+        """Seconds of gathering sections' parameters in the forward, and again with reducing after, [2, sections]."""
+        key = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero_group)
+        if key not in self._sharded:
+            groups = self.groups(recipe)
+            times = [
+                sharded_time(price, recipe, groups, self.cluster, self.model)
+                for price in self.sections(recipe).values()
+            ]
+            self._sharded[key] = np.array(times).T
+        return self._sharded[key]
+
+    def path_floors(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Floats:
+        """Bounds on the step of a recipe with each of some pipelines of its size, before the ends: longest paths."""
+        floors, paths = self._section_floors(recipe), self._paths(recipe, self._shapes(recipe, tuple(pipes)))
+        products_s = float(self._counts(recipe) @ floors.products) * recipe.micro_batches / recipe.pipeline
+        return step_floors(lambda shares: paths.floor(shares) + self.model.step_overhead_s, products_s, self.cluster)
+
+    def ends_floor(self, recipe: Recipe, pipe: Pipe) -> float:
+        """Bound on the step of a recipe: the longest path, and the ends of its rank."""
+        floors, shapes = self._section_floors(recipe), self._shapes(recipe, (pipe,))
+        groups, paths = self.groups(recipe), self._paths(recipe, shapes)
+        return ends_floor(floors, shapes, paths, recipe, groups, self.cluster, self.model)
+
+    def memory_floors(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Floats:
+        """Bounds on the memory of a recipe with each of some pipelines of its size."""
+        shapes = self._shapes(recipe, tuple(pipes))
+        return memory_floors(self.sections(recipe), shapes, recipe, self.groups(recipe))
+
+    def _paths(self, recipe: Recipe, shapes: PipeShapes) -> Paths:
+        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
+        floors = self._section_floors(recipe)
+        return rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
+
+    def _section_floors(self, recipe: Recipe) -> SectionFloors:
+        """What sections take: the same whatever the pipeline and, unless parameters are gathered, the sharding."""
+        shards = (recipe.replicas, recipe.zero_group) if recipe.zero == _GATHERS else None
+        key = (_layout_of(recipe), recipe.recompute, recipe.micro_batches > 1, shards)
+        if key not in self._floors:
+            sections, groups = self.sections(recipe), self.groups(recipe)
+            self._floors[key] = section_floors(sections, recipe, groups, self.cluster, self.model)
+        return self._floors[key]
+
+    def _shapes(self, recipe: Recipe, pipes: tuple[Pipe, ...]) -> PipeShapes:
+        """Where sections lie in pipelines."""
+        return pipe_shapes(tuple(self.sections(recipe)), self.counted.blocks, pipes)
+
+    def _counts(self, recipe: Recipe) -> Floats:
+        """How often the model has each section."""
+        names = tuple(self.sections(recipe))
+        if names not in self._names:
+            held = [BEFORE, *self.counted.blocks, AFTER]
+            self._names[names] = np.array([float(held.count(name)) for name in names])
+        return self._names[names]
+
+
+def _layout_of(recipe: Recipe) -> tuple[object, ...]:
+    """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
+    ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
+    return (*ranks, recipe.micro_batch)

@@ -1,0 +1,108 @@
+"""The best recipe of a model on a cluster, and of known kinds: what the searches of one problem share is priced once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.step import StepModel, fitted
+from passes.price_model import CountedModel
+from passes.recipe_pricer import RecipePricer
+from passes.recipe_space import Only, RecipeSpace
+from passes.search_recipes import Fastest, FoundRecipe, Smallest, Watch, search_recipes
+
+
+@dataclass
+class RecipeProblem:
+    """Which recipe is the fastest.
+
+    Args:
+        counted: the model.
+        cluster: the cluster; all of its devices are used.
+        base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
+        memory_limit: bytes of a device that recipes may take.
+        model: of the step; default: the fitted one.
+    """
+
+    counted: CountedModel
+    cluster: Cluster
+    base: Recipe
+    memory_limit: float
+    model: StepModel = field(default_factory=fitted)
+    pricer: RecipePricer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pricer = RecipePricer(self.counted, self.cluster, self.model)
+
+    def best(
+        self,
+        *,
+        fixed: Mapping[str, object] | None = None,
+        only: Only | None = None,
+        time_budget_s: float = math.inf,
+        known: Recipe | None = None,
+        watch: Watch | None = None,
+    ) -> FoundRecipe:
+        """The fastest recipe that fits.
+
+        Args:
+            fixed: searched fields to their values, `{"pipeline": 8}`.
+            only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
+            time_budget_s, known, watch: see `search_recipes`.
+
+        Raises:
+            RecipeError: a field that is not searched.
+        """
+        return search_recipes(
+            self._space(fixed, only), Fastest(self.pricer, self.memory_limit), self.pricer.memory_bytes,
+            time_budget_s=time_budget_s, known=known, watch=watch,
+        )  # fmt: skip
+
+    def smallest(
+        self,
+        *,
+        fixed: Mapping[str, object] | None = None,
+        only: Only | None = None,
+        time_budget_s: float = math.inf,
+    ) -> FoundRecipe:
+        """The recipe with the least memory; its objective is bytes. See `best`."""
+        space = self._space(fixed, only)
+        return search_recipes(space, Smallest(self.pricer), self.pricer.memory_bytes, time_budget_s=time_budget_s)
+
+    def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
+        """The fastest recipe of each known kind that this model and cluster have, see `known_kinds`."""
+        kinds = known_kinds(self.cluster, has_experts=self.counted.has_experts)
+        share_s = time_budget_s / len(kinds)
+        return {name: self.best(only=only, time_budget_s=share_s) for name, only in kinds.items()}
+
+    def _space(self, fixed: Mapping[str, object] | None, only: Only | None) -> RecipeSpace:
+        single: dict[str, Collection[object]] = {name: (value,) for name, value in (fixed or {}).items()}
+        return RecipeSpace(self.counted, self.cluster.size, self.base, {**(only or {}), **single})
+
+
+def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
+    """The recipes that experts know by name, as restrictions of the searched fields.
+
+    Tensor parallel ranks stay within a node, as in Megatron-LM; pipelines are those of its schedules.
+    """
+    alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
+    node = cluster.devices_per_node
+    inside = range(2, node + 1)
+    megatron: Only = {"tensor": inside, "sequence_parallel": (True,), "context": (1,), "zero": (0, 1)}
+    schedules: Only = {"pipeline": range(2, cluster.size + 1), "schedule": ("1f1b", "interleaved-1f1b")}
+    kinds: dict[str, Only] = {
+        "data parallel": {**alone, "zero": (0,)},
+        "ZeRO-1": {**alone, "zero": (1,), "zero_group": (None,)},
+        "FSDP": {**alone, "zero": (3,), "zero_group": (None,)},
+        "HSDP": {**alone, "zero": (3,), "zero_group": (node,)},
+        "Megatron TP+SP": {**megatron, "pipeline": (1,), "expert": (1,), "zero_group": (None,)},
+        "Megatron TP+SP+PP": {**megatron, **schedules, "expert": (1,), "zero_group": (None,)},
+    }
+    if has_experts:
+        shared: Only = {"expert": range(2, cluster.size + 1), "context": (1,), "zero": (0, 1), "zero_group": (None,)}
+        kinds["expert parallel"] = {**shared, "tensor": (1,), "pipeline": (1,)}
+        kinds["expert parallel + PP"] = {**shared, **schedules, "tensor": (1,)}
+    return kinds

@@ -1,0 +1,362 @@
+"""Find the best recipe of a space: branch and bound, best first, with a proof or a gap.
+
+The space (`passes.recipe_space`) is a tree. A node is a set of recipes, with a bound below the objective of them all;
+for the time of a step under a memory limit (`Fastest`; bounds in `passes.bound_recipes`) these are
+
+1. a layout and what is recomputed: the mean of ranks, without sharding or ends;
+2. with the pipeline's ranks, and whether parameters are gathered (ZeRO-3 over which group) or stay: the mean again,
+   with the gathers; left out where parameters, gradients and state alone exceed the limit;
+3. with the schedule: the longest path of a rank; left out where those and the micro-batches that it begins with do;
+4. with the sharding, one recipe: the same with the ends of its step; left out if its memory exceeds the limit. Memory
+   is exact before time is: the micro-batches that a schedule holds do not depend on times;
+5. priced (`passes.price_recipe`).
+
+The node with the lowest bound is split next, and in turn the deepest one, for a recipe to show soon. Once a priced
+recipe has the lowest bound it is the best. Of equal ones it is the one with the least memory, then the first in a fixed
+order, so the answer does not depend on the machine. Layouts are taken by rising micro-batch, until one is left out for
+its size, which rises with it. What is recomputed only adds to the step: where a layout is too slow without, it is left.
+
+`Smallest` looks for the least memory in the same way. Stopped early, by its time budget or Ctrl-C, the search gives the
+best recipe that it priced, and the lowest bound of what is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from autoshard.ir.recipe import RECOMPUTE, Recipe
+from passes.recipe_pricer import RecipePricer
+from passes.recipe_space import Layout, Pipe, RecipeSpace, Sharding
+
+
+class Objective(Protocol):
+    """What is minimised: bounds for sets of recipes that have more and more of `recipe`, infinite if none will do."""
+
+    def layout(self, recipe: Recipe) -> float:
+        """Those of its layout and recomputation; `recipe` has the fewest pipeline ranks of them."""
+        ...
+
+    def pipeline(self, recipe: Recipe) -> float:
+        """Those of its pipeline ranks that also gather as it does, or do not."""
+        ...
+
+    def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
+        """Those that also have one pipeline or another, each of the recipe's size."""
+        ...
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """Of the recipe, whose pipeline is `pipe`."""
+        ...
+
+    def price(self, recipe: Recipe) -> float:
+        """The recipe's objective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """The time of a step, seconds, for recipes that fit in `memory_limit` bytes."""
+
+    pricer: RecipePricer
+    memory_limit: float
+
+    def layout(self, recipe: Recipe) -> float:
+        """See `Objective`."""
+        fits = 2 * self.pricer.largest_bytes(recipe) <= self.memory_limit
+        return self.pricer.mean_floor(recipe) if fits else math.inf
+
+    def pipeline(self, recipe: Recipe) -> float:
+        """See `Objective`."""
+        return self.pricer.mean_floor(recipe) if self.pricer.state_bytes(recipe) <= self.memory_limit else math.inf
+
+    def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
+        """See `Objective`."""
+        fits = self.pricer.memory_floors(recipe, pipes) <= self.memory_limit
+        bounds = np.full(len(pipes), math.inf)
+        if fits.any():
+            fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
+            bounds[fits] = self.pricer.path_floors(recipe, fitting)
+        return bounds.tolist()
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `Objective`."""
+        fits = self.pricer.memory_bytes(recipe) <= self.memory_limit
+        return self.pricer.ends_floor(recipe, pipe) if fits else math.inf
+
+    def price(self, recipe: Recipe) -> float:
+        """See `Objective`."""
+        return self.pricer.time_s(recipe)
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The memory of a recipe's fullest rank, bytes."""
+
+    pricer: RecipePricer
+
+    def layout(self, recipe: Recipe) -> float:
+        """See `Objective`."""
+        return 2.0 * self.pricer.largest_bytes(recipe)
+
+    def pipeline(self, recipe: Recipe) -> float:
+        """See `Objective`. Rounding of parts to whole bytes is at most a byte each."""
+        return max(self.pricer.state_bytes(recipe) - 8.0, self.layout(recipe))
+
+    def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
+        """See `Objective`."""
+        return np.maximum(self.pricer.memory_floors(recipe, pipes) - 8.0, self.layout(recipe)).tolist()
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `Objective`."""
+        return self.price(recipe)
+
+    def price(self, recipe: Recipe) -> float:
+        """See `Objective`."""
+        return float(self.pricer.memory_bytes(recipe))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecipe:
+    """What a search found.
+
+    Args:
+        recipe: the best recipe that was priced, None if none was (none fits, if the search is complete).
+        objective: its objective; infinite without.
+        lower_bound: no recipe of the space has a lower objective.
+        is_complete: whether the search came to its end: the recipe is the best.
+        was_interrupted: whether Ctrl-C ended it.
+        priced, nodes: recipes that were priced, and sets of recipes that were bounded.
+        search_time_s: wall time.
+    """
+
+    recipe: Recipe | None
+    objective: float
+    lower_bound: float
+    is_complete: bool
+    was_interrupted: bool
+    priced: int
+    nodes: int
+    search_time_s: float
+
+
+Watch = Callable[[FoundRecipe], None]
+"""Called with what is found so far, after every priced recipe and now and then."""
+
+
+def search_recipes(
+    space: RecipeSpace,
+    objective: Objective,
+    memory_bytes: Callable[[Recipe], int],
+    *,
+    time_budget_s: float = math.inf,
+    known: Recipe | None = None,
+    watch: Watch | None = None,
+) -> FoundRecipe:
+    """The best recipe of a space.
+
+    Args:
+        space: the recipes.
+        objective: what is minimised.
+        memory_bytes: of a recipe, for the order of equal ones.
+        time_budget_s: seconds that the search may take.
+        known: a recipe of the space that will do: nothing worse is looked at.
+        watch: told how it goes.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
+    """
+    search = _Search(space, objective, memory_bytes, time.monotonic() + time_budget_s, watch)
+    was_interrupted = False
+    try:
+        is_complete = search.run(known)
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        is_complete, was_interrupted = False, True
+    return search.found(is_complete=is_complete, was_interrupted=was_interrupted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A set of recipes: as much of the choice as is made. `gathers`: the group of ZeRO-3, None where none gathers."""
+
+    layout: Layout
+    recompute: str
+    ranks: int = 0
+    gathers: int | None = None
+    pipe: Pipe | None = None
+    sharding: Sharding | None = None
+
+    @property
+    def depth(self) -> int:
+        """How many steps of the choice are made."""
+        return 1 + (self.ranks > 0) + (self.pipe is not None) + (self.sharding is not None)
+
+
+_Entry = tuple[float, bool, tuple[object, ...], int, _Node]
+"""An open node: bound, whether it is priced, its place among equal ones (of recipes), its number."""
+
+_DIVE = 8
+"""Of so many nodes one is the deepest open one, and every other one until a recipe is priced."""
+
+_OFTEN = 256
+"""Nodes between two looks at the clock."""
+
+
+class _Search:
+    """One search: its open nodes, and the best recipe so far."""
+
+    def __init__(
+        self,
+        space: RecipeSpace,
+        objective: Objective,
+        memory_bytes: Callable[[Recipe], int],
+        end: float,
+        watch: Watch | None,
+    ) -> None:
+        self.space, self.objective, self.memory_bytes, self.end, self.watch = space, objective, memory_bytes, end, watch
+        self.start = time.monotonic()
+        self.open: list[_Entry] = []
+        self.deep: list[tuple[int, float, int, _Node]] = []
+        self.split: set[int] = set()
+        self.numbers = count()
+        self.turn = 0
+        self.best: tuple[float, tuple[object, ...], Recipe] | None = None
+        self.bound, self.priced, self.nodes = 0.0, 0, 0
+
+    def run(self, known: Recipe | None) -> bool:
+        """Search until the best recipe is found, or time is over; whether it is found."""
+        if known is not None:
+            self._keep(self.objective.price(known), (math.inf,), known)
+        for layouts in self.space.layouts():
+            if self._is_over():
+                return False
+            self._open_layouts(layouts)
+        while self._prune():
+            if self.open[0][1]:
+                return True
+            if self._is_over():
+                return False
+            self._split_node(self._next())
+        self.bound = math.inf if self.best is None else self.best[0]
+        return True
+
+    def _prune(self) -> bool:
+        """Take out nodes that were split before, and note the bound; whether there are any left."""
+        while self.open and self.open[0][3] in self.split:
+            heapq.heappop(self.open)
+        if self.open:
+            self.bound = self.open[0][0]
+        return bool(self.open)
+
+    def _next(self) -> _Node:
+        """The open node to split: that with the lowest bound, or, in turn, the deepest."""
+        self.turn += 1
+        while self.turn % (_DIVE if self.best else 2) == 0 and self.deep:
+            _, bound, number, node = heapq.heappop(self.deep)
+            if number not in self.split and (self.best is None or bound <= self.best[0]):
+                self.split.add(number)
+                return node
+        *_, number, node = heapq.heappop(self.open)
+        self.split.add(number)
+        return node
+
+    def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
+        """What is found so far."""
+        objective, _, recipe = (math.inf, (), None) if self.best is None else self.best
+        elapsed_s = time.monotonic() - self.start
+        bound = min(self.bound, objective)
+        return FoundRecipe(
+            recipe, objective, bound, is_complete, was_interrupted, self.priced, self.nodes, elapsed_s
+        )  # fmt: skip
+
+    def _is_over(self) -> bool:
+        if self.nodes % _OFTEN == 0 and self.watch is not None:
+            self.watch(self.found(is_complete=False))
+        return time.monotonic() > self.end
+
+    def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
+        """Open layouts of rising micro-batch, until one is left out for its size."""
+        for layout in layouts:
+            for recompute in self.space.recomputes():
+                bound = self.objective.layout(self._first(layout, recompute))
+                if math.isinf(bound):
+                    return
+                if not self._push(bound, _Node(layout, recompute)):
+                    break
+
+    def _first(self, layout: Layout, recompute: str) -> Recipe:
+        """A layout's recipe with the fewest pipeline ranks."""
+        ranks = next(self.space.pipelines(layout))
+        return self.space.recipe(layout, recompute, _any_pipe(ranks), Sharding())
+
+    def _split_node(self, node: _Node) -> None:
+        """Open a node's children."""
+        if not node.ranks:
+            self._split_layout(node)
+        elif node.pipe is None:
+            pipes = self.space.pipes(node.layout, node.ranks)
+            bounds = self.objective.schedules(self._recipe(node), pipes) if pipes else ()
+            for pipe, bound in zip(pipes, bounds, strict=True):
+                self._push(bound, replace(node, pipe=pipe))
+        elif node.sharding is None:
+            for sharding in self.space.shardings(node.layout, node.ranks):
+                if _gathers(sharding) == node.gathers:
+                    child = replace(node, sharding=sharding)
+                    self._push(self.objective.recipe(self._recipe(child), node.pipe), child)
+        else:
+            self._price(node)
+
+    def _split_layout(self, node: _Node) -> None:
+        for ranks in self.space.pipelines(node.layout):
+            shardings = self.space.shardings(node.layout, ranks)
+            for gathers in dict.fromkeys(_gathers(sharding) for sharding in shardings):
+                child = replace(node, ranks=ranks, gathers=gathers)
+                self._push(self.objective.pipeline(self._recipe(child)), child)
+
+    def _recipe(self, node: _Node) -> Recipe:
+        """The recipe of a node; of a set, one of those that shard most."""
+        sharding = node.sharding or (Sharding(2) if node.gathers is None else Sharding(3, node.gathers))
+        return self.space.recipe(node.layout, node.recompute, node.pipe or _any_pipe(node.ranks), sharding)
+
+    def _push(self, bound: float, node: _Node) -> bool:
+        """Open a node whose bound is no worse than the best recipe; whether it is."""
+        self.nodes += 1
+        if math.isinf(bound) or (self.best is not None and bound > self.best[0]):
+            return False
+        number = next(self.numbers)
+        heapq.heappush(self.open, (bound, False, (), number, node))
+        heapq.heappush(self.deep, (-node.depth, bound, number, node))
+        return True
+
+    def _price(self, node: _Node) -> None:
+        recipe = self._recipe(node)
+        objective = self.objective.price(recipe)
+        self.priced += 1
+        order = (self.memory_bytes(recipe), node.pipe, node.layout, RECOMPUTE.index(node.recompute), node.sharding)
+        self._keep(objective, order, recipe)
+        heapq.heappush(self.open, (objective, True, order, next(self.numbers), node))
+
+    def _keep(self, objective: float, order: tuple[object, ...], recipe: Recipe) -> None:
+        """Keep a recipe if it is the best so far."""
+        if self.best is None or (objective, order) < self.best[:2]:
+            self.best = (objective, order, recipe)
+            if self.watch is not None:
+                self.watch(self.found(is_complete=False))
+
+
+def _gathers(sharding: Sharding) -> int | None:
+    return sharding.group if sharding.zero == 3 else None
+
+
+def _any_pipe(ranks: int) -> Pipe:
+    """A pipeline of so many ranks, whose schedule does not count."""
+    return Pipe(ranks, "1f1b") if ranks > 1 else Pipe()

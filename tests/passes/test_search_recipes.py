@@ -1,0 +1,74 @@
+"""The search finds what pricing every recipe of its space finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard import Cluster, Recipe, RecipeError
+from cost_models.hardware import node_type
+from passes.price_model import CountedModel, PricedModel
+from passes.recipe_plan import predict_recipe
+from passes.recipe_problem import RecipeProblem, known_kinds
+from passes.recipe_space import RecipeSpace
+from tests.passes.decoders import dense, folded, sparse
+
+MODELS = {"dense": dense(4), "sparse": sparse()}
+
+
+@lru_cache(maxsize=None)
+def counted(name: str) -> CountedModel:
+    """A small model, traced once."""
+    return PricedModel(folded(MODELS[name])).counted
+
+
+def problem(name: str, devices: int, base: Recipe, limit: float = math.inf) -> RecipeProblem:
+    """The search for a small model's recipe."""
+    return RecipeProblem(counted(name), Cluster("h100_sxm", max(1, devices // 4), min(devices, 4)), base, limit)
+
+
+def priced(found: RecipeProblem) -> list[tuple[float, int, Recipe]]:
+    """Every recipe of a problem: time, memory."""
+    space = RecipeSpace(found.counted, found.cluster.size, found.base)
+    predictions = ((predict_recipe(found.counted, recipe, found.cluster), recipe) for recipe in space.recipes())
+    return [(each.step_time_s, each.peak_memory_bytes, recipe) for each, recipe in predictions]
+
+
+BASES = st.builds(
+    Recipe,
+    global_batch=st.sampled_from([2, 4, 6]),
+    overlap_pipeline=st.booleans(),
+    overlap_parameters=st.booleans(),
+    overlap_gradients=st.booleans(),
+    overlap_tensor=st.booleans(),
+    overlap_expert=st.booleans(),
+    early_stop=st.booleans(),
+    fused=st.just(True),
+    gradient_dtype=st.sampled_from(["f32", "bf16"]),
+    cuda_graph=st.booleans(),
+    bucket_bytes=st.sampled_from([10_000, 200_000_000]),
+)
+
+
+@settings(max_examples=6)
+@given(st.sampled_from(["dense", "sparse"]), st.sampled_from([1, 2, 4]), BASES, st.floats(0, 1))
+def test_it_finds_what_pricing_every_recipe_finds(name: str, devices: int, base: Recipe, share: float) -> None:
+    """Time and memory to the last digit, at a memory limit drawn among those that matter; and what fits at all."""
+    whole = priced(problem(name, devices, base))
+    sizes = sorted({memory for _, memory, _ in whole})
+    limit = sizes[round(share * (len(sizes) - 1))]
+    best = min((time, memory) for time, memory, _ in whole if memory <= limit)
+    found = problem(name, devices, base, limit).best()
+    assert found.recipe is not None
+    prediction = predict_recipe(counted(name), found.recipe, problem(name, devices, base).cluster)
+    assert (prediction.step_time_s, prediction.peak_memory_bytes) == best
+    assert found.is_complete
+    assert found.objective == found.lower_bound == best[0]
+    assert problem(name, devices, base, sizes[0] - 1).best().recipe is None
+    assert problem(name, devices, base).smallest().objective == sizes[0]
