@@ -33,6 +33,8 @@ from autoshard.planner import (
     split_inputs,
     update_of,
 )
+from autoshard.pricing import price
+from autoshard.recipe_search import search_plan
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
@@ -177,7 +179,10 @@ def plan(
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
             Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
         max_grad_norm: with an optimizer: clip gradients to this norm.
-        global_batch, recipe: not available yet.
+        global_batch: sequences of a step: the fastest `Recipe` for so many on the whole cluster, pipelines, context and
+            expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
+            `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
+        recipe: no search, the plan of this recipe: `price`.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
 
@@ -186,8 +191,21 @@ def plan(
     """
     from passes.formulas import PlanFormulas
 
-    _refuse("global_batch", global_batch, "the batch is the one of example_inputs")
-    _refuse("recipe", recipe, "recipes cannot be priced yet; use constraints")
+    if recipe is not None or global_batch is not None:
+        cluster = _checked_cluster(mesh_or_cluster, mesh, constraints)
+        if recipe is not None:
+            return price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn)
+        return search_plan(
+            model,
+            cluster,
+            example_inputs=example_inputs,
+            optimizer=optimizer,
+            global_batch=global_batch,
+            loss_fn=loss_fn,
+            memory_budget=memory_budget,
+            precision=precision,
+            time_budget_s=time_budget_s,
+        )
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
     update = update_of(optimizer, model, max_grad_norm, strict=strict)
@@ -275,9 +293,20 @@ def _checked_constraints(constraints: Mapping[str, PartitionSpec] | None) -> dic
     return dict(constraints or {})
 
 
-def _refuse(name: str, value: Any, why: str) -> None:
-    if value is not None:
-        raise NotAvailableError(f"{name}={value!r} is not available yet: {why}.")
+def _checked_cluster(target: Any, mesh: Mesh | None, constraints: Mapping[str, PartitionSpec] | None) -> Cluster:
+    """What recipes are planned for; they choose the axes and follow no constraints."""
+    if not isinstance(target, Cluster):
+        raise NotAvailableError(
+            f"global_batch= and recipe= choose the axes themselves, but were given {target!r}: pass a Cluster, "
+            "Cluster('h100_sxm', nodes=8), or plan on the mesh without them."
+        )
+    for name, value in (("mesh", mesh), ("constraints", constraints)):
+        if value:
+            raise NotAvailableError(
+                f"{name}={value!r} does not go with global_batch= or recipe=: a recipe says where everything lies. "
+                "Leave one of them out."
+            )
+    return target
 
 
 _BACKENDS = ("auto", "eager", "inductor", "triton")

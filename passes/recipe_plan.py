@@ -53,6 +53,7 @@ def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: St
         lower_bound=None,
         search_time_s=time.monotonic() - start,
         hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
+        recipe=recipe,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.schedule_times import micro_batches_in_flight
 from cost_models.step import StepModel, fitted
+from cost_models.topology import GroupLinks
 from passes.bound_recipes import (
     Floats,
     Paths,
@@ -27,7 +29,7 @@ from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, schedule_name, share_out
 from passes.price_memory import memory_price, state_bytes
 from passes.price_model import CountedModel
-from passes.price_recipe import Groups, recipe_groups, send_time, sharded_time, step_price
+from passes.price_recipe import Groups, accumulation_bytes, recipe_groups, send_time, sharded_time, step_price
 from passes.price_sections import SectionPrice
 from passes.recipe_space import Pipe
 
@@ -100,15 +102,29 @@ class RecipePricer:
         pairs = ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
         return sum(sum(state_bytes(elements, shards, recipe).values()) for elements, shards in pairs)
 
-    def mean_floor(self, recipe: Recipe) -> float:
+    def layout_floor(self, first: Recipe, last: Recipe) -> float:
+        """Bound on the step of all recipes of a layout, of which two have the fewest and the most pipeline ranks.
+
+        A micro-batch takes longer if it is not the only one (gradients are added up), and then less the more there are
+        (experts' all-to-alls run beside others): the least is at one of the ends. Where parameters are gathered, adding
+        up may take less.
+        """
+        recipes = [first, last]
+        gathering = [replace(recipe, zero=_GATHERS, whole_tensors=False) for recipe in recipes]
+        for price in self.sections(first).values():
+            pairs = zip(gathering, recipes, strict=False)
+            if any(accumulation_bytes(price, one) < accumulation_bytes(price, two) for one, two in pairs):
+                return min(self.mean_floor(recipe, gathers=False) for recipe in (*recipes, *gathering))
+        return min(self.mean_floor(recipe, gathers=False) for recipe in recipes)
+
+    def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
         """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, or of their gathers."""
-        kept = replace(recipe, zero=2, zero_group=None) if recipe.zero == _GATHERS else recipe
-        floors, counts = self._section_floors(kept), self._counts(recipe)
-        gathers = self._gathers(recipe) if recipe.zero == _GATHERS else np.zeros((2, len(counts)))
+        floors, counts = self._section_floors(recipe, gathers=False), self._counts(recipe)
+        gathers_s = self._gathers(recipe) if gathers and recipe.zero == _GATHERS else np.zeros((2, len(counts)))
         turns = recipe.micro_batches / recipe.pipeline
         forward, backward = turns * counts * floors.forward, turns * counts * floors.backward
         forward_gain, backward_gain = turns * counts * floors.forward_gain, turns * counts * floors.backward_gain
-        gathered, again = turns * counts * gathers
+        gathered, again = turns * counts * gathers_s
 
         def at(shares: Floats) -> Floats:
             share = shares[0]
@@ -152,14 +168,23 @@ class RecipePricer:
         floors = self._section_floors(recipe)
         return rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
 
-    def _section_floors(self, recipe: Recipe) -> SectionFloors:
+    def _section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
         """What sections take: the same whatever the pipeline and, unless parameters are gathered, the sharding."""
-        shards = (recipe.replicas, recipe.zero_group) if recipe.zero == _GATHERS else None
-        key = (_layout_of(recipe), recipe.recompute, recipe.micro_batches > 1, shards)
+        is_gathered = recipe.zero == _GATHERS
+        shards = (recipe.replicas, recipe.zero_group) if is_gathered and gathers else is_gathered
+        turns = recipe.micro_batches if recipe.overlap_expert and recipe.expert > 1 else recipe.micro_batches > 1
+        key = (_layout_of(recipe), recipe.recompute, turns, shards)
         if key not in self._floors:
             sections, groups = self.sections(recipe), self.groups(recipe)
+            if not gathers:
+                groups = replace(groups, zero=self._alone, outer=self._alone)
             self._floors[key] = section_floors(sections, recipe, groups, self.cluster, self.model)
         return self._floors[key]
+
+    @cached_property
+    def _alone(self) -> GroupLinks:
+        """A group of one rank."""
+        return recipe_groups(Recipe(data=self.cluster.size), self.cluster).tensor
 
     def _shapes(self, recipe: Recipe, pipes: tuple[Pipe, ...]) -> PipeShapes:
         """Where sections lie in pipelines."""

@@ -1,10 +1,11 @@
-"""The best recipe of a model on a cluster, and of known kinds: what the searches of one problem share is priced once."""
+"""The best recipe of a model on a cluster, and of known kinds; what searches of one problem share is priced once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
@@ -24,6 +25,7 @@ class RecipeProblem:
         cluster: the cluster; all of its devices are used.
         base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
         memory_limit: bytes of a device that recipes may take.
+        least_tokens: see `RecipeSpace`.
         model: of the step; default: the fitted one.
     """
 
@@ -31,11 +33,13 @@ class RecipeProblem:
     cluster: Cluster
     base: Recipe
     memory_limit: float
+    least_tokens: int = 128
     model: StepModel = field(default_factory=fitted)
-    pricer: RecipePricer = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.pricer = RecipePricer(self.counted, self.cluster, self.model)
+    @cached_property
+    def pricer(self) -> RecipePricer:
+        """What prices its recipes."""
+        return RecipePricer(self.counted, self.cluster, self.model)
 
     def best(
         self,
@@ -80,7 +84,10 @@ class RecipeProblem:
 
     def _space(self, fixed: Mapping[str, object] | None, only: Only | None) -> RecipeSpace:
         single: dict[str, Collection[object]] = {name: (value,) for name, value in (fixed or {}).items()}
-        return RecipeSpace(self.counted, self.cluster.size, self.base, {**(only or {}), **single})
+        return RecipeSpace(
+            self.counted, self.cluster.size, self.base, self.cluster.devices_per_node, self.least_tokens,
+            {**(only or {}), **single},
+        )  # fmt: skip
 
 
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:

@@ -15,6 +15,8 @@ What no recipe can be is known beforehand:
 * sizes multiply to the devices, and each replica runs whole micro-batches;
 * an axis divides every dim of a block's values that it splits (heads, hidden units, experts, the sequence), and splits
   some; the vocabulary may be padded. `expert_tensor` is 1 or `tensor`: experts are split like other weights, or whole;
+* tensor ranks are at most `most_tensor`, those of a node, as in all published runs; a context rank has at least
+  `least_tokens` of a sequence, a tile of attention kernels;
 * a pipeline has a stage for each block at most (ends counted where they are split off), and its schedule admits the
   micro-batches (`cost_models.schedule_orders.admits`).
 
@@ -24,6 +26,7 @@ Names for the same thing are left out: a group of all replicas is `zero_group=No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -91,6 +94,8 @@ class RecipeSpace:
         counted: the model.
         devices: of the cluster.
         base: the fields that are not searched; those that are do not count, but for `global_batch`.
+        most_tensor: tensor ranks at most; None: any number.
+        least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
         only: restricts fields to some values; a group of all replicas may be named by None or by its size.
 
     Raises:
@@ -100,6 +105,8 @@ class RecipeSpace:
     counted: CountedModel
     devices: int
     base: Recipe
+    most_tensor: int | None = None
+    least_tokens: int = 1
     only: Only = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,7 +125,10 @@ class RecipeSpace:
         """Layouts that differ in the micro-batch only, by rising micro-batch."""
         sizes = _divisors(self.devices)
         experts = sizes if self.counted.has_experts else (1,)
-        for tensor, context, expert in product(sizes, sizes, experts):
+        tensors = [size for size in sizes if self.most_tensor is None or size <= self.most_tensor]
+        tokens = self.counted.tokens or math.inf
+        contexts = [size for size in sizes if size == 1 or tokens / size >= self.least_tokens]
+        for tensor, context, expert in product(tensors, contexts, experts):
             for parallel, whole in product((False, True), (True, False)):
                 expert_tensor = 1 if whole else tensor
                 if (tensor == 1 and (parallel or not whole)) or not (self.counted.has_experts or whole):

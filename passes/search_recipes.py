@@ -40,8 +40,8 @@ from passes.recipe_space import Layout, Pipe, RecipeSpace, Sharding
 class Objective(Protocol):
     """What is minimised: bounds for sets of recipes that have more and more of `recipe`, infinite if none will do."""
 
-    def layout(self, recipe: Recipe) -> float:
-        """Those of its layout and recomputation; `recipe` has the fewest pipeline ranks of them."""
+    def layout(self, first: Recipe, last: Recipe) -> float:
+        """Those of a layout and recomputation, of which two have the fewest and the most pipeline ranks."""
         ...
 
     def pipeline(self, recipe: Recipe) -> float:
@@ -68,10 +68,10 @@ class Fastest:
     pricer: RecipePricer
     memory_limit: float
 
-    def layout(self, recipe: Recipe) -> float:
+    def layout(self, first: Recipe, last: Recipe) -> float:
         """See `Objective`."""
-        fits = 2 * self.pricer.largest_bytes(recipe) <= self.memory_limit
-        return self.pricer.mean_floor(recipe) if fits else math.inf
+        fits = 2 * self.pricer.largest_bytes(first) <= self.memory_limit
+        return self.pricer.layout_floor(first, last) if fits else math.inf
 
     def pipeline(self, recipe: Recipe) -> float:
         """See `Objective`."""
@@ -102,17 +102,17 @@ class Smallest:
 
     pricer: RecipePricer
 
-    def layout(self, recipe: Recipe) -> float:
+    def layout(self, first: Recipe, last: Recipe) -> float:
         """See `Objective`."""
-        return 2.0 * self.pricer.largest_bytes(recipe)
+        return 2.0 * self.pricer.largest_bytes(first)
 
     def pipeline(self, recipe: Recipe) -> float:
         """See `Objective`. Rounding of parts to whole bytes is at most a byte each."""
-        return max(self.pricer.state_bytes(recipe) - 8.0, self.layout(recipe))
+        return max(self.pricer.state_bytes(recipe) - 8.0, self.layout(recipe, recipe))
 
     def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
-        return np.maximum(self.pricer.memory_floors(recipe, pipes) - 8.0, self.layout(recipe)).tolist()
+        return np.maximum(self.pricer.memory_floors(recipe, pipes) - 8.0, self.layout(recipe, recipe)).tolist()
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""
@@ -287,16 +287,19 @@ class _Search:
         """Open layouts of rising micro-batch, until one is left out for its size."""
         for layout in layouts:
             for recompute in self.space.recomputes():
-                bound = self.objective.layout(self._first(layout, recompute))
+                bound = self.objective.layout(*self._ends(layout, recompute))
                 if math.isinf(bound):
                     return
                 if not self._push(bound, _Node(layout, recompute)):
                     break
 
-    def _first(self, layout: Layout, recompute: str) -> Recipe:
-        """A layout's recipe with the fewest pipeline ranks."""
-        ranks = next(self.space.pipelines(layout))
-        return self.space.recipe(layout, recompute, _any_pipe(ranks), Sharding())
+    def _ends(self, layout: Layout, recompute: str) -> tuple[Recipe, Recipe]:
+        """A layout's recipes with the fewest and the most pipeline ranks."""
+        sizes = list(self.space.pipelines(layout))
+        first, last = (
+            self.space.recipe(layout, recompute, _any_pipe(size), Sharding()) for size in (sizes[0], sizes[-1])
+        )
+        return first, last
 
     def _split_node(self, node: _Node) -> None:
         """Open a node's children."""
@@ -308,6 +311,8 @@ class _Search:
             for pipe, bound in zip(pipes, bounds, strict=True):
                 self._push(bound, replace(node, pipe=pipe))
         elif node.sharding is None:
+            if math.isinf(self.objective.recipe(self._recipe(node), node.pipe)):
+                return  # not even what shards most will do
             for sharding in self.space.shardings(node.layout, node.ranks):
                 if _gathers(sharding) == node.gathers:
                     child = replace(node, sharding=sharding)

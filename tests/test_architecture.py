@@ -34,8 +34,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "passes": _LEAVES,
     "autoshard.cluster": _LEAVES,
     "autoshard.planner": (*_LEAVES, "passes", "autoshard.cluster"),
-    "autoshard.api": (*_LEAVES, "passes", "autoshard.cluster", "autoshard.planner"),
+    "autoshard.api": (
+        *(*_LEAVES, "passes", "autoshard.cluster", "autoshard.planner", "autoshard.pricing"),
+        "autoshard.recipe_search",
+    ),
     "autoshard.pricing": (*_LEAVES, "passes"),
+    "autoshard.recipe_search": (*_LEAVES, "passes", "autoshard.pricing"),
     "autoshard.cli": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster", "autoshard.pricing", "autoshard"),
     "autoshard.testing": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster"),
     "autoshard": (*_LEAVES, "autoshard.api", "autoshard.cluster", "autoshard.pricing"),

@@ -17,6 +17,7 @@ from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.printer import render_plan
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.repeat import Repeat
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
@@ -24,10 +25,11 @@ from autoshard.ir.trace import Trace
 if TYPE_CHECKING:
     import sympy
 
-SCHEMA_VERSION = 3
-"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`."""
+SCHEMA_VERSION = 4
+"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
+version 4 the recipe."""
 
-_READABLE_VERSIONS = (1, 2, 3)
+_READABLE_VERSIONS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,8 @@ class Plan:
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
         repeats: blocks that are not among `nodes`, as they lie like the ones behind them; all else is of the whole
             model. The plan's program is the one without these blocks.
+        recipe: the recipe that it is the plan of; None for one that was searched spec by spec.
+        was_interrupted: whether Ctrl-C ended the search: it is the best until then.
         formulas: what makes `formula`; None for a plan without its model (one from a file, or of another process).
         alternatives: what answers `explain`; None likewise.
     """
@@ -204,6 +208,8 @@ class Plan:
     replicated_operators: tuple[tuple[str, str], ...] = ()
     operators: tuple[OperatorCoverage, ...] = ()
     repeats: tuple[Repeat, ...] = ()
+    recipe: Recipe | None = None
+    was_interrupted: bool = False
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
@@ -387,6 +393,8 @@ class Plan:
             "lower_bound": self.lower_bound,
             "search_time_s": self.search_time_s,
             "baselines": dict(self.baselines),
+            "recipe": None if self.recipe is None else asdict(self.recipe),
+            "was_interrupted": self.was_interrupted,
             "replicated_operators": [list(item) for item in self.replicated_operators],
             "operators": [asdict(item) for item in self.operators],
             "repeats": [item.to_json() for item in self.repeats],
@@ -419,6 +427,8 @@ class Plan:
             memory_budget=data["memory_budget"],
             precision=data.get("precision"),
             baselines=data["baselines"],
+            recipe=None if data.get("recipe") is None else Recipe(**data["recipe"]),
+            was_interrupted=data.get("was_interrupted", False),
             replicated_operators=tuple((name, line) for name, line in data["replicated_operators"]),
             operators=tuple(OperatorCoverage(**item) for item in data.get("operators", ())),
             repeats=tuple(map(Repeat.from_json, data.get("repeats", ()))),

@@ -18,7 +18,8 @@ _WIDTH = 110
 def render_plan(plan: Plan) -> str:
     """A plan as tables of at most 110 columns, without colours."""
     whole = [_replicated_table(plan.replicated_operators)] if plan.replicated_operators else []
-    return as_text(summary(plan), _parameter_table(plan.parameters), _cost_table(plan), *whole)
+    lines = [summary(plan), *recipe_lines(plan)]
+    return as_text(*lines, _parameter_table(plan.parameters), _cost_table(plan), *whole)
 
 
 def as_text(*parts: str | Table) -> str:
@@ -46,6 +47,25 @@ def summary(plan: Plan) -> str:
 
 def _precision(plan: Plan) -> str:
     return "" if plan.precision is None else f" in {plan.precision}"
+
+
+def recipe_lines(plan: Plan) -> list[str]:
+    """What a plan's recipe is, and which of it `compile` runs; nothing for a plan without."""
+    if plan.recipe is None:
+        return []
+    lines = [f"Recipe: {plan.recipe.words}."]
+    if plan.recipe.forecasts:
+        lines.append(f"A forecast: compile does not run {', '.join(plan.recipe.forecasts)} yet.")
+    else:
+        axes = {"data": plan.recipe.data, "model": plan.recipe.tensor}
+        mesh = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
+        lines.append(
+            f"compile(model, Mesh({mesh}), micro_batches={plan.recipe.micro_batches}) runs on that mesh, and searches "
+            "the specs itself."
+        )
+    if plan.was_interrupted:
+        lines.append("The search was interrupted: this is the best recipe until then.")
+    return lines
 
 
 def _interval(plan: Plan) -> str:

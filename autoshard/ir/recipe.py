@@ -163,6 +163,45 @@ class Recipe:
         """Stages over all pipeline ranks."""
         return self.pipeline * self.virtual_stages
 
+    @property
+    def words(self) -> str:
+        """What the recipe does, in a sentence's words.
+
+        Example:
+            >>> Recipe(data=4, zero=1, tensor=8, sequence_parallel=True, pipeline=2, global_batch=16).words
+            'data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1f1b); 4 micro-batches of 1'
+        """
+        axes = [f"data {self.data}{self._sharding_words()}"]
+        if self.tensor > 1:
+            axes.append(f"tensor {self.tensor}" + (" with sequence parallelism" if self.sequence_parallel else ""))
+        if self.context > 1:
+            axes.append(f"context {self.context}")
+        if self.expert > 1:
+            axes.append(f"expert {self.expert}" + (" x tensor" if self.expert_tensor > 1 else ""))
+        if self.pipeline > 1:
+            stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
+            ends = ", its ends split off" if self.split_ends else ""
+            axes.append(f"pipeline {self.pipeline} ({self.schedule or '1f1b'}{stages}{ends})")
+        again = {"none": "", "selective": "; attention's core computed again", "full": "; blocks computed again"}
+        batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
+        return f"{', '.join(axes)}; {batches}{again[self.recompute]}"
+
+    def _sharding_words(self) -> str:
+        group = "" if self.zero_group in (None, self.replicas) else f" in groups of {self.zero_group}"
+        return f" (ZeRO-{self.zero}{group})" if self.zero else ""
+
+    @property
+    def forecasts(self) -> tuple[str, ...]:
+        """What of it `autoshard.compile` does not run yet."""
+        parts = {
+            "pipeline stages": self.pipeline > 1,
+            "context parallelism": self.context > 1,
+            "expert parallelism": self.expert > 1,
+            f"{self.recompute} recomputation": self.recompute != "none",
+            "products in 8 bits": self.precision == "f8",
+        }
+        return tuple(name for name, is_there in parts.items() if is_there)
+
     def _check_batch(self) -> None:
         each = self.micro_batch * self.data
         if self.batch % each:

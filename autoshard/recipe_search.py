@@ -1,0 +1,164 @@
+"""`plan(model, cluster, global_batch=...)`: the fastest recipe for a whole training step, pipelines included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from autoshard.errors import DoesNotFitError, NotAvailableError
+from autoshard.ir.plan import Plan
+from autoshard.ir.printer import format_bytes, format_time
+from autoshard.ir.recipe import OPTIMIZERS, Recipe
+from autoshard.pricing import ExampleInputs, price, priced_model
+from cost_models.hardware import Cluster
+
+if TYPE_CHECKING:
+    from passes.recipe_problem import RecipeProblem
+    from passes.search_recipes import FoundRecipe, Watch
+
+_BASELINES_SHARE = 0.3
+"""Part of the time budget that the known kinds of recipes may take; the fastest of them is the first incumbent."""
+
+
+def search_plan(
+    model: nn.Module,
+    cluster: Cluster,
+    *,
+    example_inputs: ExampleInputs,
+    optimizer: str | torch.optim.Optimizer | None,
+    global_batch: int,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    memory_budget: int | None = None,
+    precision: str | None = None,
+    time_budget_s: float = 60.0,
+) -> Plan:
+    """The plan of the fastest recipe that fits; see `autoshard.plan` for the arguments.
+
+    Raises:
+        DoesNotFitError: no recipe fits; carries the least memory that one takes.
+        NotAvailableError: an optimizer or precision that recipes do not have, or time ran out before any was priced.
+    """
+    base = base_recipe(model, optimizer, precision, global_batch)
+    limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
+    problem = recipe_problem(model, cluster, base, example_inputs=example_inputs, loss_fn=loss_fn, memory_limit=limit)
+    with _shown() as watch:
+        baselines = problem.baselines(_BASELINES_SHARE * time_budget_s)
+        spent_s = math.fsum(found.search_time_s for found in baselines.values())
+        known = min(baselines.values(), key=lambda found: found.objective).recipe
+        found = problem.best(known=known, time_budget_s=time_budget_s - spent_s, watch=watch)
+    if found.recipe is None:
+        raise _does_not_fit(problem, found, time_budget_s)
+    chosen = price(model, cluster, found.recipe, example_inputs=example_inputs, loss_fn=loss_fn)
+    return replace(
+        chosen,
+        objective=found.objective,
+        lower_bound=found.lower_bound,
+        search_time_s=spent_s + found.search_time_s,
+        was_interrupted=found.was_interrupted,
+        memory_budget=limit,
+        baselines={name: each.objective if each.recipe else None for name, each in baselines.items()},
+    )
+
+
+def recipe_problem(
+    model: nn.Module,
+    cluster: Cluster,
+    base: Recipe,
+    *,
+    example_inputs: ExampleInputs,
+    memory_limit: float,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> RecipeProblem:
+    """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
+    from passes.recipe_problem import RecipeProblem
+
+    return RecipeProblem(priced_model(model, example_inputs, loss_fn).counted, cluster, base, memory_limit)
+
+
+def base_recipe(
+    model: nn.Module, optimizer: str | torch.optim.Optimizer | None, precision: str | None, global_batch: int
+) -> Recipe:
+    """The fields of recipes that are not searched, as a call of `plan` gives them."""
+    chosen = _precision(model, precision)
+    return Recipe(
+        global_batch=global_batch,
+        precision=chosen,
+        optimizer=_optimizer(optimizer),
+        master_weights=chosen != "f32",
+    )
+
+
+_OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}
+"""In which precisions a model of a dtype is priced, its own first."""
+
+
+def _precision(model: nn.Module, asked: str | None) -> str:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    known = [_OWN.get(dtype, ()) for dtype in dtypes]
+    common = [name for name in (known[0] if known else ()) if all(name in each for each in known)]
+    if not common or (asked is not None and asked not in common):
+        raise NotAvailableError(
+            f"precision={asked!r} cannot be planned with global_batch= for a model with parameters of "
+            f"{', '.join(sorted(map(str, dtypes)))}: a recipe's products run in the model's own dtype, or in f8 where "
+            "that has 16 bits; master weights are float32. Cast the model first: model.bfloat16()."
+        )
+    return asked or common[0]
+
+
+def _optimizer(given: str | torch.optim.Optimizer | None) -> str:
+    name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
+    if isinstance(given, torch.optim.SGD) and any(group["momentum"] for group in given.param_groups):
+        name = "sgd_momentum"
+    if name not in OPTIMIZERS:
+        raise NotAvailableError(
+            f"optimizer={given!r} with global_batch=: recipes are of whole training steps, with one of "
+            f"{', '.join(OPTIMIZERS)}. Pass optimizer='adamw', say."
+        )
+    return name
+
+
+def _does_not_fit(
+    problem: RecipeProblem, found: FoundRecipe, time_budget_s: float
+) -> NotAvailableError | DoesNotFitError:
+    if not found.is_complete:
+        return NotAvailableError(
+            f"time_budget_s={time_budget_s:g} ended before any recipe was priced; give the search more time."
+        )
+    least = problem.smallest(time_budget_s=time_budget_s)
+    if least.recipe is None:
+        return DoesNotFitError(
+            f"global_batch={problem.base.batch} on {problem.cluster.size} devices: no recipe runs whole micro-batches "
+            "on each of them. Change the batch, or the number of devices.",
+            smallest_bytes=0,
+        )
+    return DoesNotFitError(
+        f"No recipe fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
+        f"{format_bytes(least.objective)} ({least.recipe.words}). Use more devices, or devices with more memory.",
+        smallest_bytes=int(least.objective),
+    )  # fmt: skip
+
+
+@contextmanager
+def _shown() -> Iterator[Watch | None]:
+    """A line on the terminal with the fastest recipe so far and the bound; nothing where there is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status("searching recipes") as status:
+
+        def watch(found: FoundRecipe) -> None:
+            best = "none yet" if found.recipe is None else format_time(found.objective)
+            status.update(
+                f"searching recipes: best {best}, at least {format_time(found.lower_bound)}, {found.nodes:,} sets, "
+                f"{found.search_time_s:.0f} s (Ctrl-C keeps the best)"
+            )
+
+        yield watch

@@ -1,0 +1,100 @@
+"""`plan` with a global batch searches recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe
+from autoshard.errors import NotAvailableError
+from tests.passes.decoders import dense, tokens
+
+MODEL = dense(4)
+CLUSTER = Cluster("h100_sxm", 1, 4)
+
+
+def _plan(**arguments) -> Plan:
+    given = {"optimizer": "adamw", "global_batch": 16, "example_inputs": tokens(), **arguments}
+    return autoshard.plan(MODEL, arguments.pop("cluster", CLUSTER), **given)
+
+
+def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
+    """Its price is what `price` says, no baseline beats it, and it is saved with its recipe."""
+    plan = _plan()
+    assert plan.recipe is not None
+    assert plan.recipe.batch == 16
+    assert plan.predicted == autoshard.price(MODEL, CLUSTER, plan.recipe, example_inputs=tokens()).predicted
+    assert plan.objective == plan.predicted.step_time_s == plan.lower_bound
+    assert plan.gap == 0.0
+    assert all(seconds is None or seconds >= plan.objective for seconds in plan.baselines.values())
+    assert {"data parallel", "FSDP", "Megatron TP+SP"} <= plan.baselines.keys()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").recipe == plan.recipe
+
+
+def test_print_says_in_words_what_it_is() -> None:
+    """Stages, schedule, micro-batches; and what compile does not run, or on which mesh it does."""
+    piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, global_batch=16, recompute="full"))
+    assert "Recipe: data 2, pipeline 2 (1f1b); 4 micro-batches of 2; blocks computed again." in str(piped)
+    assert "A forecast: compile does not run pipeline stages, full recomputation yet." in str(piped)
+    flat = _plan(recipe=Recipe(tensor=2, data=2, global_batch=16))
+    assert "compile(model, Mesh({'data': 2, 'model': 2}), micro_batches=8) runs on that mesh" in str(flat)
+    assert "until then" in str(dataclasses.replace(flat, was_interrupted=True))
+
+
+def test_plans_of_older_schemas_are_read() -> None:
+    """They have no recipe."""
+    data = _plan(recipe=Recipe(data=4)).to_json()
+    del data["recipe"], data["was_interrupted"]
+    assert Plan.from_json({**data, "autoshard_plan": 2}).recipe is None
+
+
+def test_what_does_not_fit_names_what_would() -> None:
+    """And with that much it does."""
+    with pytest.raises(DoesNotFitError, match="the smallest needs") as raised:
+        _plan(memory_budget=100_000)
+    least = raised.value.smallest_bytes
+    assert _plan(memory_budget=least).predicted.peak_memory_bytes == least
+
+
+def test_a_batch_that_nothing_runs_is_refused() -> None:
+    """Three sequences over five devices."""
+    with pytest.raises(DoesNotFitError, match="no recipe runs whole micro-batches"):
+        autoshard.plan(
+            MODEL, Cluster("h100_sxm", 1, 7), example_inputs=tokens(), optimizer="adamw", global_batch=3
+        )  # fmt: skip
+
+
+def test_optimizers_are_those_of_recipes() -> None:
+    """By name, or as an object; what recipes do not know is refused."""
+    given = torch.optim.SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
+    plan = _plan(optimizer=given)
+    assert plan.recipe is not None
+    assert plan.recipe.optimizer == "sgd_momentum"
+    for optimizer in (None, "rmsprop"):
+        with pytest.raises(NotAvailableError, match="recipes are of whole training steps, with one of sgd"):
+            _plan(optimizer=optimizer)
+
+
+def test_products_run_in_the_models_own_dtype() -> None:
+    """A model in 32 bits is not planned in 16."""
+    assert _plan(precision="f8").recipe == dataclasses.replace(_plan().recipe, precision="f8")
+    with pytest.raises(NotAvailableError, match=r"precision='f32' cannot be planned .* torch.bfloat16"):
+        _plan(precision="f32")
+
+
+def test_what_recipes_do_not_follow_is_refused() -> None:
+    """They choose the axes, and say where everything lies."""
+    with pytest.raises(NotAvailableError, match="choose the axes themselves"):
+        autoshard.plan(MODEL, Mesh({"data": 4}), example_inputs=tokens(), optimizer="adamw", global_batch=16)
+    with pytest.raises(NotAvailableError, match=r"constraints=.* does not go with global_batch="):
+        _plan(constraints={"*": P()})
+
+
+def test_a_search_without_time_says_so() -> None:
+    """There is nothing to show."""
+    with pytest.raises(NotAvailableError, match="time_budget_s=0 ended before any recipe was priced"):
+        _plan(time_budget_s=0.0)
