@@ -114,7 +114,7 @@ def _precision(model: nn.Module, asked: str | None) -> str:
 
 def _optimizer(given: str | torch.optim.Optimizer | None) -> str:
     name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
-    if isinstance(given, torch.optim.SGD) and any(group["momentum"] for group in given.param_groups):
+    if isinstance(given, torch.optim.Optimizer) and name == "sgd" and any(g["momentum"] for g in given.param_groups):
         name = "sgd_momentum"
     if name not in OPTIMIZERS:
         raise NotAvailableError(

@@ -151,27 +151,34 @@ def peak_in_flight(order: Sequence[Slot], sizes: Mapping[int, float] | None = No
 
 
 @lru_cache(maxsize=8192)
-def first_forwards(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """By rank, how many forwards its order begins with (DualPipeV's last rank: or one more): it holds them all at once.
+def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[int, ...]:
+    """By rank, `peak_in_flight` of its order, without the order.
 
     Example:
-        >>> first_forwards("1F1B", 4, 8), first_forwards("ZBVZeroBubble", 4, 8, 2)
+        >>> most_in_flight("1F1B", 4, 8), most_in_flight("ZBVZeroBubble", 4, 8, 2)
         ((4, 3, 2, 1), (8, 8, 8, 8))
     """
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
-    return tuple(_first_forwards(schedule, shape, rank) for rank in range(ranks))
+    return tuple(_most_in_flight(schedule, shape, rank) for rank in range(ranks))
 
 
-def _first_forwards(schedule: str, shape: _Shape, rank: int) -> int:
-    every = shape.virtual_stages * shape.micro_batches
-    if schedule in V_SHAPED:
-        return min(2 * shape.ranks - rank - 1, shape.micro_batches) + min(rank + 1, shape.micro_batches)
-    if schedule == "1F1B":
-        return min(shape.ranks - rank, every)
-    if schedule in _IN_ROUNDS:
-        return min(_warm_up(shape, rank, 2 if schedule == "Interleaved1F1B" else 1) + 1, every)
-    return every
+def _most_in_flight(schedule: str, shape: _Shape, rank: int) -> int:
+    p, m = shape.ranks, shape.micro_batches
+    every = shape.virtual_stages * m
+    match schedule:
+        case "1F1B":
+            return min(p - rank, every)
+        case "Interleaved1F1B":
+            return min(_warm_up(shape, rank, 2) + 1, every)
+        case "InterleavedZeroBubble":
+            return min(_warm_up(shape, rank, 1) + 1 + rank, every)
+        case "ZBVZeroBubble":
+            return min(2 * p - rank - 1, m) + min(rank + 1, m)
+        case "DualPipeV":
+            return 2 * p + 1
+        case _:
+            return every
 
 
 def _gpipe(shape: _Shape, rank: int) -> Iterator[Slot]:

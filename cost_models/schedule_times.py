@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,15 +78,6 @@ def pipeline_times(
     run = _run(graph, stages, buckets, window, more)
     total, parts = _parts(run, stages, buckets, clips_norm)
     return PipelineTimes(total, parts, *_held(graph, stages), len(run.ends))
-
-
-@lru_cache(maxsize=1024)
-def micro_batches_in_flight(
-    schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1, *, overlap_sends: bool
-) -> tuple[int, ...]:
-    """`PipelineTimes.in_flight`, which depends on the order of the actions alone, not on how long they take."""
-    graph, _, _ = _graph(schedule, ranks, micro_batches, virtual_stages, overlap_sends, overlap_pairs=False)
-    return _held(graph, [StageTimes(0.0, 0.0, 0.0)] * (ranks * virtual_stages))[0]
 
 
 def _graph(

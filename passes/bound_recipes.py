@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
-from cost_models.schedule_orders import first_forwards, stage_ranks
+from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.step import StepModel
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import share_out
@@ -51,6 +51,9 @@ from passes.recipe_space import Pipe, schedule_of
 Floats = NDArray[np.float64]
 
 _ROUNDING = 1.0 - 1e-9
+
+_PARTS = 8
+"""Parts of memory at most, see `passes.price_memory`."""
 
 _NEVER = 1e-12
 """The least duty: products that take no time."""
@@ -136,10 +139,10 @@ class PipeShapes:
     swaps: NDArray[np.bool_]
 
     def held(self, micro_batches: int) -> Floats:
-        """Micro-batches that each rank holds of each of its stages, at least, [pipes, ranks]."""
+        """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
         return np.array(
             [
-                np.array(first_forwards(schedule_of(pipe), pipe.pipeline, micro_batches, pipe.virtual_stages))
+                np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, micro_batches, pipe.virtual_stages))
                 / pipe.virtual_stages
                 for pipe in self.pipes
             ]
@@ -155,7 +158,7 @@ class PipeShapes:
 
 
 def memory_floors(sections: Mapping[str, SectionPrice], shapes: PipeShapes, recipe: Recipe, groups: Groups) -> Floats:
-    """Bounds on the memory of the fullest rank of each pipeline, bytes: the first forwards of its schedule are held."""
+    """Bounds on the memory of the fullest rank of each pipeline, bytes: all but what the update needs."""
     blocks = np.array([name not in (BEFORE, AFTER) for name in sections])
 
     def by_rank(values: Iterable[float]) -> Floats:
@@ -168,14 +171,19 @@ def memory_floors(sections: Mapping[str, SectionPrice], shapes: PipeShapes, reci
     dense = by_rank(price.parameters for price in sections.values())
     expert = by_rank(price.expert_parameters for price in sections.values())
     states = [
-        sum(state_bytes(elements, shards, recipe).values())
+        elements * sum(state_bytes(1.0, shards, recipe).values())
         for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
     ]
     again = {"none": 0 * blocks, "selective": [price.core_bytes for price in sections.values()]}
     again["full"] = [price.saved_bytes for price in sections.values()]
     passing = shapes.held(recipe.micro_batches) * kept + largest(blocks * again[recipe.recompute])
     passing += 2 * largest(price.largest_bytes for price in sections.values())
-    return (sum(states) + passing).max(axis=1)
+    return whole_bytes((sum(states) + passing).max(axis=1))
+
+
+def whole_bytes(floors: Floats) -> Floats:
+    """Bounds on prices of memory, of which each part is cut to whole bytes."""
+    return _ROUNDING * floors - _PARTS
 
 
 def pipe_shapes(names: Sequence[str], blocks: Sequence[str], pipes: Sequence[Pipe]) -> PipeShapes:
@@ -204,7 +212,7 @@ def _pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> 
     handed = (owners[1:] != owners[:-1]).astype(float)
     sends = np.bincount(owners[:-1], handed, pipe.pipeline) + np.bincount(owners[1:], handed, pipe.pipeline)
     before = np.concatenate([np.zeros((1, len(names))), np.cumsum(stages, axis=0)])[: pipe.pipeline]
-    return counts, before, sends
+    return counts, before, sends.astype(float)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
-from cost_models.schedule_times import micro_batches_in_flight
+from cost_models.schedule_orders import most_in_flight
 from cost_models.step import StepModel, fitted
 from cost_models.topology import GroupLinks
 from passes.bound_recipes import (
@@ -24,6 +24,7 @@ from passes.bound_recipes import (
     rank_paths,
     section_floors,
     step_floors,
+    whole_bytes,
 )
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, schedule_name, share_out
@@ -84,8 +85,8 @@ class RecipePricer:
         """The memory of a recipe's fullest rank, likewise."""
         held = (1.0,)
         if recipe.pipeline > 1:
-            numbers = (schedule_name(recipe), recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
-            counts = micro_batches_in_flight(*numbers, overlap_sends=recipe.overlap_pipeline)
+            numbers = (recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
+            counts = most_in_flight(schedule_name(recipe), *numbers)
             held = tuple(each / recipe.virtual_stages for each in counts)
         return memory_price(self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), held).total
 
@@ -93,14 +94,15 @@ class RecipePricer:
         """The largest value that a recipe's layout makes: a rank has twice that, beside all else."""
         return max(price.largest_bytes for price in self.sections(recipe).values())
 
-    def state_bytes(self, recipe: Recipe) -> float:
-        """Bytes of parameters, gradients and state on a pipeline rank, the mean."""
+    def state_floor(self, recipe: Recipe) -> float:
+        """Bound on the memory of a recipe: parameters, gradients and state on the mean of pipeline ranks."""
         groups, counts = self.groups(recipe), self._counts(recipe)
         prices = list(self.sections(recipe).values())
-        dense = counts @ [price.parameters for price in prices] / recipe.pipeline
-        expert = counts @ [price.expert_parameters for price in prices] / recipe.pipeline
+        dense = counts @ np.array([price.parameters for price in prices])
+        expert = counts @ np.array([price.expert_parameters for price in prices])
         pairs = ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
-        return sum(sum(state_bytes(elements, shards, recipe).values()) for elements, shards in pairs)
+        states = sum(elements * sum(state_bytes(1.0, shards, recipe).values()) for elements, shards in pairs)
+        return float(whole_bytes(np.array(states / recipe.pipeline)))
 
     def layout_floor(self, first: Recipe, last: Recipe) -> float:
         """Bound on the step of all recipes of a layout, of which two have the fewest and the most pipeline ranks.

@@ -6,9 +6,9 @@ for the time of a step under a memory limit (`Fastest`; bounds in `passes.bound_
 1. a layout and what is recomputed: the mean of ranks, without sharding or ends;
 2. with the pipeline's ranks, and whether parameters are gathered (ZeRO-3 over which group) or stay: the mean again,
    with the gathers; left out where parameters, gradients and state alone exceed the limit;
-3. with the schedule: the longest path of a rank; left out where those and the micro-batches that it begins with do;
-4. with the sharding, one recipe: the same with the ends of its step; left out if its memory exceeds the limit. Memory
-   is exact before time is: the micro-batches that a schedule holds do not depend on times;
+3. with the schedule: the longest path of a rank; left out where those and the micro-batches that it holds do;
+4. with the sharding, one recipe: the same with the ends of its step; left out if its memory exceeds the limit, which is
+   exact: the micro-batches that a schedule holds do not depend on times;
 5. priced (`passes.price_recipe`).
 
 The node with the lowest bound is split next, and in turn the deepest one, for a recipe to show soon. Once a priced
@@ -75,7 +75,7 @@ class Fastest:
 
     def pipeline(self, recipe: Recipe) -> float:
         """See `Objective`."""
-        return self.pricer.mean_floor(recipe) if self.pricer.state_bytes(recipe) <= self.memory_limit else math.inf
+        return self.pricer.mean_floor(recipe) if self.pricer.state_floor(recipe) <= self.memory_limit else math.inf
 
     def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
@@ -107,12 +107,12 @@ class Smallest:
         return 2.0 * self.pricer.largest_bytes(first)
 
     def pipeline(self, recipe: Recipe) -> float:
-        """See `Objective`. Rounding of parts to whole bytes is at most a byte each."""
-        return max(self.pricer.state_bytes(recipe) - 8.0, self.layout(recipe, recipe))
+        """See `Objective`."""
+        return max(self.pricer.state_floor(recipe), self.layout(recipe, recipe))
 
     def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
-        return np.maximum(self.pricer.memory_floors(recipe, pipes) - 8.0, self.layout(recipe, recipe)).tolist()
+        return np.maximum(self.pricer.memory_floors(recipe, pipes), self.layout(recipe, recipe)).tolist()
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""

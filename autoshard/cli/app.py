@@ -43,6 +43,11 @@ _Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
 _Batch = Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")]
 _Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
+_GlobalBatch = Annotated[
+    int | None,
+    typer.Option(help="Sequences per step: search recipes (pipelines, micro-batches, recomputation) instead of specs."),
+]
+_TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may take.")]
 _Precision = Annotated[str, typer.Option(help="bf16 or f32: what a model with wider parameters computes in.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
 _MemoryGib = Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")]
@@ -82,11 +87,16 @@ def plan(
     precision: _Precision = "bf16",
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
+    global_batch: _GlobalBatch = None,
+    time_budget_s: _TimeBudget = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan that fits in memory, and print it."""
-    result = _plan(model, cluster, mesh, batch, seq, precision, optimizer, memory_gib)
+    result = _plan(
+        model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
+        global_batch=global_batch, time_budget_s=time_budget_s,
+    )  # fmt: skip
     if out is not None:
         result.save(out)
     _show(result.to_json() if as_json else str(result))
@@ -119,6 +129,9 @@ def _plan(
     precision: str,
     optimizer: str | None,
     memory_gib: float | None,
+    *,
+    global_batch: int | None = None,
+    time_budget_s: float = 60.0,
 ) -> Plan:
     """The plan that options of the command line ask for."""
     loaded = load_model(model, batch=batch, seq=seq)
@@ -130,6 +143,8 @@ def _plan(
         optimizer=optimizer,
         precision=precision,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
+        global_batch=global_batch,
+        time_budget_s=time_budget_s,
     )
 
 

@@ -52,6 +52,15 @@ def test_plan_prints_a_table(model: str, monkeypatch: pytest.MonkeyPatch, capsys
     assert "Cost of one step" in text
 
 
+def test_plan_searches_recipes_for_a_global_batch(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The recipe is part of the JSON."""
+    arguments = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16", "--json")
+    assert _run(monkeypatch, "plan", model, *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"]["global_batch"] == 8
+
+
 def test_plan_json_is_the_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from cost_models.schedule_orders import (
     Action,
     ActionKind,
     admits,
-    first_forwards,
+    most_in_flight,
     peak_in_flight,
     rank_orders,
     stage_ranks,
@@ -97,13 +97,9 @@ def test_the_order_of_each_rank_is_torchs(shape):
 
 
 @given(shapes())
-def test_first_forwards_are_those_before_a_backward(shape):
-    """Counted in the order; DualPipeV's last rank may begin with one more."""
-    schedule, ranks, *_ = shape
-    for rank, (order, found) in enumerate(zip(rank_orders(*shape), first_forwards(*shape), strict=True)):
-        begins = [all(action.kind is F for action in slot) for slot in order]
-        more = schedule == "DualPipeV" and rank == ranks - 1
-        assert found <= begins.index(False) <= found + more
+def test_what_is_in_flight_is_counted_in_the_order(shape):
+    """The closed form of each schedule's peak."""
+    assert most_in_flight(*shape) == tuple(peak_in_flight(order) for order in rank_orders(*shape))
 
 
 @given(shapes())

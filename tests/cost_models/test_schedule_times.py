@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_graph import schedule_graph
 from cost_models.schedule_orders import SCHEDULES, V_SHAPED
-from cost_models.schedule_times import micro_batches_in_flight, pipeline_times
+from cost_models.schedule_times import pipeline_times
 from cost_models.schedules import StageTimes, simulate_pipeline
 
 SECONDS = st.one_of(st.integers(0, 16).map(lambda number: number / 8), st.floats(0, 2))
@@ -74,16 +74,6 @@ def assert_same(pipeline, options):
 def test_the_times_are_those_of_the_simulation(pipeline, options):
     """For all schedules, stages and ways to overlap."""
     assert_same(pipeline, options)
-
-
-@given(pipelines(), st.booleans())
-def test_micro_batches_in_flight_do_not_depend_on_times(pipeline, overlap_sends):
-    """They are those of the simulation."""
-    schedule, stages, micro_batches, virtual = pipeline
-    line = simulate_pipeline(schedule, stages, micro_batches, virtual, overlap_sends=overlap_sends)
-    ranks = len(stages) // virtual
-    found = micro_batches_in_flight(schedule, ranks, micro_batches, virtual, overlap_sends=overlap_sends)
-    assert found == line.in_flight
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
