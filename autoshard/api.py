@@ -191,13 +191,13 @@ def plan(
     """
     from passes.formulas import PlanFormulas
 
-    if recipe is not None or global_batch is not None:
+    if recipe is not None:
         cluster = _checked_cluster(mesh_or_cluster, mesh, constraints)
-        if recipe is not None:
-            return price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn)
+        return price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn)
+    if global_batch is not None:
         return search_plan(
             model,
-            cluster,
+            _checked_cluster(mesh_or_cluster, mesh, constraints),
             example_inputs=example_inputs,
             optimizer=optimizer,
             global_batch=global_batch,

@@ -14,9 +14,12 @@ each section.
    1F1B those between a forward and a backward.
 2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
    replicas is fixed, that depends on the layout alone.
-3. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_recipe.end_times`). Overlapped with its
-   own work x that is beside(x, e) - x; path + beside(x, e) - x rises with x, so bounds on x and path are enough.
-4. *Clock.* The step is priced twice: at the clock of sustained products, T(1), then with products faster by
+3. *Latency.* One micro-batch passes all stages and back: T >= sum(f + b) and all hand-overs; less the gradients of
+   weights, which nothing waits for, where backwards are cut in two.
+4. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_recipe.end_times`). Overlapped with its
+   own work x that is beside(x, e) - x; path + beside(x, e) - x rises with x, so bounds on x and path are enough. For
+   several shardings it is the least of theirs.
+5. *Clock.* The step is priced twice: at the clock of sustained products, T(1), then with products faster by
    v(X / T(1)), X their seconds (`price_recipe.step_price`, `cost_models.power`). If L(v) bounds the step at speed v,
    the price is at least min(L(v(X / t)), t / v(X / t)) for every t >= L(1): either T(1) <= t, and v is no larger than
    there, or T(1) > t, and T(v) >= T(1) / v, where x / v(X / x) rises with x. A section's time at speed v is at least
@@ -44,7 +47,7 @@ from cost_models.step import StepModel
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import share_out
 from passes.price_memory import kept_bytes, state_bytes
-from passes.price_recipe import Groups, RankLoad, end_times, section_products, section_time, sharded_time
+from passes.price_recipe import EndWork, Groups, section_products, section_time, sharded_time
 from passes.price_sections import SectionPrice
 from passes.recipe_space import Pipe, schedule_of
 
@@ -69,6 +72,7 @@ class SectionFloors:
     Args:
         forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
         forward_gain, backward_gain: what an infinitely fast clock takes off them at most.
+        late: the part of `backward` that makes gradients of weights.
         products: seconds of products and attention in both.
         dense, expert, tensors: parameters, see `price_recipe.RankLoad`.
     """
@@ -77,6 +81,7 @@ class SectionFloors:
     backward: Floats
     forward_gain: Floats
     backward_gain: Floats
+    late: Floats
     products: Floats
     dense: Floats
     expert: Floats
@@ -111,6 +116,7 @@ def section_floors(
         backward=backward,
         forward_gain=products[:, 0] * slopes[:, 0],
         backward_gain=products[:, 1] * slopes[:, 1],
+        late=np.array([time.weight_gradient_s for time in times]),
         products=products.sum(axis=1),
         dense=np.array([float(price.parameters) for price in sections.values()]),
         expert=np.array([float(price.expert_parameters) for price in sections.values()]),
@@ -262,29 +268,91 @@ def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Clus
     return _ROUNDING * np.minimum(at(1.0 - 1.0 / speeds()), turn / speeds())
 
 
-def ends_floor(
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What the ranks with the longest paths do once per step, one sharding or another, [pipes, shardings]: seconds.
+
+    `forward`, `backward` (and what a clock takes off them): the rank's own work, [pipes, 1].
+    """
+
+    reduce_s: Floats
+    gather_s: Floats
+    update_s: Floats
+    forward: Floats
+    backward: Floats
+    forward_gain: Floats
+    backward_gain: Floats
+
+    def least(self, shares: Floats, recipe: Recipe, model: StepModel) -> Floats:
+        """What the sharding that waits least waits, [pipes]; see `price_recipe.end_times`."""
+        reduce_s, gather_s = self.reduce_s, self.gather_s
+        if recipe.overlap_gradients:
+            reduce_s = exposed(self.backward - shares[:, None] * self.backward_gain, reduce_s, model)
+        if recipe.overlap_parameters:
+            gather_s = exposed(self.forward - shares[:, None] * self.forward_gain, gather_s, model)
+        return (reduce_s + gather_s + self.update_s).min(axis=1)
+
+
+def exposed(computation_s: Floats, communication_s: Floats, model: StepModel) -> Floats:
+    """`StepModel.beside` less the computation."""
+    shared = model.interference * np.minimum(computation_s, communication_s)
+    return np.maximum(communication_s - computation_s, shared)
+
+
+EndWorkOf = Callable[[float, float, int], Sequence[EndWork]]
+"""The ends of a rank with so many dense and expert parameters in so many tensors, by sharding."""
+
+
+def ends_of(floors: SectionFloors, counts: Floats, work_of: EndWorkOf) -> Ends:
+    """The ends of ranks that have sections so often, [pipes, sections]."""
+    loads = np.stack([counts @ values for values in (floors.dense, floors.expert, floors.tensors)], axis=1)
+    known: dict[tuple[float, ...], Sequence[EndWork]] = {}
+    works = []
+    for dense, expert, tensors in loads.tolist():
+        if (dense, expert, tensors) not in known:
+            known[dense, expert, tensors] = work_of(dense, expert, int(tensors))
+        works.append(known[dense, expert, tensors])
+
+    def by_sharding(part: Callable[[EndWork], float]) -> Floats:
+        return np.array([[part(work) for work in each] for each in works])
+
+    own = (floors.forward, floors.backward, floors.forward_gain, floors.backward_gain)
+    return Ends(
+        by_sharding(lambda work: work.reduce_s), by_sharding(lambda work: work.gather_s),
+        by_sharding(lambda work: work.update_s), *((counts @ values)[:, None] for values in own),
+    )  # fmt: skip
+
+
+def path_floors(
     floors: SectionFloors,
     shapes: PipeShapes,
     paths: Paths,
+    send_s: float,
     recipe: Recipe,
-    groups: Groups,
+    work_of: EndWorkOf,
     cluster: Cluster,
     model: StepModel,
-) -> float:
-    """A bound on the price of a step with its ends: that of the rank with the longest path of its only pipeline."""
-    rank = int(paths.seconds[0].argmax())
-    counts = shapes.counts[0, rank]
-    dense, expert, tensors = (float(counts @ values) for values in (floors.dense, floors.expert, floors.tensors))
-    forward, backward, forward_gain, backward_gain = (
-        float(counts @ values)
-        for values in (floors.forward, floors.backward, floors.forward_gain, floors.backward_gain)
-    )
+) -> Floats:
+    """Bounds on the price of a step with its ends, those of the rank with the longest path, [pipes].
+
+    Args:
+        floors, shapes, paths: of the pipelines.
+        send_s: of a hand-over.
+        recipe: one of those that are bounded; they differ in sharding and pipeline.
+        work_of: the ends under each sharding.
+        cluster, model: what it is priced for.
+    """
+    ranks = paths.seconds.argmax(axis=1)
+    pipes = np.arange(len(ranks))
+    ends = ends_of(floors, shapes.counts[pipes, ranks], work_of)
+    seconds, gain = paths.seconds[pipes, ranks], paths.gain[pipes, ranks]
+    counts = shapes.counts[0].sum(axis=0)
+    latency = counts @ floors.work - ~shapes.is_whole[:, 0] * (counts @ floors.late) + shapes.sends.sum(axis=1) * send_s
 
     def at(shares: Floats) -> Floats:
-        share = float(shares[0])
-        load = RankLoad(dense, expert, int(tensors), forward - share * forward_gain, backward - share * backward_gain)
-        ends = end_times(load, recipe, groups, cluster, model)
-        return paths.seconds[:, rank] - share * paths.gain[:, rank] + sum(ends.values()) + model.step_overhead_s
+        shares = np.broadcast_to(shares, seconds.shape)
+        path = seconds - shares * gain + ends.least(shares, recipe, model)
+        return np.maximum(path, latency - shares * (counts @ floors.gain)) + model.step_overhead_s
 
     products_s = float((shapes.counts[0] @ floors.products).sum()) * recipe.micro_batches / recipe.pipeline
-    return float(step_floors(at, products_s, cluster)[0])
+    return step_floors(at, products_s, cluster)

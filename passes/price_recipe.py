@@ -403,19 +403,37 @@ def load_of(
     )
 
 
-def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel) -> dict[str, float]:
-    """What a pipeline rank does once per step: reduce gradients, update, gather parameters."""
-    reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups, cluster, model)
+@dataclass(frozen=True, slots=True)
+class EndWork:
+    """Seconds of what a pipeline rank does once per step, each alone."""
+
+    reduce_s: float
+    gather_s: float
+    update_s: float
+
+
+def end_work(
+    dense: float, expert: float, tensors: int, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+) -> EndWork:
+    """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `RankLoad`."""
+    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, cluster, model)
     if recipe.whole_tensors:
-        gather_s = broadcasts_time(load.dense, load.tensors, recipe, groups, model)
+        gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
+    shards = groups.zero.size if recipe.zero else 1
+    elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
+    update_s = memory_time(elements * update_bytes(recipe), cluster.device) * model.memory_slowdown
+    return EndWork(reduce_s, gather_s, update_s)
+
+
+def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel) -> dict[str, float]:
+    """What a pipeline rank waits for once per step: its ends, beside its last backward and its first forward."""
+    work = end_work(load.dense, load.expert, load.tensors, recipe, groups, cluster, model)
+    reduce_s, gather_s = work.reduce_s, work.gather_s
     if recipe.overlap_gradients:
         reduce_s = model.beside(load.backward_s, reduce_s) - load.backward_s
     if recipe.overlap_parameters:
         gather_s = model.beside(load.forward_s, gather_s) - load.forward_s
-    shards = groups.zero.size if recipe.zero else 1
-    elements = load.dense / shards + load.expert / (groups.expert_replicas.size if recipe.zero else 1)
-    update = memory_time(elements * update_bytes(recipe), cluster.device) * model.memory_slowdown
-    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": update}
+    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": work.update_s}
 
 
 def exchange_times(

@@ -15,11 +15,10 @@ from cost_models.step import StepModel, fitted
 from cost_models.topology import GroupLinks
 from passes.bound_recipes import (
     Floats,
-    Paths,
     PipeShapes,
     SectionFloors,
-    ends_floor,
     memory_floors,
+    path_floors,
     pipe_shapes,
     rank_paths,
     section_floors,
@@ -30,7 +29,16 @@ from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, schedule_name, share_out
 from passes.price_memory import memory_price, state_bytes
 from passes.price_model import CountedModel
-from passes.price_recipe import Groups, accumulation_bytes, recipe_groups, send_time, sharded_time, step_price
+from passes.price_recipe import (
+    EndWork,
+    Groups,
+    accumulation_bytes,
+    end_work,
+    recipe_groups,
+    send_time,
+    sharded_time,
+    step_price,
+)
 from passes.price_sections import SectionPrice
 from passes.recipe_space import Pipe
 
@@ -55,6 +63,7 @@ class RecipePricer:
     _floors: dict[tuple[object, ...], SectionFloors] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
     _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
 
     def groups(self, recipe: Recipe) -> Groups:
@@ -120,7 +129,7 @@ class RecipePricer:
         return min(self.mean_floor(recipe, gathers=False) for recipe in recipes)
 
     def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
-        """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, or of their gathers."""
+        """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, gathers, latency."""
         floors, counts = self._section_floors(recipe, gathers=False), self._counts(recipe)
         gathers_s = self._gathers(recipe) if gathers and recipe.zero == _GATHERS else np.zeros((2, len(counts)))
         turns = recipe.micro_batches / recipe.pipeline
@@ -128,11 +137,13 @@ class RecipePricer:
         forward_gain, backward_gain = turns * counts * floors.forward_gain, turns * counts * floors.backward_gain
         gathered, again = turns * counts * gathers_s
 
+        latency, latency_gain = float(counts @ (floors.work - floors.late)), float(counts @ floors.gain)
+
         def at(shares: Floats) -> Floats:
             share = shares[0]
             busy = np.maximum(forward - share * forward_gain, gathered)
             busy += np.maximum(backward - share * backward_gain, again)
-            return np.array([busy.sum() + self.model.step_overhead_s])
+            return np.array([max(busy.sum(), latency - share * latency_gain) + self.model.step_overhead_s])
 
         return float(step_floors(at, turns * float(counts @ floors.products), self.cluster)[0])
 
@@ -148,27 +159,30 @@ class RecipePricer:
             self._sharded[key] = np.array(times).T
         return self._sharded[key]
 
-    def path_floors(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Floats:
-        """Bounds on the step of a recipe with each of some pipelines of its size, before the ends: longest paths."""
-        floors, paths = self._section_floors(recipe), self._paths(recipe, self._shapes(recipe, tuple(pipes)))
-        products_s = float(self._counts(recipe) @ floors.products) * recipe.micro_batches / recipe.pipeline
-        return step_floors(lambda shares: paths.floor(shares) + self.model.step_overhead_s, products_s, self.cluster)
+    def path_floors(self, recipes: Sequence[Recipe], pipes: Sequence[Pipe]) -> Floats:
+        """Bounds on the step of recipes that differ in sharding, with each pipeline: longest paths and their ends."""
+        recipe = recipes[0]
+        floors, shapes = self._section_floors(recipe), self._shapes(recipe, tuple(pipes))
+        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
+        paths = rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
 
-    def ends_floor(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Bound on the step of a recipe: the longest path, and the ends of its rank."""
-        floors, shapes = self._section_floors(recipe), self._shapes(recipe, (pipe,))
-        groups, paths = self.groups(recipe), self._paths(recipe, shapes)
-        return ends_floor(floors, shapes, paths, recipe, groups, self.cluster, self.model)
+        def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
+            return [self._end_work(dense, expert, tensors, each) for each in recipes]
+
+        return path_floors(floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model)
+
+    def _end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
+        shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
+        key = (dense, expert, tensors, *shape)
+        if key not in self._ends:
+            groups = self.groups(recipe)
+            self._ends[key] = end_work(dense, expert, tensors, recipe, groups, self.cluster, self.model)
+        return self._ends[key]
 
     def memory_floors(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Floats:
         """Bounds on the memory of a recipe with each of some pipelines of its size."""
         shapes = self._shapes(recipe, tuple(pipes))
         return memory_floors(self.sections(recipe), shapes, recipe, self.groups(recipe))
-
-    def _paths(self, recipe: Recipe, shapes: PipeShapes) -> Paths:
-        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
-        floors = self._section_floors(recipe)
-        return rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
 
     def _section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
         """What sections take: the same whatever the pipeline and, unless parameters are gathered, the sharding."""

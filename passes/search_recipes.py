@@ -3,11 +3,12 @@
 The space (`passes.recipe_space`) is a tree. A node is a set of recipes, with a bound below the objective of them all;
 for the time of a step under a memory limit (`Fastest`; bounds in `passes.bound_recipes`) these are
 
-1. a layout and what is recomputed: the mean of ranks, without sharding or ends;
+1. a layout and what is recomputed: the mean of ranks, or a micro-batch's latency, without sharding or ends;
 2. with the pipeline's ranks, and whether parameters are gathered (ZeRO-3 over which group) or stay: the mean again,
    with the gathers; left out where parameters, gradients and state alone exceed the limit;
-3. with the schedule: the longest path of a rank; left out where those and the micro-batches that it holds do;
-4. with the sharding, one recipe: the same with the ends of its step; left out if its memory exceeds the limit, which is
+3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
+   those and the micro-batches that it holds do;
+4. with the sharding, one recipe: the same with its own ends; left out if its memory exceeds the limit, which is
    exact: the micro-batches that a schedule holds do not depend on times;
 5. priced (`passes.price_recipe`).
 
@@ -48,8 +49,11 @@ class Objective(Protocol):
         """Those of its pipeline ranks that also gather as it does, or do not."""
         ...
 
-    def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
-        """Those that also have one pipeline or another, each of the recipe's size."""
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+        """Those that also have one pipeline or another, each of the recipe's size.
+
+        `recipe` shards most; `shardings` are its like with each sharding that they may have.
+        """
         ...
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
@@ -77,19 +81,19 @@ class Fastest:
         """See `Objective`."""
         return self.pricer.mean_floor(recipe) if self.pricer.state_floor(recipe) <= self.memory_limit else math.inf
 
-    def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
         fits = self.pricer.memory_floors(recipe, pipes) <= self.memory_limit
         bounds = np.full(len(pipes), math.inf)
         if fits.any():
             fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
-            bounds[fits] = self.pricer.path_floors(recipe, fitting)
+            bounds[fits] = self.pricer.path_floors(shardings, fitting)
         return bounds.tolist()
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""
         fits = self.pricer.memory_bytes(recipe) <= self.memory_limit
-        return self.pricer.ends_floor(recipe, pipe) if fits else math.inf
+        return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
 
     def price(self, recipe: Recipe) -> float:
         """See `Objective`."""
@@ -110,7 +114,7 @@ class Smallest:
         """See `Objective`."""
         return max(self.pricer.state_floor(recipe), self.layout(recipe, recipe))
 
-    def schedules(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
         return np.maximum(self.pricer.memory_floors(recipe, pipes), self.layout(recipe, recipe)).tolist()
 
@@ -306,17 +310,10 @@ class _Search:
         if not node.ranks:
             self._split_layout(node)
         elif node.pipe is None:
-            pipes = self.space.pipes(node.layout, node.ranks)
-            bounds = self.objective.schedules(self._recipe(node), pipes) if pipes else ()
-            for pipe, bound in zip(pipes, bounds, strict=True):
-                self._push(bound, replace(node, pipe=pipe))
+            self._split_pipeline(node)
         elif node.sharding is None:
-            if math.isinf(self.objective.recipe(self._recipe(node), node.pipe)):
-                return  # not even what shards most will do
-            for sharding in self.space.shardings(node.layout, node.ranks):
-                if _gathers(sharding) == node.gathers:
-                    child = replace(node, sharding=sharding)
-                    self._push(self.objective.recipe(self._recipe(child), node.pipe), child)
+            for child in self._sharded(node):
+                self._push(self.objective.recipe(self._recipe(child), node.pipe), child)
         else:
             self._price(node)
 
@@ -326,6 +323,20 @@ class _Search:
             for gathers in dict.fromkeys(_gathers(sharding) for sharding in shardings):
                 child = replace(node, ranks=ranks, gathers=gathers)
                 self._push(self.objective.pipeline(self._recipe(child)), child)
+
+    def _split_pipeline(self, node: _Node) -> None:
+        pipes = self.space.pipes(node.layout, node.ranks)
+        if not pipes:
+            return
+        shardings = [self._recipe(child) for child in self._sharded(node)]
+        bounds = self.objective.schedules(self._recipe(node), shardings, pipes)
+        for pipe, bound in zip(pipes, bounds, strict=True):
+            self._push(bound, replace(node, pipe=pipe))
+
+    def _sharded(self, node: _Node) -> list[_Node]:
+        """A node with each sharding that it may have."""
+        shardings = self.space.shardings(node.layout, node.ranks)
+        return [replace(node, sharding=item) for item in shardings if _gathers(item) == node.gathers]
 
     def _recipe(self, node: _Node) -> Recipe:
         """The recipe of a node; of a set, one of those that shard most."""
