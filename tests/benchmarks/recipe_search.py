@@ -167,8 +167,8 @@ def summary(compared: Sequence[Compared]) -> str:
     proven = sum(item.is_proven for item in compared)
     lower = sum(ratio < _LOWER for ratio in ratios)
     return (
-        f"{len(compared)} runs, {len(ratios)} of whose recipes fit by our count; found ones are priced at {middle:.3f} of "
-        f"them (median), {lower} below {_LOWER}; {proven} searches proven; worse than published: {worse or 'none'}."
+        f"{len(compared)} runs, {len(ratios)} of whose recipes fit by our count; found ones cost {middle:.3f} of them "
+        f"(median), {lower} below {_LOWER}; {proven} searches proven; worse than published: {worse or 'none'}."
     )
 
 
