@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +21,6 @@ from cost_models.hardware import Cluster
 if TYPE_CHECKING:
     from passes.recipe_problem import RecipeProblem
     from passes.search_recipes import FoundRecipe, Watch
-
-_BASELINES_SHARE = 0.3
-"""Part of the time budget that the known kinds of recipes may take; the fastest of them is the first incumbent."""
 
 
 def search_plan(
@@ -49,10 +45,7 @@ def search_plan(
     limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
     problem = recipe_problem(model, cluster, base, example_inputs=example_inputs, loss_fn=loss_fn, memory_limit=limit)
     with _shown() as watch:
-        baselines = problem.baselines(_BASELINES_SHARE * time_budget_s)
-        spent_s = math.fsum(found.search_time_s for found in baselines.values())
-        known = min(baselines.values(), key=lambda found: found.objective).recipe
-        found = problem.best(known=known, time_budget_s=time_budget_s - spent_s, watch=watch)
+        found, baselines = problem.best_of_all(time_budget_s=time_budget_s, watch=watch)
     if found.recipe is None:
         raise _does_not_fit(problem, found, time_budget_s)
     chosen = price(model, cluster, found.recipe, example_inputs=example_inputs, loss_fn=loss_fn)
@@ -60,7 +53,7 @@ def search_plan(
         chosen,
         objective=found.objective,
         lower_bound=found.lower_bound,
-        search_time_s=spent_s + found.search_time_s,
+        search_time_s=found.search_time_s,
         was_interrupted=found.was_interrupted,
         memory_budget=limit,
         baselines={name: each.objective if each.recipe else None for name, each in baselines.items()},

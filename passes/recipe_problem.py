@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.ir.recipe import Recipe
@@ -14,6 +15,9 @@ from passes.price_model import CountedModel
 from passes.recipe_pricer import RecipePricer
 from passes.recipe_space import Only, RecipeSpace
 from passes.search_recipes import Fastest, FoundRecipe, Smallest, Watch, search_recipes
+
+_BASELINES_SHARE = 0.3
+"""Part of the time budget that the known kinds of recipes may take."""
 
 
 @dataclass
@@ -77,10 +81,37 @@ class RecipeProblem:
         return search_recipes(space, Smallest(self.pricer), self.pricer.memory_bytes, time_budget_s=time_budget_s)
 
     def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
-        """The fastest recipe of each known kind that this model and cluster have, see `known_kinds`."""
+        """The fastest recipe of each known kind that this model and cluster have, see `known_kinds`.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else kinds that were not looked at are left out.
+        """
         kinds = known_kinds(self.cluster, has_experts=self.counted.has_experts)
-        share_s = time_budget_s / len(kinds)
-        return {name: self.best(only=only, time_budget_s=share_s) for name, only in kinds.items()}
+        share_s, found = time_budget_s / len(kinds), {}
+        try:
+            for name, only in kinds.items():
+                found[name] = self.best(only=only, time_budget_s=share_s)
+                if found[name].was_interrupted:
+                    break
+        except KeyboardInterrupt:
+            if not any(each.recipe for each in found.values()):
+                raise
+        return found
+
+    def best_of_all(
+        self, *, time_budget_s: float = math.inf, watch: Watch | None = None
+    ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
+        """The fastest recipe, and the baselines, the fastest of which is its first incumbent; times are of both."""
+        start = time.monotonic()
+        kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
+        known = min(kinds.values(), key=lambda each: each.objective)
+        is_cut = len(kinds) < len(known_kinds(self.cluster, has_experts=self.counted.has_experts))
+        if is_cut or any(each.was_interrupted for each in kinds.values()):
+            found = replace(known, lower_bound=0.0, is_complete=False, was_interrupted=True)
+        else:
+            left_s = time_budget_s - (time.monotonic() - start)
+            found = self.best(known=known.recipe, time_budget_s=left_s, watch=watch)
+        return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def _space(self, fixed: Mapping[str, object] | None, only: Only | None) -> RecipeSpace:
         single: dict[str, Collection[object]] = {name: (value,) for name, value in (fixed or {}).items()}

@@ -39,6 +39,9 @@ app = typer.Typer(
 )
 console = Console(highlight=False)
 
+_PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
+"""The dtype of a model whose recipes are searched, if it is not bfloat16: recipes are of models in that of products."""
+
 _Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")]
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
 _Batch = Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")]
@@ -134,7 +137,8 @@ def _plan(
     time_budget_s: float = 60.0,
 ) -> Plan:
     """The plan that options of the command line ask for."""
-    loaded = load_model(model, batch=batch, seq=seq)
+    dtype = None if global_batch is None else _PRODUCTS.get(precision, torch.bfloat16)
+    loaded = load_model(model, batch=batch, seq=seq, dtype=dtype)
     return api.plan(
         loaded.model,
         parse_cluster(cluster),

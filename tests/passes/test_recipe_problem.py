@@ -10,6 +10,7 @@ import pytest
 from autoshard import Cluster, Recipe, RecipeError
 from passes.price_model import PricedModel
 from passes.recipe_problem import RecipeProblem, known_kinds
+from passes.search_recipes import FoundRecipe
 from tests.passes.decoders import folded, sparse
 
 SPARSE = PricedModel(folded(sparse())).counted
@@ -47,3 +48,22 @@ def test_fields_can_be_fixed() -> None:
     assert best.objective <= many.objective <= fixed.objective
     with pytest.raises(RecipeError, match="'precision' is not searched"):
         PROBLEM.best(fixed={"precision": "f8"})
+
+
+def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the third kind is looked at: the best of two is what there is, with no bound but nothing."""
+    searches = []
+
+    def best(self: RecipeProblem, **arguments: object) -> FoundRecipe:
+        searches.append(arguments)
+        if len(searches) == 3:
+            raise KeyboardInterrupt
+        return search(self, **arguments)
+
+    search = RecipeProblem.best
+    monkeypatch.setattr(RecipeProblem, "best", best)
+    found, kinds = PROBLEM.best_of_all()
+    assert list(kinds) == ["data parallel", "ZeRO-1"]
+    assert found.was_interrupted
+    assert not found.is_complete
+    assert (found.objective, found.lower_bound) == (min(each.objective for each in kinds.values()), 0.0)
