@@ -64,18 +64,6 @@ class Groups:
         return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
 
 
-def recipe_mesh(recipe: Recipe) -> dict[str, int]:
-    """The axes of a recipe's mesh, slowest first, as Megatron-LM orders ranks; those of one included."""
-    shards = recipe.zero_group or recipe.replicas
-    return {
-        "pipeline": recipe.pipeline,
-        "data": recipe.data,
-        "context": recipe.context,
-        "tensor": recipe.tensor,
-        "_shards": shards,
-    }
-
-
 def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
     """The groups of a recipe on a cluster. Raises RecipeError if it needs another number of devices."""
     if recipe.devices != cluster.size:

@@ -1,0 +1,102 @@
+"""How long it takes to find the recipe of large models, tracing included: what `planning_time --recipes` prints.
+
+Times are CPU seconds of one thread; memory is the largest so far of the process.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+from rich.table import Table
+from torch import nn
+
+import autoshard
+from autoshard import Cluster
+
+
+def _llama(hidden: int, ffn: int, layers: int, heads: int) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model, tokens of a sequence, nodes of eight H100, and sequences of a step."""
+
+    build: Callable[[], nn.Module]
+    tokens: int
+    nodes: int
+    batch: int
+
+
+TASKS = {
+    "Llama-3 8B": Task(lambda: _llama(4096, 14336, 32, 32), 8192, 8, 512),
+    "Llama-3 70B": Task(lambda: _llama(8192, 28672, 80, 64), 8192, 128, 2048),
+    "Llama-3 405B": Task(lambda: _llama(16384, 53248, 126, 128), 8192, 2048, 2048),
+    "DeepSeek-V3 671B": Task(
+        lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config()), 4096, 256, 7680
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What planning a task took, and gave."""
+
+    name: str
+    devices: int
+    cpu_s: float
+    wall_s: float
+    search_wall_s: float
+    memory_gib: float
+    step_s: float
+    gap: float
+    words: str
+
+
+def time_task(name: str, budget_s: float) -> Timed:
+    """Plan one of the tasks."""
+    task = TASKS[name]
+    cluster = Cluster("h100_sxm", task.nodes, 8)
+    wall, cpu = time.monotonic(), time.process_time()
+    with torch.device("meta"):
+        model = task.build().bfloat16()
+        tokens = torch.zeros(1, task.tokens, dtype=torch.int64)
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    plan = autoshard.plan(
+        model, cluster, example_inputs=inputs, optimizer="adamw", global_batch=task.batch, time_budget_s=budget_s
+    )
+    assert plan.recipe is not None
+    assert plan.gap is not None
+    return Timed(
+        name=name,
+        devices=cluster.size,
+        cpu_s=time.process_time() - cpu,
+        wall_s=time.monotonic() - wall,
+        search_wall_s=plan.search_time_s,
+        memory_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        step_s=plan.objective,
+        gap=plan.gap,
+        words=plan.recipe.words,
+    )
+
+
+def recipe_table(rows: Sequence[Timed]) -> Table:
+    """One line for each task."""
+    names = ("model", "devices", "CPU s", "wall s", "of it search", "GiB", "step s", "gap", "recipe")
+    result = Table(*names, title="Planning over recipes, from a module on meta to a plan")
+    for row in rows:
+        times = (row.cpu_s, row.wall_s, row.search_wall_s)
+        result.add_row(
+            row.name, f"{row.devices:,}", *(f"{seconds:.1f}" for seconds in times), f"{row.memory_gib:.2f}",
+            f"{row.step_s:.4g}", f"{row.gap:.2%}", row.words,
+        )  # fmt: skip
+    return result
