@@ -213,6 +213,21 @@ def test_a_plan_carries_its_precision(tmp_path: Path) -> None:
     assert autoshard.compile(model, PAIR, plan=own, **options).plan.precision is None
 
 
+class Outputs(nn.Module):
+    """The outputs of a recurrent layer, without its last state."""
+
+    def forward(self, results: tuple[Tensor, Any]) -> Tensor:
+        return results[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_equal_one_device(kind: type[nn.Module]) -> None:
+    """On one device too, they read their weights from a list of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(8, 12, batch_first=True), Outputs(), nn.Linear(12, 4))
+    check_plan(model, PAIR, (torch.randn(4, 5, 8),), precision="bf16").raise_if_different()
+
+
 def test_a_model_that_is_narrow_already_is_left_as_it_is() -> None:
     """No master weights: "bf16" and None plan one program."""
     model, (x, _) = nn.Linear(8, 12, dtype=BF16), batch(0)
