@@ -7,7 +7,7 @@ cut into (`verify_phases`), or in the form that is lowered (`verify_preparation`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 from typing import Any
@@ -22,7 +22,6 @@ from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import P, PartitionSpec, Reduction
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
-from passes.rewriting import copy_program
 from passes.verify_phases import verify_phases
 from passes.verify_preparation import verify_preparation
 from passes.verify_program import verify_program
@@ -134,7 +133,8 @@ def _in_phase(mutation: Mutation) -> _Mutate:
 
 def _in_preparation(mutation: Mutation) -> _Mutate:
     def mutate(phased: PhasedProgram, random: Random) -> _Found | None:
-        prepared = copy_program(phased.lowered.traced)
+        traced = phased.lowered.traced
+        prepared = replace(traced, graph_module=copy_of(traced.graph_module))
         what = mutation(prepared.graph, random, phased.lowered.mesh)
         return None if what is None else (what, phased, prepared)
 
@@ -258,10 +258,13 @@ class Run:
 
     phased: PhasedProgram
     batches: tuple[Sequence[Tensor], Sequence[Tensor]]
+    _expected: dict[Place, list[Tensor]] = field(default_factory=dict)
 
     def is_changed_by(self, mutant: Mutant) -> bool:
         """Whether a mutant computes another number, on some rank, or cannot run."""
-        expected = self.numbers(mutant.place, self.phased, self.phased.lowered.traced)
+        if mutant.place not in self._expected:
+            self._expected[mutant.place] = self.numbers(mutant.place, self.phased, self.phased.lowered.traced)
+        expected = self._expected[mutant.place]
         try:
             found = self.numbers(mutant.place, mutant.phased, mutant.prepared)
         except _FAILURES:

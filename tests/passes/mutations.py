@@ -7,12 +7,12 @@ or returns None where the graph has nothing of its kind.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autoshard.errors import AutoshardError
 from autoshard.ir.local import axis_index
@@ -35,14 +35,27 @@ COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.bitwise_or.Tensor)
 REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 
 
+class Copy(nn.Module):
+    """A graph with its constants, without the code that a GraphModule writes for it: that takes longer than a proof."""
+
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        for name, value in constants.items():
+            setattr(self, name, value)
+
+
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The same module over a graph of its own."""
+    """The same program over a graph of its own, which may be changed."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
         environment[node] = graph.node_copy(node, environment.__getitem__)
         environment[node].meta = dict(node.meta)
-    return fx.GraphModule(graph_module, graph)
+    names = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+    copied: Any = Copy(graph, {name: getattr(graph_module, name) for name in names})
+    graph.owning_module = copied
+    return copied
 
 
 def pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> fx.Node | None:
