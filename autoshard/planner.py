@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -260,12 +261,14 @@ class Planner:
 
     def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
         from passes.pipeline import lower_program
+        from passes.verify_passes import verify_pass
         from passes.verify_phases import verify_phases
         from passes.verify_preparation import verify_preparation
         from passes.verify_program import verify_program
 
         cluster = self.cluster_for(chosen.mesh)
-        phased = lower_program(program, chosen, cluster, with_kernels=self.with_kernels)
+        on_pass = verify_pass if _verifies_each_pass() else None
+        phased = lower_program(program, chosen, cluster, with_kernels=self.with_kernels, on_pass=on_pass)
         if self.verify:
             prepared = phased.lowered.traced
             verify_preparation(program, prepared)
@@ -290,6 +293,14 @@ def refuse_scaling(precision: str | None) -> None:
             "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
             "scaled up for them. Train with precision='bf16'; in 'f16' a model runs under torch.no_grad() only."
         )
+
+
+def _verifies_each_pass() -> bool:
+    """Whether AUTOSHARD_VERIFY asks to check what each pass of lowering made."""
+    asked = os.environ.get("AUTOSHARD_VERIFY", "")
+    if asked not in ("", "each-pass"):
+        raise NotAvailableError(f"AUTOSHARD_VERIFY={asked!r} is unknown; set it to 'each-pass', or leave it out.")
+    return bool(asked)
 
 
 def updates(program: Program) -> bool:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHubs())
 """What brings a traced program into the form that is planned and lowered, in order."""
 
+
+OnPass = Callable[[Any, Any, Any], None]
+"""Called after each pass with the pass, what it was given, and what it made."""
 
 _BASELINE_ROUNDS = 6
 """Rounds of the search for the best plan within a known recipe."""
@@ -80,9 +84,7 @@ def prepare(program: Program) -> Program:
     """The program in the form that is planned and lowered; made once, and kept with the traced graph."""
     traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
     if traced is not program:
-        prepared = program
-        for rewrite in PREPARATION:
-            prepared = rewrite(prepared)
+        prepared = _run(PREPARATION, program)
         program.graph_module.meta[_PREPARED] = (program, prepared)
     return prepared
 
@@ -131,8 +133,23 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space), elided)
 
 
+def _run(passes: Sequence[Callable[[Any], Any]], program: Any, on_pass: OnPass | None = None) -> Any:
+    """What passes make of a program, one after the other."""
+    for rewrite in passes:
+        made = rewrite(program)
+        if on_pass is not None:
+            on_pass(rewrite, program, made)
+        program = made
+    return program
+
+
 def lower_program(
-    program: Program, plan: Plan, cluster: Cluster | None = None, *, with_kernels: bool = False
+    program: Program,
+    plan: Plan,
+    cluster: Cluster | None = None,
+    *,
+    with_kernels: bool = False,
+    on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
 
@@ -142,17 +159,23 @@ def lower_program(
         cluster: where it runs; decides between reshards of equal effect. None goes by bytes sent.
         with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
             without, for verification.
+        on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
         PlanMismatchError: the plan is of another program.
     """
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
-    lowered = Lower(plan, step_cost)(prepare(program))
+    prepared = prepare(program) if on_pass is None else _run(PREPARATION, program, on_pass)
+    lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     if not with_kernels:
-        return SplitPhases()(lowered)
+        return _run((SplitPhases(),), lowered, on_pass)
     from passes.fuse_kernels import FuseKernels
 
-    return replace(SplitPhases()(FuseKernels()(lowered)), lowered=lowered)
+    fused = _run((FuseKernels(),), lowered, on_pass)
+    phased = replace(SplitPhases()(fused), lowered=lowered)
+    if on_pass is not None:
+        on_pass(SplitPhases(), fused, phased)
+    return phased
 
 
 def plan_of_choice(
