@@ -131,7 +131,7 @@ def compile(
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)
     before = dict(model.named_parameters())
-    engine = make_engine(mesh, device, _wrap_of(backend))
+    engine = make_engine(mesh, device, _wrap_of(backend), _check_in_place if verify else None)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     sharded = ShardedModule(model, engine, planner)
@@ -322,6 +322,13 @@ def _wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | N
     if backend != "inductor":
         return None
     return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False)
+
+
+def _check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
+    """See `DistributedEngine`."""
+    from passes.verify_in_place import verify_in_place
+
+    verify_in_place(before, after, written)
 
 
 def _has_kernels(backend: str, device: torch.device) -> bool:

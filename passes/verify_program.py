@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 
 from torch import fx
+from torch._ops import OpOverload
 
 from autoshard.errors import InvalidSpecError, VerificationError
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
+from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, InputSlot, OutputKind, OutputSlot, Program
-from autoshard.rules.registry import inferred_operators
+from autoshard.rules.registry import author_of_rule, inferred_operators
 from passes.derive_values import Derivation
 from passes.number_values import draws_numbers
 
@@ -33,25 +36,39 @@ class VerificationReport:
     """What was proven, and what the proof rests on.
 
     Args:
+        mesh: the mesh of the lowered program.
         nodes: nodes of the lowered program, each part of a proof.
         values: values of the traced program whose local form was derived.
+        results: kind of result to how many there are, each of which arrives as its slot promises.
+        collectives: "all_reduce over data" to how many there are.
         rules: operator to the number of traced calls that rest on its sharding rule.
         assumptions: what the proof takes for granted, one sentence each.
         seconds: how long it took.
     """
 
+    mesh: Mesh
     nodes: int
     values: int
+    results: Mapping[str, int]
+    collectives: Mapping[str, int]
     rules: Mapping[str, int]
     assumptions: tuple[str, ...]
     seconds: float
 
     def __str__(self) -> str:
-        head = (
-            f"verified: {self.nodes} nodes hold {self.values} traced values, by {len(self.rules)} sharding rules, "
-            f"in {self.seconds:.2f} s"
-        )
-        return "\n".join([head, *(f"  assumed: {item}" for item in self.assumptions)])
+        calls = sum(self.rules.values())
+        lines = [
+            f"verified: {self.nodes} nodes on {self.mesh} hold {self.values} traced values, in {self.seconds:.2f} s",
+            f"  proven: {_counted(self.results)}, as they are promised",
+            f"  communication: {_counted(self.collectives) or 'none'}",
+            f"  rests on {len(self.rules)} sharding rules, for {calls} calls: {_counted(self.rules)}",
+            *(f"  assumed: {item}" for item in self.assumptions or ("nothing besides",)),
+        ]
+        return "\n".join(lines)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def verify_program(program: Program, lowered: LoweredProgram) -> VerificationReport:
@@ -72,8 +89,11 @@ def verify_program(program: Program, lowered: LoweredProgram) -> VerificationRep
     _check_nodes(derivation)
     _check_results(derivation)
     return VerificationReport(
+        mesh=lowered.mesh,
         nodes=len(lowered.graph_module.graph.nodes) - 1,
         values=sum(map(bool, derivation.holders.values())),
+        results=dict(Counter(slot.slot.kind.value for slot in lowered.outputs)),
+        collectives=dict(sorted(_collectives(lowered).items())),
         rules=dict(sorted(derivation.rules.items())),
         assumptions=tuple(_assumptions(derivation)),
         seconds=time.monotonic() - start,
@@ -153,6 +173,36 @@ def _results(output: fx.Node) -> tuple[object, ...]:
     return tuple(results)
 
 
+def _collectives(lowered: LoweredProgram) -> Counter[str]:
+    """How often ranks talk, by the collective and its axis."""
+    found: Counter[str] = Counter()
+    for node in lowered.graph_module.graph.nodes:
+        target = node.target
+        if isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and len(node.args) > 1:
+            found[f"{target.name().partition('::')[2]} over {node.args[-1]}"] += 1
+    return found
+
+
+_OWN_NAMESPACES = ("aten", "prims", "autoshard")
+
+
+def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
+    """The first call of each operator that is neither PyTorch's nor ours."""
+    found: dict[str, fx.Node] = {}
+    for node in derivation.traced.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace not in _OWN_NAMESPACES:
+            found.setdefault(str(node.target), node)
+    return found
+
+
+def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
+    """What is taken of the rule of a user's operator."""
+    author = author_of_rule(node.target)
+    if author is None or str(node.target) in inferred:
+        return ""
+    return f", and the sharding rule that {author} wrote for it to be sound"
+
+
 def _assumptions(derivation: Derivation) -> list[str]:
     found = [
         f"{name} has no sharding rule and runs whole on every rank (first at {_line(node)})"
@@ -163,6 +213,11 @@ def _assumptions(derivation: Derivation) -> list[str]:
         f"{name} has a sharding rule that was found by running it, not written: {'; '.join(inferred[name])}"
         for name in sorted(derivation.rules)
         if name in inferred
+    ]
+    found += [
+        f"{name} is a user's operator: it is taken to compute what it says of its arguments alone"
+        f"{_users_rule(node, inferred)} (first at {_line(node)})"
+        for name, node in _users_operators(derivation).items()
     ]
     draws = {str(node.target): node for node in derivation.traced.nodes if draws_numbers(node.target)}
     return found + [

@@ -73,6 +73,12 @@ def has_rule(operator: Any) -> bool:
     return _find(as_overload(operator)) is not None
 
 
+def author_of_rule(operator: Any) -> str | None:
+    """The module that an operator's sharding rule was written in; None without a rule."""
+    function = _find(as_overload(operator))
+    return None if function is None else function.__module__
+
+
 def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
     """Note that the rules of an operator were found by running it; `rules` as text."""
     _inferred[operator] = rules

@@ -33,6 +33,8 @@ from autoshard.runtime.write_in_place import write_in_place
 
 T = TypeVar("T")
 
+CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None]
+
 REPLICATED = PartitionSpec()
 
 
@@ -42,14 +44,21 @@ class DistributedEngine:
     Args:
         device_mesh: the mesh, with names for its dims; this process must be on it.
         wrap: applied to each bound graph before it runs, e.g. a compiler.
+        check_in_place: sees each graph that writes over inputs: the functional one, the other, and what is written.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, wrap: Callable[[fx.GraphModule], Callable] | None = None) -> None:
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        wrap: Callable[[fx.GraphModule], Callable] | None = None,
+        check_in_place: CheckInPlace | None = None,
+    ) -> None:
         if device_mesh.get_coordinate() is None:
             raise MeshError(f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()}).")
         self.device_mesh = device_mesh
         self.groups = ProcessGroups(device_mesh)
         self._wrap = wrap
+        self._check_in_place = check_in_place
         self._reshards: dict[tuple, Loaded] = {}
 
     @property
@@ -70,7 +79,7 @@ class DistributedEngine:
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """See `Engine`: results are written over inputs, unless a compiler decides about memory."""
         in_place = bool(written) and self._wrap is None
-        bound = bind(write_in_place(graph_module, written) if in_place else graph_module, self.groups)
+        bound = bind(self._in_place(graph_module, written) if in_place else graph_module, self.groups)
         run_bound = taking_from_a_list(bound) if self._wrap is None else _spread(self._wrap(bound))
         coordinates = self.groups.coordinates
 
@@ -81,6 +90,12 @@ class DistributedEngine:
                 return tuple(run_bound(values))
 
         return run
+
+    def _in_place(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
+        writing = write_in_place(graph_module, written)
+        if self._check_in_place is not None:
+            self._check_in_place(graph_module, writing, written)
+        return writing
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""

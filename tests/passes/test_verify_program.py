@@ -318,9 +318,38 @@ def test_inferred_rules_are_named_as_assumptions(monkeypatch: pytest.MonkeyPatch
     program = trace(model, (torch.randn(8, 6),))
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints={"input:0": P("data")}))
     report = verify_program(prepare(program), lower_program(program, plan).lowered)
-    (assumption,) = report.assumptions
+    assumption, users = report.assumptions
+    assert "doubled.default is a user's operator: it is taken to compute what it says of its arguments alone (" in users
     assert "doubled.default has a sharding rule that was found by running it" in assumption
     assert "a b -> a b" in assumption
+
+
+def test_users_operators_and_rules_are_named_as_assumptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that a user wrote is taken to be sound; the module that wrote it is named."""
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+
+    @registry.sharding_rule(doubled)
+    def rule(x: torch.Tensor) -> str:
+        return "a b -> a b"
+
+    model = nn.Module()
+    model.forward = doubled  # type: ignore[method-assign]
+    program = trace(model, (torch.randn(8, 6),))
+    lowered = lower_program(program, plan_program(program, MESH, h100s(MESH), PlanOptions())).lowered
+    report = verify_program(prepare(program), lowered)
+    (assumption,) = report.assumptions
+    assert f"and the sharding rule that {__name__} wrote for it to be sound" in assumption
+    assert f"assumed: {assumption}" in str(report)
+
+
+def test_a_report_says_what_was_proven_and_what_it_rests_on() -> None:
+    """Results by kind, collectives by axis, rules by operator, and that nothing else is assumed."""
+    text = str(verify_program(prepared(), phased("mixed").lowered))
+    assert "Mesh(data=2, model=2) hold" in text
+    assert "proven: 1 output, 16 gradient, as they are promised" in text
+    assert "all_gather_into_tensor over data" in text
+    assert "aten.mm.default" in text
+    assert text.endswith("assumed: nothing besides")
 
 
 def test_operators_without_a_rule_are_named_as_assumptions() -> None:
