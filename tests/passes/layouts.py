@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, InputSlot, Program
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules.enumeration import Strategy
@@ -33,6 +34,7 @@ from passes.price import Prices
 from tests.passes.families import FAMILIES
 
 MESH = Mesh({"data": 2, "model": 2})
+_LAPTOP = Cluster("cpu_laptop", nodes=1, devices_per_node=4)
 
 Place = Callable[[InputSlot, tuple[int, ...], int], Sequence[PartitionSpec]]
 """Where a slot of some shape should lie, the wish first; the number tells slots of one kind apart."""
@@ -129,14 +131,13 @@ def phased_of(family: str, layout: str) -> PhasedProgram:
 
 def lowered_under(layout: Layout, program: Program, planning: PlanningProblem | None = None) -> PhasedProgram:
     """The lowered program of any trace under a layout; `planning` is its problem, if it is known."""
-    planning = planning or _planning(program)
+    return lower_program(program, plan_under(layout, planning or _planning(program)))
+
+
+def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
+    """The plan of a program on any mesh of data and model, under a layout."""
     choice = _follow(planning, _placed(planning, layout))
-    plan = plan_of_choice(planning, choice, 0.0, None, _laptop(), PlanOptions())
-    return lower_program(program, plan)
-
-
-def _laptop() -> Cluster:
-    return Cluster("cpu_laptop", nodes=1, devices_per_node=MESH.size)
+    return plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions())
 
 
 @cache
@@ -148,7 +149,7 @@ def _planning(program: Program) -> PlanningProblem:
     """The planning problem of a program, with a variable of its own for every site."""
     space = EnumerateStrategies(MESH)(prepare(program))
     alone = {name: name for name in space.sites}
-    return build_problem(space, Prices(_laptop(), MESH), find_lifetimes(space, 0.0), alone)
+    return build_problem(space, Prices(_LAPTOP, MESH), find_lifetimes(space, 0.0), alone)
 
 
 def _placed(planning: PlanningProblem, layout: Layout) -> dict[int, np.ndarray]:
