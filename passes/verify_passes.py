@@ -1,17 +1,20 @@
 """Verify each pass of lowering right after it ran, so that a fault is blamed on its author.
 
 What a whole compile is checked by (`verify_preparation`, `verify_program`, `verify_phases`) is asked of the one step: a
-program that is prepared must compute what it did before the pass, a lowered one what the program does, phases what the
-lowered one does. `AUTOSHARD_VERIFY=each-pass` turns it on.
+program that is prepared must compute what it did before the pass, a lowered one what the program does, one with kernels
+what the lowered one does, and so must phases. `AUTOSHARD_VERIFY=each-pass` turns it on.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import Program
+from passes.number_values import Numbering
 from passes.verify_phases import verify_phases
 from passes.verify_preparation import verify_preparation
 from passes.verify_program import verify_program
@@ -35,9 +38,31 @@ def _verify(before: Any, after: Any) -> None:
     match after:
         case Program():
             verify_preparation(before, after)
+        case LoweredProgram() if isinstance(before, Program):
+            verify_program(before, after)
         case LoweredProgram():
-            verify_program(before if isinstance(before, Program) else before.traced, after)
+            _verify_kernels(before, after)
         case PhasedProgram():
             verify_phases(after)
         case _:
             raise TypeError(f"passes make programs; found {type(after).__name__}")
+
+
+def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
+    """Kernels, written out as the calls that they stand for, give the results of the program without them."""
+    from passes.expand_kernels import expand_kernels  # triton is imported only for a program that has kernels
+
+    numbering = Numbering()
+    numbering.add_graph(before.graph_module)
+    expected = [numbering.numbers[node] for node in _results(before.graph_module)]
+    numbering.restart_draws()
+    expanded = expand_kernels(after.graph_module)
+    numbering.add_graph(expanded)
+    found = [numbering.numbers[node] for node in _results(expanded)]
+    if found != expected:
+        wrong = [index for index, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]]
+        raise VerificationError(f"results {wrong} are other values than without kernels.")
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]

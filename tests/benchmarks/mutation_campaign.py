@@ -45,7 +45,7 @@ SAMPLED = 10
 WITHOUT_COUNTERPART = {
     "micro-batches reordered": "the order of micro-batches is a loop of the runtime, not part of any program",
     "a bucket split wrong": "no pass makes buckets",
-    "wrong recompute input": "no pass makes values again",
+    "wrong recompute input": "no plan of this campaign recomputes",
     "sends and receives out of order": "no program has pipeline stages yet",
 }
 """Mistakes that the verifier is asked to find and that no program of today can contain."""

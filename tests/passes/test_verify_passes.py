@@ -16,6 +16,7 @@ from autoshard.cluster import local_cluster
 from autoshard.tracing import trace
 from passes import pipeline
 from passes.canonicalize import Canonicalize
+from passes.fuse_kernels import FuseKernels
 from passes.insert_hubs import InsertHubs
 from passes.lower import Lower
 from passes.split_phases import SplitPhases
@@ -62,6 +63,17 @@ def with_kept_exchanged(phased: Any) -> Any:
     return next(found for seed in range(9) if (found := exchange_kept(phased, Random(seed))))[1]
 
 
+def with_result_scaled(fused: Any) -> Any:
+    """The first result is scaled, after kernels were put in."""
+    module = copy_of(fused.graph_module)
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        doubled = module.graph.call_function(torch.ops.aten.mul.Scalar, (output.args[0][0], 2))
+    doubled.meta = dict(output.args[0][0].meta)
+    output.args = ((doubled, *output.args[0][1:]),)
+    return replace(fused, graph_module=torch.fx.GraphModule(module, module.graph))
+
+
 FAULTS = {
     "canonicalize": (Canonicalize, scaled),
     "insert_hubs": (InsertHubs, scaled),
@@ -79,6 +91,17 @@ def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
     with pytest.raises(VerificationError, match=rf"^passes\.{name} made another program of what it was given"):
         compile_layers()
+
+
+def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's kernels, right ones are accepted too."""
+    program = trace(Layers(), (torch.ones(4, 8),), {})
+    plan = pipeline.plan_program(program, MESH, local_cluster(MESH), pipeline.PlanOptions())
+    pipeline.lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+    right = FuseKernels.__call__
+    monkeypatch.setattr(FuseKernels, "__call__", lambda self, lowered: with_result_scaled(right(self, lowered)))
+    with pytest.raises(VerificationError, match=r"^passes\.fuse_kernels made another program"):
+        pipeline.lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
 
 
 def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,11 @@
-"""Verify what is rewritten when a program is loaded: kernels that stand in for operators, results written over inputs.
+"""Verify that a graph which writes results over inputs computes what the functional graph does.
 
-Kernels: both graphs are numbered in one table (`passes.number_values`), a kernel's replacement as the operator that it
-stands in for, where the kernel says that it covers the call. Results with equal numbers are equal values; that a kernel
-equals its operator is what its own tests show.
-
-In place: the graph is walked with a memory in which every value has a place, shared with all that may alias it, and the
-number that it has in the functional graph. Writing gives the written value a new number and makes all others in its
-place stale. No stale value may be read or returned, no call may be made that the functional graph does not make, the
-results must have the functional ones' numbers, and only the inputs that are meant to be are written. That a twin in
-place computes what its functional operator does is what the kernels' tests show. Placeholders are taken not to alias
-each other: they are parameters, state and values of one program.
+The graph is walked with a memory in which every value has a place, shared with all that may alias it, and the number
+that it has in the functional graph (`passes.number_values`). Writing gives the written value a new number and makes
+all others in its place stale. No stale value may be read or returned, no call may be made that the functional graph
+does not make, the results must have the functional ones' numbers, and only the inputs that are meant to be are
+written. That a twin in place computes what its functional operator does is what the kernels' tests show. Placeholders
+are taken not to alias each other: they are parameters, state and values of one program.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.kernels.optimizers import IN_PLACE
-from autoshard.kernels.registry import KERNELS
 from passes.number_values import Numbering, call_key
 
 _aten = torch.ops.aten
@@ -36,46 +31,6 @@ _MAY_BE_VIEWS = frozenset(
 
 _FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({twin: update for update, twin in IN_PLACE.items()})
 """The functional operator of each twin in place."""
-
-
-def verify_kernels(before: fx.GraphModule, after: fx.GraphModule) -> None:
-    """Prove that `after` computes what `before` does, with kernels in place of the operators that they stand in for.
-
-    Raises:
-        VerificationError: a kernel does not cover a call, or a result is another expression; the message names it.
-    """
-    numbering = Numbering()
-    numbering.add_graph(before)
-    expected = [_number(numbering, item) for item in _results(before)]
-    numbering.restart_draws()
-    placeholders = 0
-    for node in after.graph.nodes:
-        if node.op == "placeholder":
-            numbering.numbers[node] = numbering.keys["placeholder", placeholders]
-            placeholders += 1
-        elif node.op == "call_function":
-            key = call_key(node.op, _operator_of(node), node.args, node.kwargs, numbering.numbers.__getitem__)
-            numbering.add(node, key)
-        elif node.op != "output":
-            numbering.add_node(node, after)
-    for result, due in zip(_results(after), expected, strict=True):
-        if _number(numbering, result) != due:
-            raise VerificationError(f"result {result!s} is another value than before kernels were put in.")
-
-
-def _operator_of(node: fx.Node) -> Any:
-    """What a node computes: of a kernel's replacement, the operator that it stands in for."""
-    for of_operator in KERNELS.values():
-        for kernel in of_operator:
-            if kernel.replacement is node.target:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-                reason = kernel.why_not(*args, **kwargs)
-                if reason is not None:
-                    raise VerificationError(
-                        f"node {node.name!r} calls {kernel.name}, which does not cover it: {reason}"
-                    )
-                return kernel.operator
-    return node.target
 
 
 def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
