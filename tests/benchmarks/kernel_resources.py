@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "tests" / "kernels" / "compile_ahead.py"
@@ -24,12 +24,19 @@ def main(architectures: str = "sm_80,sm_90,gfx942", sizes: str = "typical") -> N
     environment["PYTHONPATH"] = str(_ROOT)
     command = [sys.executable, str(_SCRIPT), architectures, sizes]
     text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    table = Table("kernel", "size", "architecture", "registers", "shared KiB", "spilled bytes")
+    table = Table(
+        Column("kernel", no_wrap=True, overflow="ignore"),
+        "size",
+        "architecture",
+        "registers",
+        "shared KiB",
+        "spilled bytes",
+    )
     for row in json.loads(text):
         shared = f"{row['shared_bytes'] / 1024:.1f}"
         numbers = (row["size"], row["architecture"], row["registers"], shared, row["spilled_bytes"])
         table.add_row(row["kernel"], *map(str, numbers))
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":
