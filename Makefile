@@ -3,6 +3,7 @@
 #   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
 #   make test                  lint, types, and every test that is not slow (what CI runs)
 #   make test-all              the slow tests too
+#   make nightly               thirty thousand drawn pairs of a program and a plan, beside one device (a night)
 #   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make gpu-bench             each Triton kernel beside torch.compile and eager, on a machine with a GPU
@@ -15,7 +16,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all zoo gpu-bench lint format types pytest clean
+.PHONY: help demo test test-all nightly zoo gpu-bench lint format types pytest clean
 
 VENV := .venv
 PIP_FLAGS ?=
@@ -63,6 +64,9 @@ test: lint types
 
 test-all: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS)
+
+nightly: $(READY)
+	HYPOTHESIS_PROFILE=nightly $(PYTHON) -m pytest -q -n $(WORKERS) tests/end_to_end/test_any_plan.py
 
 zoo: $(ZOO_READY)
 	$(PYTHON) -m tests.zoo --jobs $(WORKERS)

@@ -20,7 +20,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "nightly",
-    max_examples=500,
+    max_examples=10_000,
     deadline=None,
     phases=list(Phase),
     suppress_health_check=_slow_draws,

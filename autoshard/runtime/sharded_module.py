@@ -218,7 +218,7 @@ class ShardedModule(nn.Module):
         args, kwargs = call.assemble(leaves)
         model = self._original[0]
         with lent_parameters(model, self._engine.global_copy):
-            self._engine.agree(lambda: _facts(model, signature))
+            self._engine.agree(lambda: _facts(model, signature, self.mesh))
             request = Request(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update)
             compiled = self._compiler(request, self._engine)
         executable = Executable(compiled, self._engine)
@@ -287,9 +287,10 @@ class ShardedModule(nn.Module):
         self.get_buffer(name).copy_(value)
 
 
-def _facts(model: nn.Module, signature: str) -> dict[str, str]:
+def _facts(model: nn.Module, signature: str, mesh: Mesh) -> dict[str, str]:
     """What ranks must have in common before they compile."""
     return {
+        "mesh": str(mesh),
         "torch version": torch.__version__,
         "torch.initial_seed()": str(torch.initial_seed()),
         "call": signature,
