@@ -100,6 +100,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     built = time.monotonic()
     logger.debug("enumeration took %.3f s", built - start)
     solution, baselines = solve(planning, options, allowed_options(planning, options.constraints))
+    logger.debug("search took %.3f s", time.monotonic() - built)
     plan = plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     costs = {name: None if found is None else found.cost for name, found in baselines.items()}
     return replace(plan, baselines=costs, search_time_s=time.monotonic() - start)

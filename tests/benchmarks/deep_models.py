@@ -73,6 +73,7 @@ class Measured:
         enumeration_s: from there to the problem that is searched.
         search_s: the search, of the known recipes too.
         total_s: all, up to the plan.
+        cpu_s: processor time of all that, which other work on the machine changes less.
         peak_bytes: the most memory of the process.
     """
 
@@ -81,6 +82,7 @@ class Measured:
     enumeration_s: float
     search_s: float
     total_s: float
+    cpu_s: float
     peak_bytes: int
     objective_s: float
     gap: float
@@ -110,7 +112,7 @@ def measure(name: str) -> Measured:
     for logger in map(logging.getLogger, ("autoshard.planner", "passes.pipeline")):
         logger.setLevel(logging.DEBUG)
         logger.addHandler(stages)
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     plan = autoshard.plan(
         model,
         Cluster(case.node, case.mesh.size // 8, 8),
@@ -118,39 +120,28 @@ def measure(name: str) -> Measured:
         example_inputs=(tokens, tokens),
         optimizer="adamw",
     )
-    total = time.perf_counter() - start
+    total, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert plan.gap is not None, "the search proves a bound"
     tracing, enumeration, search = (stages.seconds[stage] for stage in ("tracing", "enumeration", "search"))
     return Measured(
-        name, tracing, enumeration, search, total, peak, plan.objective, plan.gap, plan.predicted.peak_memory_bytes
+        name, tracing, enumeration, search, total, cpu, peak, plan.objective, plan.gap, plan.predicted.peak_memory_bytes
     )
 
 
 def table(rows: list[Measured]) -> Table:
     """One line for each case."""
-    columns = (
-        "model",
-        "tracing s",
-        "enumeration s",
-        "search s",
-        "total s",
-        "memory GiB",
-        "gap %",
-        "step s",
-        "peak GiB",
-    )
-    result = Table(
-        *columns, title="From a module on meta to the plan of a training step with AdamW, bf16 mixed precision"
-    )
+    stages = ("tracing s", "enumeration s", "search s", "total s", "CPU s")
+    columns = ("model", *stages, "memory GiB", "gap %", "step s", "peak GiB")
+    result = Table(*columns, title="From a module on meta to a plan of a step with AdamW, bf16 mixed precision")
     for row in rows:
-        seconds = (row.tracing_s, row.enumeration_s, row.search_s, row.total_s)
+        seconds = (row.tracing_s, row.enumeration_s, row.search_s, row.total_s, row.cpu_s)
         sizes = (f"{row.peak_bytes / _GIB:.2f}", f"{100 * row.gap:.3f}", f"{row.objective_s:.4f}")
         result.add_row(row.name, *(f"{item:.2f}" for item in seconds), *sizes, f"{row.plan_bytes / _GIB:.1f}")
     return result
 
 
-def _measure_apart(name: str) -> Measured:
+def measure_apart(name: str) -> Measured:
     """In a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.deep_models", "--models", name, "--json"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -167,7 +158,7 @@ def main(arguments: list[str]) -> None:
         for name in options.models:
             sys.stdout.write(json.dumps(asdict(measure(name))) + "\n")
     else:
-        Console(width=140).print(table([_measure_apart(name) for name in options.models]))
+        Console(width=140).print(table([measure_apart(name) for name in options.models]))
 
 
 if __name__ == "__main__":
