@@ -57,7 +57,7 @@ DEEPSEEK_V3 = replace(
 
 CASES: Mapping[str, Case] = {
     "llama3-8b": Case(LLAMA_8B, Mesh({"data": 8, "model": 8}), 64),
-    "llama3-8b, 64 layers": Case(replace(LLAMA_8B, layers=64), Mesh({"data": 8, "model": 8}), 64),
+    "llama3-8b, 64 layers": Case(replace(LLAMA_8B, layers=64), Mesh({"data": 8, "model": 8}), 32),
     "llama3-70b": Case(_llama(80, 8192, 64, 28672), Mesh({"data": 128, "model": 8}), 128),
     "llama3-405b": Case(_llama(126, 16384, 128, 53248), Mesh({"data": 1024, "model": 16}), 1024),
     "deepseek-v3": Case(DEEPSEEK_V3, Mesh({"data": 256, "model": 8}), 256, "b200"),
