@@ -244,6 +244,7 @@ class _Search:
             if self._is_over():
                 return False
             self._open_layouts(layouts)
+            self._dive()
         while self._prune():
             if self.open[0][1]:
                 return True
@@ -252,6 +253,13 @@ class _Search:
             self._split_node(self._next())
         self.bound = math.inf if self.best is None else self.best[0]
         return True
+
+    def _dive(self) -> None:
+        """Split the deepest nodes, to have a recipe to show, and to leave out what is slower, before all are open."""
+        for _ in range(1 if self.best else _DIVE):
+            node = self._deepest()
+            if node is not None:
+                self._split_node(node)
 
     def _prune(self) -> bool:
         """Take out nodes that were split before, and note the bound; whether there are any left."""
@@ -264,14 +272,22 @@ class _Search:
     def _next(self) -> _Node:
         """The open node to split: that with the lowest bound, or, in turn, the deepest."""
         self.turn += 1
-        while self.turn % (_DIVE if self.best else 2) == 0 and self.deep:
-            _, bound, number, node = heapq.heappop(self.deep)
-            if number not in self.split and (self.best is None or bound <= self.best[0]):
-                self.split.add(number)
+        if self.turn % (_DIVE if self.best else 2) == 0:
+            node = self._deepest()
+            if node is not None:
                 return node
         *_, number, node = heapq.heappop(self.open)
         self.split.add(number)
         return node
+
+    def _deepest(self) -> _Node | None:
+        """The deepest open node, the one with the lowest bound of these; None if none is open."""
+        while self.deep:
+            _, bound, number, node = heapq.heappop(self.deep)
+            if number not in self.split and (self.best is None or bound <= self.best[0]):
+                self.split.add(number)
+                return node
+        return None
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
         """What is found so far."""
