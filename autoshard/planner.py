@@ -19,7 +19,14 @@ from torch import nn
 
 from autoshard import tracing
 from autoshard.cluster import candidate_meshes, local_cluster
-from autoshard.errors import AutoshardError, MeshError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.errors import (
+    AutoshardError,
+    DoesNotFitError,
+    MeshError,
+    NotAvailableError,
+    PlanMismatchError,
+    TraceError,
+)
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -137,7 +144,8 @@ class Planner:
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """The fastest plan of a call on any of some meshes, and the program that it is of.
 
-        A deep model is planned without its inner blocks where those beside them are alike.
+        A deep model is planned without its inner blocks where those beside them are alike. If it then does not fit, it
+        is planned with all of them: only so can values be recomputed.
         """
         from passes.elided import NotAlikeError
 
@@ -147,6 +155,8 @@ class Planner:
                 break
             try:
                 return program, self.search_meshes(program, meshes)
+            except DoesNotFitError:
+                break
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
         program = self.trace(request)
@@ -237,17 +247,25 @@ class Planner:
                 break
             try:
                 return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
+            except DoesNotFitError:
+                break
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
         return self.search(program, mesh, request.placed)
 
     def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
-        from passes.pipeline import prepare
+        from passes.pipeline import prepare_for
 
         if self.made is None or self.made.mesh != mesh or request.placed:
             return None
         made = self._expanded(self.made, program, request)
-        return made if made is not None and made.program_digest == prepare(program).digest() else None
+        if made is None:
+            return None
+        try:
+            return made if made.program_digest == prepare_for(program, made).digest() else None
+        except PlanMismatchError as error:
+            _LOGGER.debug("the plan is not of this call: %s", error)
+            return None
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
         """A plan with all blocks; None where it is not of this call."""

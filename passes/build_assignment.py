@@ -7,7 +7,7 @@ its variable. Memory rows are made for single program points, on demand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,20 +107,25 @@ class PlanningProblem:
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
-        variables: dict[int, Floats] = {}
-        edges: dict[tuple[int, ...], Floats] = {}
-        for item in self._items(point):
-            sizes = item.number * item.table.whole()
-            first, last = item.variables[0], item.variables[-1]
-            if sizes.ndim == 2 and first != last:
-                _accumulate(edges, item.variables, sizes)
-            else:
-                _accumulate(variables, first, np.diagonal(sizes) if sizes.ndim == 2 else sizes)
-        return MemoryRow(0.0, variables, {self.edge_between[pair]: sizes for pair, sizes in edges.items()})
+        return row_of(self._items(point), self.edge_between)
 
     def link_key(self, link: Link) -> _EdgeKey:
         """The variables and places that a link joins."""
         return self.classes[link.tail], link.result, self.classes[link.head], link.operand
+
+
+def row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
+    """The memory row of items that are in memory at once; `edge_between` gives the edges of pairs of variables."""
+    variables: dict[int, Floats] = {}
+    edges: dict[tuple[int, ...], Floats] = {}
+    for item in items:
+        sizes = item.number * item.table.whole()
+        first, last = item.variables[0], item.variables[-1]
+        if sizes.ndim == 2 and first != last:
+            _accumulate(edges, item.variables, sizes)
+        else:
+            _accumulate(variables, first, np.diagonal(sizes) if sizes.ndim == 2 else sizes)
+    return MemoryRow(0.0, variables, {edge_between[pair]: sizes for pair, sizes in edges.items()})
 
 
 def build_problem(

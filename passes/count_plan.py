@@ -30,6 +30,7 @@ from passes.lower import result_key
 from passes.match_strategy import match_strategy
 from passes.price import StepPrice, dtype_name, operator_name
 from passes.price_rewrites import emitted_collectives
+from passes.recompute import original_of
 from passes.symbolic_program import Place, Shape, SymbolicProgram
 
 Counted = tuple[Place | None, Size]
@@ -75,7 +76,7 @@ class PlanCounting:
     # FLOPs.
 
     def step_flops(self) -> Iterator[Counted]:
-        """Of products and attention, on global shapes."""
+        """Of products and attention, on global shapes; what is recomputed counts once."""
         return self._contractions(is_local=False)
 
     def rank_flops(self) -> Iterator[Counted]:
@@ -84,6 +85,8 @@ class PlanCounting:
 
     def _contractions(self, *, is_local: bool) -> Iterator[Counted]:
         for node in self._calls():
+            if not is_local and original_of(node) is not None:
+                continue
             if node.target is not hub and operands_of(node) and self._contracts(node):
                 node_plan = self.plan.nodes[node.name]
                 inputs = self._operand_infos(node, node_plan.inputs if is_local else None)

@@ -12,8 +12,8 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
 2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The multipliers that are
    best under all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997),
    come next. A program point gets a multiplier when it first is a peak over the limit.
-3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, after `max_rounds`, or
-   when most of the time is up.
+3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
+   that fits for long, after `max_rounds`, or when most of the time is up.
 4. Where memory binds: take the choices of least Lagrangian that do not fit, and change in each the variable that costs
    least per byte that it saves at the peak, until it fits. Last, improve the best choice one variable at a time.
 """
@@ -66,7 +66,12 @@ class DualSearch:
         ends = [start_s + share * self.time_limit_s for share in _SHARES]
         for _ in range(self.max_rounds):
             state.round()
-            if state.gap() <= self.tolerance or state.has_stalled() or time.monotonic() > ends[0]:
+            if (
+                state.gap() <= self.tolerance
+                or state.has_stalled()
+                or state.finds_nothing()
+                or time.monotonic() > ends[0]
+            ):
                 break
         if state.gap() > self.tolerance:
             state.repair(ends[1])
@@ -123,6 +128,10 @@ class _State:
         return (
             len(self.gaps) > _PATIENCE and self.gaps[-1] > 0.97 * self.gaps[-_PATIENCE] and np.isfinite(self.gaps[-1])
         )
+
+    def finds_nothing(self) -> bool:
+        """Whether nothing fits though many rounds went by."""
+        return len(self.gaps) >= _HOPEFUL and self.best is None
 
     def _offset(self) -> float:
         """What the weighed limits take from the bound."""
@@ -228,6 +237,9 @@ class _State:
 
 _PATIENCE = 8
 """Rounds in which the gap must close by three per cent of itself for the search to go on."""
+
+_HOPEFUL = 24
+"""Rounds in which something must be found that fits."""
 
 _MOST_ROWS = 16
 """Most program points that get a multiplier."""

@@ -22,7 +22,7 @@ _MATRIX_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "a
 
 def fold_blocks(space: SearchSpace) -> dict[str, str]:
     """For every site the name of its representative: the first site of its class."""
-    blocks = _blocks(space.sites.values())
+    blocks = numbered_blocks(space.sites.values())
     modules: dict[tuple[str, str], list[Site]] = defaultdict(list)
     paths = module_paths(space.program)
     for name, site in space.sites.items():
@@ -41,7 +41,7 @@ def fold_blocks(space: SearchSpace) -> dict[str, str]:
     return result
 
 
-def _blocks(sites: Iterable[Site]) -> frozenset[str]:
+def numbered_blocks(sites: Iterable[Site]) -> frozenset[str]:
     """Paths of the numbered modules that hold at least two matrix products in the forward."""
     products: dict[str, int] = defaultdict(int)
     for site in sites:

@@ -27,7 +27,7 @@ from cost_models.hardware import Cluster
 from passes.count_plan import Counted, PlanCounting
 from passes.expand_plan import expand_for
 from passes.fit_sizes import DoesNotRunError, InputDims, InputSize, input_sizes, resize
-from passes.pipeline import prepare
+from passes.pipeline import prepare_for
 from passes.symbolic_program import Place, SymbolicProgram, symbolic_program
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class PlanFormulas:
     request: Request
     cluster_for: Callable[[Mesh], Cluster]
     state_bytes_per_parameter_byte: float
-    _programs: dict[tuple[InputSize, ...], SymbolicProgram] = field(default_factory=dict, repr=False)
+    _programs: dict[Any, SymbolicProgram] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Plans are sent between processes without their model."""
@@ -192,22 +192,23 @@ class PlanFormulas:
         return shorten(self.request.model, kept=None).lists
 
     def _program(self, plan: Plan, sizes: tuple[InputSize, ...]) -> SymbolicProgram:
-        if sizes not in self._programs:
-            found = symbolic_program(sizes, lambda point: self._trace(sizes, point), self._lists)
+        key = (sizes, plan.recompute.nodes)
+        if key not in self._programs:
+            found = symbolic_program(sizes, lambda point: self._trace(plan, sizes, point), self._lists)
             digest = found.program.digest()
             if digest != plan.program_digest:
                 raise FormulaError(
                     f"The model has changed since it was planned: the plan is for program {plan.program_digest}, the "
                     f"model now gives {digest}. Plan again."
                 )
-            self._programs[sizes] = found
-        return self._programs[sizes]
+            self._programs[key] = found
+        return self._programs[key]
 
-    def _trace(self, sizes: Sequence[InputSize], point: Point) -> Program:
+    def _trace(self, plan: Plan, sizes: Sequence[InputSize], point: Point) -> Program:
         args, kwargs = resize(self.request.args, self.request.kwargs, sizes, point)
         try:
             with torch.enable_grad():
-                return prepare(self.trace(replace(self.request, args=args, kwargs=kwargs)))
+                return prepare_for(self.trace(replace(self.request, args=args, kwargs=kwargs)), plan)
         except TraceError as error:
             raise cannot_resize(sizes, point, error) from error
 

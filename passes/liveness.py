@@ -99,6 +99,7 @@ class Liveness:
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
         elided: what blocks hold that the program leaves out.
+        sharded_outputs, micro_batches: what it was found for, see `find_lifetimes`.
     """
 
     points: int
@@ -110,6 +111,12 @@ class Liveness:
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
     elided: ElidedLifetimes = ElidedLifetimes()
+    sharded_outputs: frozenset[str] = frozenset()
+    micro_batches: int = 1
+
+    def of(self, space: SearchSpace) -> Liveness:
+        """The lifetimes of another search space, of the same step."""
+        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.sharded_outputs, self.micro_batches)
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
         """Site, result, lifetime and number of all values that own memory."""
@@ -151,6 +158,8 @@ def find_lifetimes(
         times.adding,
         state_bytes_per_parameter_byte,
         parameters,
+        sharded_outputs=frozenset(sharded_outputs),
+        micro_batches=micro_batches,
     )
 
 

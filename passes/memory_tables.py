@@ -69,8 +69,8 @@ class MemoryTables:
         sources, targets = specs_of(tail, link.result), needs_of(head, link)
         before, after = local_bytes_of(value, sources, mesh)[:, None], local_bytes_of(value, targets, mesh)
         whole = float(math.prod(value.shape) * value.itemsize)
-        moved = _differs(sources, targets, mesh)
-        gathered = _differs((_WHOLE,), targets, mesh)[0]
+        moved = differs(sources, targets, mesh)
+        gathered = differs((_WHOLE,), targets, mesh)[0]
         match held:
             case Held.COPY:
                 return Table(np.where(moved, after, 0.0))
@@ -82,7 +82,7 @@ class MemoryTables:
                 is_result = np.array([not spec.is_partial for spec in sources])
                 return Table(np.where(moved & is_result[:, None], before, 0.0))
             case Held.RETURNED_WHOLE:
-                return Table(np.where(moved & ~_differs(sources, (_WHOLE,), mesh), before, 0.0))
+                return Table(np.where(moved & ~differs(sources, (_WHOLE,), mesh), before, 0.0))
             case Held.GATHERED:
                 return Table(np.where(gathered, whole, 0.0))
             case Held.HANDED:
@@ -104,7 +104,7 @@ class MemoryTables:
         return Table(np.where(moved, np.nan, 0.0), find)
 
 
-def _differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
+def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
     """Whether each source is another layout than each target, [sources, targets]; axes of size one make none."""
     numbers: dict[PartitionSpec, int] = {}
     alone = {axis for axis, size in mesh.axes if size == 1}

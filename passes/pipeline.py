@@ -14,6 +14,7 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import NodePlan, Plan
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
+from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
@@ -34,6 +35,8 @@ from passes.lower import Lower, result_key
 from passes.name_layouts import plan_of_parameter
 from passes.predict import TODAY, Runtime, predict
 from passes.price import Prices, StepPrice
+from passes.recompute import InsertRecompute
+from passes.recompute_search import solve_jointly, with_recompute
 from passes.search import Search
 from passes.split_phases import SplitPhases
 
@@ -64,6 +67,7 @@ class PlanOptions:
         before: a plan of the program on another mesh, to start from; the result is not worse than it is here.
         micro_batches: how many of them a training step has; the program is that of one.
         runtime: what the prediction is of: what runs today, or a runtime that overlaps; see `passes.predict`.
+        recompute: whether values of the forward may be computed again in the backward where memory is short.
     """
 
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -75,6 +79,24 @@ class PlanOptions:
     before: Plan | None = None
     micro_batches: int = 1
     runtime: Runtime = TODAY
+    recompute: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a search decided.
+
+    Args:
+        planning: the planning problem of the program as it will run, with what is recomputed.
+        solution: one option per variable of `planning`.
+        recompute: what is recomputed.
+        baselines: the best solutions of the known recipes, without recomputation; None where none fits.
+    """
+
+    planning: PlanningProblem
+    solution: Solution
+    recompute: Recompute
+    baselines: Mapping[str, Solution | None]
 
 
 _PREPARED = "autoshard: as traced, and prepared"
@@ -99,17 +121,16 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     planning = planning_problem(program, mesh, cluster, options)
     built = time.monotonic()
     logger.debug("enumeration took %.3f s", built - start)
-    solution, baselines = solve(planning, options, allowed_options(planning, options.constraints))
+    found = solve(planning, options, allowed_options(planning, options.constraints))
     logger.debug("search took %.3f s", time.monotonic() - built)
-    plan = plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
-    costs = {name: None if found is None else found.cost for name, found in baselines.items()}
-    return replace(plan, baselines=costs, search_time_s=time.monotonic() - start)
+    solution = found.solution
+    plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
+    return replace(plan, recompute=found.recompute, baselines=costs, search_time_s=time.monotonic() - start)
 
 
-def solve(
-    planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]
-) -> tuple[Solution, dict[str, Solution | None]]:
-    """The cheapest choice within the options that are `allowed`, and the best ones of the known recipes.
+def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
+    """The cheapest choice within the options that are `allowed`; nothing is recomputed where blocks are left out.
 
     Raises:
         DoesNotFitError: no choice fits in the memory limit.
@@ -117,7 +138,19 @@ def solve(
     search = Search(options.memory_budget, options.time_budget_s)
     quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS)
     baselines = solve_baselines(planning, quick, allowed, options.before) if options.with_baselines else {}
-    return search(planning, allowed, [found for found in baselines.values() if found is not None]), baselines
+    start = [found for found in baselines.values() if found is not None]
+    if not options.recompute or planning.elided.sites:
+        return Decision(planning, search(planning, allowed, start), NO_RECOMPUTE, baselines)
+    found = solve_jointly(planning, search, allowed, start)
+    running = with_recompute(planning, found.nodes)
+    choice = found.solution.choice
+    recompute = Recompute(
+        found.nodes,
+        found.candidates,
+        saved_bytes=int(planning.usage(choice).max() - running.usage(choice).max()),
+        time_s=found.solution.cost - planning.assignment.cost_of(choice),
+    )
+    return Decision(running, found.solution, recompute if found.nodes else NO_RECOMPUTE, baselines)
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
@@ -144,6 +177,11 @@ def _run(passes: Sequence[Callable[[Any], Any]], program: Any, on_pass: OnPass |
     return program
 
 
+def prepare_for(program: Program, plan: Plan) -> Program:
+    """The program in the form that a plan is for, with what it recomputes; `PlanMismatchError` if it is of another."""
+    return InsertRecompute(plan.recompute.nodes)(prepare(program))
+
+
 def lower_program(
     program: Program,
     plan: Plan,
@@ -166,7 +204,8 @@ def lower_program(
         PlanMismatchError: the plan is of another program.
     """
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
-    prepared = prepare(program) if on_pass is None else _run(PREPARATION, program, on_pass)
+    passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes))
+    prepared = prepare_for(program, plan) if on_pass is None else _run(passes, program, on_pass)
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     if not with_kernels:
         return _run((SplitPhases(),), lowered, on_pass)

@@ -15,14 +15,16 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.printer import format_bytes
-from passes.assignment import Assignment, Solution
-from passes.build_assignment import PlanningProblem
+from passes.assignment import Assignment, MemoryRow, Solution
 from passes.dual_search import DualSearch
+from passes.enumerate_strategies import SearchSpace
+from passes.liveness import Liveness
 from passes.smallest_peak import choice_of_smallest_peak
 from passes.solve_milp import smallest_peak, solve_milp
 
@@ -30,6 +32,33 @@ logger = logging.getLogger(__name__)
 
 EXACT_PAIRS = 20_000
 """Pairs of options over all edges up to which a problem counts as small."""
+
+
+class Searchable(Protocol):
+    """What is searched: a `PlanningProblem`, or a `RecomputeProblem`."""
+
+    @property
+    def space(self) -> SearchSpace:
+        """The sites and links."""
+        ...
+
+    @property
+    def liveness(self) -> Liveness:
+        """The lifetimes of values."""
+        ...
+
+    @property
+    def assignment(self) -> Assignment:
+        """The problem, without memory rows."""
+        ...
+
+    def usage(self, choice: Sequence[int], /) -> np.ndarray:
+        """Bytes in use on each rank at every program point."""
+        ...
+
+    def memory_row(self, point: int) -> MemoryRow:
+        """Bytes in use at one program point, as a function of the choice."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +78,7 @@ class Search:
 
     def __call__(
         self,
-        planning: PlanningProblem,
+        planning: Searchable,
         allowed: Mapping[int, np.ndarray] | None = None,
         start: Sequence[Solution] = (),
     ) -> Solution:
@@ -64,7 +93,7 @@ class Search:
             DoesNotFitError: no choice fits; says the smallest limit that one would fit in.
         """
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
-        problem = dataclasses.replace(_restrict(planning.assignment, allowed or {}), limit=limit)
+        problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
         if _pairs(problem) <= EXACT_PAIRS:
             try:
                 return self._exactly(planning, problem)
@@ -72,7 +101,7 @@ class Search:
                 logger.info("exact search ran out of time; searching by duality")
         return self._by_duals(planning, problem, [solution.choice for solution in start])
 
-    def _by_duals(self, planning: PlanningProblem, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
+    def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
         search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s)
         solution = search(problem, planning.usage, planning.memory_row, start)
@@ -85,7 +114,7 @@ class Search:
         assert solution is not None, "the frugal choice fits"
         return solution
 
-    def _exactly(self, planning: PlanningProblem, problem: Assignment) -> Solution:
+    def _exactly(self, planning: Searchable, problem: Assignment) -> Solution:
         """Small problems: to the proven optimum."""
         deadline = time.monotonic() + self.time_budget_s
         points: set[int] = set()
@@ -99,7 +128,7 @@ class Search:
             points |= new
             problem = _with_rows(planning, problem, new)
 
-    def _does_not_fit(self, planning: PlanningProblem, peak: float) -> DoesNotFitError:
+    def _does_not_fit(self, planning: Searchable, peak: float) -> DoesNotFitError:
         limit = self.memory_limit_bytes or 0
         return DoesNotFitError(
             f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per "
@@ -113,14 +142,15 @@ def _pairs(problem: Assignment) -> int:
     return sum(edge.cost.size for edge in problem.edges)
 
 
-def _restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
+def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
+    """The problem with only the options that masks leave; absent variables are free."""
     costs = list(problem.costs)
     for variable, mask in allowed.items():
         costs[variable] = np.where(mask, costs[variable], np.inf)
     return dataclasses.replace(problem, costs=tuple(costs))
 
 
-def _over_limit(planning: PlanningProblem, solution: Solution, limit: float) -> set[int]:
+def _over_limit(planning: Searchable, solution: Solution, limit: float) -> set[int]:
     """The points of the highest peaks over the limit: of each run of points over it, the highest."""
     used = planning.usage(solution.choice)
     over = np.flatnonzero(used > limit)
@@ -131,12 +161,12 @@ def _over_limit(planning: PlanningProblem, solution: Solution, limit: float) -> 
     return set(peaks[:4])
 
 
-def _with_rows(planning: PlanningProblem, problem: Assignment, points: set[int]) -> Assignment:
+def _with_rows(planning: Searchable, problem: Assignment, points: set[int]) -> Assignment:
     rows = tuple(planning.memory_row(point) for point in sorted(points))
     return dataclasses.replace(problem, rows=(*problem.rows, *rows))
 
 
-def _smallest_limit(planning: PlanningProblem, problem: Assignment, points: set[int]) -> float:
+def _smallest_limit(planning: Searchable, problem: Assignment, points: set[int]) -> float:
     """The smallest limit under which a choice exists, by the same rounds with the peak as the objective."""
     while True:
         peak = smallest_peak(problem)
@@ -152,7 +182,7 @@ def _smallest_limit(planning: PlanningProblem, problem: Assignment, points: set[
         problem = _with_rows(planning, problem, new)
 
 
-def _largest(planning: PlanningProblem) -> str:
+def _largest(planning: Searchable) -> str:
     sites = planning.space.sites
     sizes = {key: math.prod(sites[key[0]].results[key[1]].shape) for key in planning.liveness.values}
     sizes = {key: count * sites[key[0]].results[key[1]].itemsize for key, count in sizes.items()}

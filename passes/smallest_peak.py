@@ -17,17 +17,19 @@ from passes.messages import Messages
 
 _ROUNDS = 24
 _RATE = 4.0
+_FORBIDDEN = 10.0
+"""The price of an option that is not allowed, in peaks of an arbitrary choice: costs here are bytes."""
 
 
 def choice_of_smallest_peak(
     problem: Assignment, usage: Callable[[Sequence[int]], np.ndarray], row_at: Callable[[int], MemoryRow]
 ) -> tuple[int, ...]:
     """The choice with the smallest peak that was found (see the module's docstring)."""
-    messages = Messages(_without_costs(problem))
+    choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
+    messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
     rows: dict[int, MemoryRow] = {}
     weights: dict[int, float] = {}
     best, best_peak = (), np.inf
-    choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     for _ in range(_ROUNDS):
         used = usage(choice)
         if used.max() < best_peak and np.isfinite(problem.cost_of(choice)):
@@ -46,11 +48,11 @@ def choice_of_smallest_peak(
     return best
 
 
-def _without_costs(problem: Assignment) -> Assignment:
-    """The same problem where whatever is allowed costs nothing."""
+def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
+    """The same problem where whatever is allowed costs nothing, and what is not, many times the memory that is used."""
 
     def flat(costs: np.ndarray) -> np.ndarray:
-        return np.where(np.isfinite(costs), 0.0, np.inf)
+        return np.where(np.isfinite(costs), 0.0, forbidden)
 
     edges = tuple(Edge(edge.tail, edge.head, flat(edge.cost)) for edge in problem.edges)
     return dataclasses.replace(problem, costs=tuple(map(flat, problem.costs)), edges=edges, rows=())

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from autoshard.ir.recompute import PHASE
 from cost_models.operators import work
 from cost_models.work import Kind, TensorInfo
 from passes.build_assignment import PlanningProblem
@@ -17,7 +18,10 @@ from passes.price import dtype_name, operator_name
 
 @dataclass(frozen=True, slots=True)
 class _Contraction:
-    """Alike calls of a product or of attention; `peak_s`: the model's share of them at one device's peak, together."""
+    """Alike calls of a product or of attention.
+
+    `peak_s`: those of them that are the model's, not recomputed, at one device's peak, together.
+    """
 
     site: str
     calls: int
@@ -64,7 +68,8 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
         done = work(name, _infos(operands), _infos(site.results), arguments)
         if done.products or done.kind is Kind.ATTENTION:
             calls = sum(counts.get(name, 1) for name in group)
-            seconds = calls * done.flops / planning.prices.cluster.device.peak(done.dtype)
+            of_model = sum(counts.get(name, 1) for name in group if planning.space.sites[name].phase != PHASE)
+            seconds = of_model * done.flops / planning.prices.cluster.device.peak(done.dtype)
             found.append(_Contraction(site.name, calls, name, operands, arguments, seconds))
     return tuple(found)
 

@@ -32,14 +32,14 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
     if not all(mask.any() for mask in allowed.values()):
         return Outcome(fits=False)
     try:
-        solution, _ = solve(planning, options, allowed)
+        found = solve(planning, options, allowed)
     except DoesNotFitError as error:
         return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
-    predicted = predict(planning, solution.choice, options.runtime)
+    predicted = predict(found.planning, found.solution.choice, options.runtime)
     return Outcome(
         fits=True,
-        objective=solution.cost,
-        lower_bound=solution.lower_bound,
+        objective=found.solution.cost,
+        lower_bound=found.solution.lower_bound,
         step_time_s=predicted.step_time_s,
         peak_memory_bytes=predicted.peak_memory_bytes,
         breakdown=predicted.breakdown,

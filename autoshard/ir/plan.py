@@ -18,6 +18,7 @@ from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, co
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.printer import render_plan
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 4
 """Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
-version 4 the recipe."""
+version 4 the recipe, and recomputation."""
 
 _READABLE_VERSIONS = (1, 2, 3, 4)
 
@@ -181,6 +182,7 @@ class Plan:
         memory_budget: bytes per device that the plan had to fit in, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
             model's own types.
+        recompute: what of the forward is computed again in the backward; such nodes are in `nodes` twice.
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
         repeats: blocks that are not among `nodes`, as they lie like the ones behind them; all else is of the whole
@@ -204,6 +206,7 @@ class Plan:
     hardware: str
     memory_budget: int | None = None
     precision: str | None = None
+    recompute: Recompute = NO_RECOMPUTE
     baselines: Mapping[str, float | None] = field(default_factory=dict)
     replicated_operators: tuple[tuple[str, str], ...] = ()
     operators: tuple[OperatorCoverage, ...] = ()
@@ -242,6 +245,11 @@ class Plan:
             if item.layout:
                 counts[item.layout] = counts.get(item.layout, 0) + math.prod(item.shape)
         return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+    @property
+    def recomputed(self) -> Mapping[str, tuple[str, ...]]:
+        """The nodes of the forward that the backward computes again, by the module that issued them."""
+        return self.recompute.by_module
 
     @property
     def gap(self) -> float | None:
@@ -392,6 +400,7 @@ class Plan:
             "objective": self.objective,
             "lower_bound": self.lower_bound,
             "search_time_s": self.search_time_s,
+            "recompute": self.recompute.to_json(),
             "baselines": dict(self.baselines),
             "recipe": None if self.recipe is None else asdict(self.recipe),
             "was_interrupted": self.was_interrupted,
@@ -426,6 +435,7 @@ class Plan:
             hardware=data["hardware"],
             memory_budget=data["memory_budget"],
             precision=data.get("precision"),
+            recompute=Recompute.from_json(data["recompute"]) if "recompute" in data else NO_RECOMPUTE,
             baselines=data["baselines"],
             recipe=None if data.get("recipe") is None else Recipe(**data["recipe"]),
             was_interrupted=data.get("was_interrupted", False),

@@ -11,6 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from autoshard.ir.plan import ParameterPlan, Plan
+    from autoshard.ir.recompute import Recompute
 
 _WIDTH = 110
 
@@ -42,6 +43,7 @@ def summary(plan: Plan) -> str:
         f"peak memory {format_bytes(predicted.peak_memory_bytes)} per device ({budget}); "
         f"searched {format_time(plan.search_time_s)}, {gap}."
         + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
+        + _recompute(plan.recompute)
     )
 
 
@@ -66,6 +68,15 @@ def recipe_lines(plan: Plan) -> list[str]:
     if plan.was_interrupted:
         lines.append("The search was interrupted: this is the best recipe until then.")
     return lines
+
+
+def _recompute(recompute: Recompute) -> str:
+    """What is recomputed, and what that saves and costs, as a line of its own."""
+    if not recompute.nodes:
+        return ""
+    saved, time = format_bytes(recompute.saved_bytes), format_time(recompute.time_s)
+    modules = ", ".join(dict.fromkeys(any_block(node.module) or "the model" for node in recompute.nodes))
+    return f"\nRecompute: {len(recompute.nodes)} of {recompute.candidates} nodes, {saved} saved for {time}: {modules}."
 
 
 def _interval(plan: Plan) -> str:

@@ -1,9 +1,12 @@
-"""Hypothesis strategy for plans: any legal one, not only the one that the planner would choose."""
+"""Hypothesis strategy for plans: any legal one, not only the one that the planner would choose.
+
+Legal is any strategy of each node that its rule admits, and any recomputation of whose values the operands are there.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,20 +16,25 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS, effective_precision
 from autoshard.ir.program import Program
+from autoshard.ir.recompute import Recompute
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing.blocks import Draw
 from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
+from passes.assignment import Assignment
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.enumerate_strategies import EnumerateStrategies, Site, operands_of
 from passes.liveness import find_lifetimes
 from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.price import Prices
+from passes.recompute_options import find_options
+from passes.recompute_problem import build_recompute_problem
+from passes.recompute_search import with_recompute
 
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
-    """Legal plans of a program: for each node any strategy that its rule admits.
+    """Legal plans of a program: for each node any strategy that its rule admits; half of them recompute.
 
     Args:
         program: a drawn program, which is traced, or a traced one.
@@ -39,7 +47,7 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
         program = trace(program.model, program.inputs, compute_dtype=dtype)
     cluster = _laptop(mesh)
     drawn = st.composite(_draw_plan)(_unfolded_problem(program, mesh, cluster), cluster)
-    return drawn.map(lambda plan: replace(plan, precision=precision))
+    return drawn.map(lambda plan: dataclasses.replace(plan, precision=precision))
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
@@ -95,23 +103,31 @@ def _draw_plan(draw: Draw, planning: PlanningProblem, cluster: Cluster) -> Plan:
     def pick(_: int, options: np.ndarray) -> int:
         return int(options[draw(st.integers(0, len(options) - 1))])
 
-    return _decide(planning, cluster, pick)
+    return _decide(planning, cluster, pick, recompute=draw(st.booleans()))
 
 
-def _decide(planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int]) -> Plan:
+def _decide(
+    planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int], *, recompute: bool = False
+) -> Plan:
     """Decide the variables in program order, each among the options that its neighbours so far leave."""
-    assignment = planning.assignment
+    every = find_options(planning.space, planning.classes, least_share=0.0)
+    options = every if recompute else dataclasses.replace(every, keepings={})
+    problem = build_recompute_problem(planning, options)
     choice: dict[int, int] = {}
-    for variable in range(len(assignment.costs)):
-        choice[variable] = pick(variable, np.flatnonzero(_allowed(planning, variable, choice)))
+    for variable in range(len(problem.assignment.costs)):
+        choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))
     decided = tuple(choice[variable] for variable in range(len(choice)))
-    return plan_of_choice(planning, decided, assignment.cost_of(decided), None, cluster, PlanOptions())
+    nodes, strategies = problem.recomputed(decided), problem.without_keepings(decided)
+    running = with_recompute(planning, nodes)
+    cost = running.assignment.cost_of(strategies)
+    plan = plan_of_choice(running, strategies, cost, None, cluster, PlanOptions())
+    return dataclasses.replace(plan, recompute=Recompute(nodes, len(options.anchors)))
 
 
-def _allowed(planning: PlanningProblem, variable: int, choice: Mapping[int, int]) -> np.ndarray:
+def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:
     """The options of a variable that cost a finite time beside what is decided."""
-    cost = planning.assignment.costs[variable]
-    for edge in planning.assignment.edges:
+    cost = assignment.costs[variable]
+    for edge in assignment.edges:
         if edge.head == variable and edge.tail in choice:
             cost = cost + edge.cost[choice[edge.tail], :]
         elif edge.tail == variable and edge.head in choice:

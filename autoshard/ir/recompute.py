@@ -1,0 +1,63 @@
+"""What of a program is computed again in the backward instead of being kept for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PHASE = "recompute"
+"""The phase of nodes that compute a value of the forward once more, for the backward; they run within the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedNode:
+    """A node of the forward that is run again.
+
+    Args:
+        name: the node.
+        before: the node of the backward just before which it runs again.
+        module: the module that issued it.
+    """
+
+    name: str
+    before: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The nodes of a plan that are recomputed, in program order, and what that does.
+
+    Args:
+        nodes: the nodes.
+        candidates: how many nodes the search might have recomputed.
+        saved_bytes: by how much the peak would be larger without, all specs alike, on each rank.
+        time_s: what it adds to the objective, seconds.
+    """
+
+    nodes: tuple[RecomputedNode, ...] = ()
+    candidates: int = 0
+    saved_bytes: int = 0
+    time_s: float = 0.0
+
+    @property
+    def by_module(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the nodes by the module that issued them."""
+        found: dict[str, tuple[str, ...]] = {}
+        for node in self.nodes:
+            found[node.module] = (*found.get(node.module, ()), node.name)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Recompute:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "nodes": tuple(RecomputedNode(**node) for node in data["nodes"])})
+
+
+NO_RECOMPUTE = Recompute()
+"""Everything that the backward reads is kept."""
