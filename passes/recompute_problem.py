@@ -291,7 +291,7 @@ class _Building:
         for link in self.split.space.links:
             links[link.tail, link.result].append(link)
         found: dict[tuple[str, int], int] = {}
-        for name, site in reversed(self.split.space.sites.items()):
+        for name, site in reversed(list(self.split.space.sites.items())):
             for result in range(len(site.results)):
                 uses = [self._use(link, found) for link in links[name, result]]
                 found[name, result] = max(uses, default=self.liveness.calls.get(name, 0))
