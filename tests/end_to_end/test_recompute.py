@@ -15,9 +15,10 @@ from tests.end_to_end.training import assert_equal, train
 PAIR = Mesh({"data": 2})
 
 
-def tight_plan(name: str, share: float, *, dropout: float = 0.0, **options: object) -> Plan:
+def tight_plan(name: str, share: float, *, dropout: float = 0.0, **asked: object) -> Plan:
     """The plan that may take only a share of the memory that the fastest one takes."""
     model, inputs = MODELS[name](dropout=dropout)
+    options = {"precision": None, **asked}
     fastest = autoshard.plan(model, PAIR, example_inputs=inputs, **options)
     budget = int(share * fastest.predicted.peak_memory_bytes)
     plan = autoshard.plan(model, PAIR, example_inputs=inputs, memory_budget=budget, **options)
