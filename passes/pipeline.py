@@ -36,7 +36,7 @@ from passes.name_layouts import plan_of_parameter
 from passes.predict import TODAY, Runtime, predict
 from passes.price import Prices, StepPrice
 from passes.recompute import InsertRecompute
-from passes.recompute_search import solve_jointly, with_recompute
+from passes.recompute_search import solve_jointly
 from passes.search import Search
 from passes.split_phases import SplitPhases
 
@@ -142,15 +142,14 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     if not options.recompute or planning.elided.sites:
         return Decision(planning, search(planning, allowed, start), NO_RECOMPUTE, baselines)
     found = solve_jointly(planning, search, allowed, start)
-    running = with_recompute(planning, found.nodes)
     choice = found.solution.choice
     recompute = Recompute(
         found.nodes,
         found.candidates,
-        saved_bytes=int(planning.usage(choice).max() - running.usage(choice).max()),
+        saved_bytes=int(planning.usage(choice).max() - found.planning.usage(choice).max()),
         time_s=found.solution.cost - planning.assignment.cost_of(choice),
     )
-    return Decision(running, found.solution, recompute if found.nodes else NO_RECOMPUTE, baselines)
+    return Decision(found.planning, found.solution, recompute if found.nodes else NO_RECOMPUTE, baselines)
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:

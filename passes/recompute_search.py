@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.errors import DoesNotFitError
 from autoshard.ir.recompute import RecomputedNode
 from passes.assignment import Solution
 from passes.build_assignment import PlanningProblem, build_problem
@@ -29,8 +30,12 @@ from passes.search import Search, restrict
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies (its cost is with recomputation), what is recomputed, and of how many nodes that is."""
+    """A choice of strategies (its cost is with recomputation), what is recomputed, and of how many nodes that is.
 
+    `planning` is the problem of the program that recomputes it; its variables are those of the one without.
+    """
+
+    planning: PlanningProblem
     solution: Solution
     nodes: tuple[RecomputedNode, ...] = ()
     candidates: int = 0
@@ -56,15 +61,44 @@ def solve_jointly(
     deadline = time.monotonic() + search.time_budget_s
     free = dataclasses.replace(search, memory_limit_bytes=None)(planning, allowed, start)
     if search.memory_limit_bytes is None or planning.usage(free.choice).max() <= search.memory_limit_bytes:
-        return JointSolution(free)
+        return JointSolution(planning, free)
     options = find_options(planning.space, planning.classes)
     if not options.keepings:
-        return JointSolution(_by(deadline, search)(planning, allowed, start))
+        return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
     problem = build_recompute_problem(planning, options)
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
-    found = _by(deadline, search)(problem, problem.widen(allowed), start)
-    solution = dataclasses.replace(found, choice=problem.without_keepings(found.choice))
-    return JointSolution(solution, problem.recomputed(found.choice), len(options.anchors))
+
+    def attempt(limit: float) -> tuple[JointSolution, float]:
+        """The cheapest choice that fits in a limit by the problem's count, and what its program takes."""
+        within = dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit)
+        found = within(problem, problem.widen(allowed), start)
+        nodes, choice = problem.recomputed(found.choice), problem.without_keepings(found.choice)
+        running = with_recompute(planning, nodes)
+        solution = Solution(choice, found.cost, found.lower_bound)
+        return JointSolution(running, solution, nodes, len(options.anchors)), float(running.usage(choice).max())
+
+    limit, bound, over, least = search.memory_limit_bytes, None, 0.0, np.inf
+    try:
+        for _ in range(_TIGHTENINGS):
+            found, peak = attempt(limit - over)
+            bound = found.solution.lower_bound if bound is None else bound
+            if peak <= limit:
+                return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))
+            over, least = over + peak - limit, min(least, peak)
+        return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
+    except DoesNotFitError as error:
+        if bound is None and error.smallest_bytes > limit:
+            least = max(error.smallest_bytes, attempt(error.smallest_bytes)[1])
+        elif not start:
+            least = min(least, error.smallest_bytes or np.inf)
+        else:
+            return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
+        raise search.does_not_fit(planning, least) from error
+
+
+_TIGHTENINGS = 5
+"""Searches until one fits. The problem counts what is recomputed before it is clear where its clones stand, and may be
+some bytes short; the search is then repeated with as many bytes less to spend."""
 
 
 def _by(deadline: float, search: Search) -> Search:

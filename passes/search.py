@@ -109,7 +109,7 @@ class Search:
             return solution
         frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row)
         if not frugal or planning.usage(frugal).max() > problem.limit:
-            raise self._does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
+            raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
         solution = search(problem, planning.usage, planning.memory_row, [frugal])
         assert solution is not None, "the frugal choice fits"
         return solution
@@ -121,14 +121,15 @@ class Search:
         while True:
             solution = solve_milp(problem, time_limit_s=max(1.0, deadline - time.monotonic()))
             if solution is None:
-                raise self._does_not_fit(planning, _smallest_limit(planning, problem, points))
+                raise self.does_not_fit(planning, _smallest_limit(planning, problem, points))
             new = _over_limit(planning, solution, problem.limit) - points
             if not new:
                 return solution
             points |= new
             problem = _with_rows(planning, problem, new)
 
-    def _does_not_fit(self, planning: Searchable, peak: float) -> DoesNotFitError:
+    def does_not_fit(self, planning: Searchable, peak: float) -> DoesNotFitError:
+        """The error of a search that found nothing within its limit; `peak` bytes would do."""
         limit = self.memory_limit_bytes or 0
         return DoesNotFitError(
             f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per "
