@@ -70,7 +70,7 @@ class PlanAlternatives:
 
     def limits(self, plan: Plan) -> Limits:
         """See `Plan.limits`."""
-        return limits(self.problem(), self.options, plan)
+        return limits(self.program, self.problem(), self.options, plan)
 
     def problem(self) -> PlanningProblem:
         """What the plans are solutions of."""

@@ -14,6 +14,7 @@ import numpy as np
 from autoshard.errors import DoesNotFitError, InvalidSpecError
 from autoshard.ir.explanation import Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster, NodeType
 from cost_models.topology import Link
@@ -90,20 +91,19 @@ def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature
     )
 
 
-def limits(planning: PlanningProblem, options: PlanOptions, plan: Plan) -> Limits:
-    """See `Plan.limits`."""
+def limits(program: Program, planning: PlanningProblem, options: PlanOptions, plan: Plan) -> Limits:
+    """See `Plan.limits`; `program` is as traced."""
     cluster = planning.prices.cluster
     allowed = allowed_options(planning, options.constraints)
-    quick = replace(options, with_baselines=False)
     variants = []
     if options.memory_budget is not None:
         for name, budget in (("10 % more memory", options.memory_budget * MORE), ("memory without limit", None)):
-            variants.append(_named(outcome(planning, replace(quick, memory_budget=budget), allowed), name))
+            variants.append(_named(outcome(planning, replace(options, memory_budget=budget), allowed), name))
     for name, change in _FASTER.items():
         faster = change(cluster)
         if faster is not None:
-            other = planning_problem(planning.space.program, planning.space.mesh, faster, quick)
-            variants.append(_named(outcome(other, quick, allowed), name))
+            other = planning_problem(program, planning.space.mesh, faster, options)
+            variants.append(_named(outcome(other, options, allowed), name))
     return Limits(outcome_of(plan), tuple(variants), plan.memory_budget)
 
 
