@@ -17,8 +17,8 @@ AxisUse = tuple[int | None, Reduction | None]
 def find_strategies(rule: BoundRule, mesh: Mesh, held: Sequence[Collection[PartitionSpec]]) -> Iterator[Strategy]:
     """The strategies of `rule` in which each axis treats every operand as one of the operand's specs does.
 
-    They still have to be compared with the specs as a whole. Axes of size one do nothing to a value; they may be given
-    any choice, as a rewrite may be emitted for it.
+    They still have to be compared with the specs as a whole. Axes of size one do nothing to a value, and nothing is emitted
+    for them.
 
     Args:
         rule: the rule of the call.
@@ -34,7 +34,7 @@ def find_strategies(rule: BoundRule, mesh: Mesh, held: Sequence[Collection[Parti
 
 def _choices(rule: BoundRule, axis: str, size: int, held: Sequence[Collection[PartitionSpec]]) -> list[Choice]:
     if size == 1:
-        return [None] if rule.local is None else [c for c in axis_choices(rule) if not isinstance(c, Carry)]
+        return [None]
     uses = [{(spec.dim_of(axis), spec.reduction_over(axis)) for spec in specs} for specs in held]
     return [
         choice

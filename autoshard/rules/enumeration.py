@@ -40,10 +40,10 @@ class Strategy:
     choices: tuple[Choice, ...]
 
     def splits(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-        """The axes that split each factor, major to minor."""
+        """The axes that split each factor, major to minor; those of one rank split nothing."""
         result: dict[str, tuple[str, ...]] = {}
-        for axis, choice in zip(mesh.axis_names, self.choices, strict=True):
-            if isinstance(choice, Split):
+        for (axis, size), choice in zip(mesh.axes, self.choices, strict=True):
+            if isinstance(choice, Split) and size > 1:
                 result[choice.factor] = (*result.get(choice.factor, ()), axis)
         return result
 
