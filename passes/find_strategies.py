@@ -17,8 +17,8 @@ AxisUse = tuple[int | None, Reduction | None]
 def find_strategies(rule: BoundRule, mesh: Mesh, held: Sequence[Collection[PartitionSpec]]) -> Iterator[Strategy]:
     """The strategies of `rule` in which each axis treats every operand as one of the operand's specs does.
 
-    They still have to be compared with the specs as a whole. Axes of size one do nothing to a value, and nothing is emitted
-    for them.
+    They still have to be compared with the specs as a whole. Axes of size one do nothing to a value, and nothing is
+    emitted for them.
 
     Args:
         rule: the rule of the call.
