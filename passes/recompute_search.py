@@ -62,9 +62,14 @@ def solve_jointly(
     free = dataclasses.replace(search, memory_limit_bytes=None)(planning, allowed, start)
     if search.memory_limit_bytes is None or planning.usage(free.choice).max() <= search.memory_limit_bytes:
         return JointSolution(planning, free)
+
+    def without() -> JointSolution:
+        """The cheapest choice that fits as it is."""
+        return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
+
     options = find_options(planning.space, planning.classes)
     if not options.keepings:
-        return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
+        return without()
     problem = build_recompute_problem(planning, options)
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
@@ -85,14 +90,14 @@ def solve_jointly(
             if peak <= limit:
                 return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))
             over, least = over + peak - limit, min(least, peak)
-        return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
+        return without()
     except DoesNotFitError as error:
         if bound is None and error.smallest_bytes > limit:
             least = max(error.smallest_bytes, attempt(error.smallest_bytes)[1])
         elif not start:
             least = min(least, error.smallest_bytes or np.inf)
         else:
-            return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
+            return without()
         raise search.does_not_fit(planning, least) from error
 
 

@@ -27,6 +27,8 @@ from passes.roles import ROLES, restrict, role_of
 MORE = 1.1
 """How much more of each resource `limits` tries."""
 
+_MORE = f"{MORE - 1:.0%}".replace("%", " %")
+
 
 def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Outcome:
     """What the best plan within some options costs."""
@@ -97,7 +99,7 @@ def limits(program: Program, planning: PlanningProblem, options: PlanOptions, pl
     allowed = allowed_options(planning, options.constraints)
     variants = []
     if options.memory_budget is not None:
-        for name, budget in (("10 % more memory", options.memory_budget * MORE), ("memory without limit", None)):
+        for name, budget in ((f"{_MORE} more memory", options.memory_budget * MORE), ("memory without limit", None)):
             variants.append(_named(outcome(planning, replace(options, memory_budget=budget), allowed), name))
     for name, change in _FASTER.items():
         faster = change(cluster)
@@ -150,9 +152,9 @@ def _with_node(cluster: Cluster, node: NodeType) -> Cluster:
 
 
 _FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {
-    "10 % faster matrix products": _faster_products,
-    "10 % faster device memory": _faster_memory,
-    "10 % faster links in a node": _faster_fabric,
-    "10 % faster network": _faster_network,
+    f"{_MORE} faster matrix products": _faster_products,
+    f"{_MORE} faster device memory": _faster_memory,
+    f"{_MORE} faster links in a node": _faster_fabric,
+    f"{_MORE} faster network": _faster_network,
 }
 """Hardware of which one part is faster; None where it has no such part."""
