@@ -59,6 +59,14 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLink:
+    """The way between a device's memory and pinned memory of its host, one direction at a time."""
+
+    to_host_bytes_per_s: float
+    from_host_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator, or the share of a machine that one rank has.
 
@@ -77,6 +85,7 @@ class Device:
             (a generated wrapper), "graph" (a captured CUDA graph). Empty where operators are not issued ahead (a CPU).
         throughput: measured curves of kernels by the operator's name, and of all others as "memory": see
             `cost_models.throughput`. Empty where bandwidth and the curves above say it (a GPU).
+        host_link: the way to the host's memory; None where the device's memory is the host's (a CPU), or it is unknown.
     """
 
     name: str
@@ -90,6 +99,24 @@ class Device:
     attention: Mapping[str, AttentionKernel] = field(default_factory=dict, hash=False)
     dispatch_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     throughput: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+    host_link: HostLink | None = None
+
+    def to_host_time(self, size_bytes: float) -> float:
+        """Seconds of one copy to the host: launch + bytes / bandwidth. Raises UnknownHardwareError without a link."""
+        return self.launch_latency_s + size_bytes / self._linked().to_host_bytes_per_s
+
+    def from_host_time(self, size_bytes: float) -> float:
+        """Seconds of one copy from the host: launch + bytes / bandwidth. Raises UnknownHardwareError without a link."""
+        return self.launch_latency_s + size_bytes / self._linked().from_host_bytes_per_s
+
+    def _linked(self) -> HostLink:
+        if self.host_link is None:
+            raise UnknownHardwareError(
+                f"Device {self.name!r} has no host_link, so nothing can be offloaded to its host's memory. If it has "
+                "memory of its own, add [host_link.to_host] and [host_link.from_host] with value, unit 'B/s', source "
+                "and date to its file."
+            )
+        return self.host_link
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s for a dtype name. Raises UnknownHardwareError if it is not in the device's file."""
@@ -159,7 +186,14 @@ def read_device(file: HardwareFile, name: str) -> Device:
         attention={name: _kernel(file, name) for name in _kernel_names(file)},
         dispatch_s=file.family("dispatch", "s"),
         throughput=curves_of(file.family("throughput", "B/s")),
+        host_link=_host_link(file),
     )
+
+
+def _host_link(file: HardwareFile) -> HostLink | None:
+    if not file.family("host_link", "B/s"):
+        return None
+    return HostLink(file.number("host_link.to_host", "B/s"), file.number("host_link.from_host", "B/s"))
 
 
 def _plain_attention_efficiency(file: HardwareFile) -> float:
@@ -213,4 +247,14 @@ def device_numbers(unit: Device) -> dict[str, tuple[float, str]]:
         **curves,
         **{f"dispatch.{how}": (value, "s") for how, value in unit.dispatch_s.items()},
         **numbers_of(unit.throughput),
+        **_host_numbers(unit.host_link),
+    }
+
+
+def _host_numbers(link: HostLink | None) -> dict[str, tuple[float, str]]:
+    if link is None:
+        return {}
+    return {
+        "host_link.to_host": (link.to_host_bytes_per_s, "B/s"),
+        "host_link.from_host": (link.from_host_bytes_per_s, "B/s"),
     }

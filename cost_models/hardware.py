@@ -38,6 +38,7 @@ class NodeType:
         intra: the fabric inside: per device, over all its direct links together.
         inter: the network: a device's share of the node's cards. None: nodes are not joined.
         wiring: which devices share what (see `Wiring`).
+        host_memory_bytes: memory of the node's host, None where it is unknown.
     """
 
     name: str
@@ -46,6 +47,7 @@ class NodeType:
     intra: Link
     inter: Link | None
     wiring: Wiring = SWITCHED
+    host_memory_bytes: int | None = None
 
     def with_network(
         self,
@@ -221,6 +223,12 @@ class Cluster:
         """Number of devices."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def host_bytes_per_device(self) -> float | None:
+        """Each used device's share of its node's host memory; None where that is unknown."""
+        total = self.node.host_memory_bytes
+        return None if total is None else total / self.devices_per_node
+
     def axis_links(self, mesh_axes: Mapping[str, int]) -> dict[str, GroupLinks]:
         """For each mesh axis, the links that a group along it uses. Raises TopologyError if the mesh is too large."""
         return {axis: self.group_links(mesh_axes, (axis,)) for axis in mesh_axes}
@@ -272,6 +280,7 @@ def _node(file: HardwareFile, unit: Device) -> NodeType:
         intra=_link(file, "intra."),
         inter=_link(file, "inter.") if "inter.bandwidth" in file.constants else None,
         wiring=_network_wiring(file, _wiring(file, "intra."), "inter."),
+        host_memory_bytes=int(file.number("host_memory", "B")) if "host_memory" in file.constants else None,
     )
     _check_layout(node)
     return node
@@ -418,4 +427,6 @@ def _cluster_numbers(cluster: Cluster) -> dict[str, tuple[float, str]]:
     }
     if wiring.host is not None:
         numbers |= _link_numbers("intra.host.", wiring.host)
+    if node.host_memory_bytes is not None:
+        numbers["host_memory"] = (node.host_memory_bytes, "B")
     return numbers | ({} if node.inter is None else _link_numbers("inter.", node.inter))

@@ -6,6 +6,7 @@ from cost_models import constants
 from cost_models.compute import attention_time
 from cost_models.device import device
 from cost_models.errors import HardwareFileError, UnknownHardwareError
+from cost_models.hardware import Cluster
 from cost_models.work import AttentionShape
 
 DEVICES = constants.names("devices")
@@ -73,3 +74,28 @@ def test_dispatch_is_named():
     assert device("cpu_laptop").dispatch("eager") == 0
     with pytest.raises(UnknownHardwareError, match=r"dispatch\.lazy"):
         h100.dispatch("lazy")
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if not name.startswith("cpu")])
+def test_copies_to_and_from_the_host(name):
+    """Every accelerator has a host link, slower than its own memory; a copy takes longer the larger it is."""
+    unit = device(name)
+    assert unit.host_link is not None
+    rates = (unit.host_link.to_host_bytes_per_s, unit.host_link.from_host_bytes_per_s)
+    assert max(rates) < unit.memory_bandwidth_bytes_per_s
+    for time in (unit.to_host_time, unit.from_host_time):
+        assert time(0) == unit.launch_latency_s
+        assert time(1e9) > time(1e6) > time(0)
+
+
+def test_a_cpu_has_no_host_link():
+    """Its memory is the host's; the error says what a device with memory of its own would need."""
+    with pytest.raises(UnknownHardwareError, match=r"'cpu_laptop' has no host_link.*\[host_link\.to_host\]"):
+        device("cpu_laptop").to_host_time(1.0)
+
+
+def test_host_memory_is_shared_by_the_devices_in_use():
+    """2 TB for eight devices, or for four; None where a node's file does not say."""
+    assert Cluster("h100_sxm").host_bytes_per_device == 250e9
+    assert Cluster("h100_sxm", devices_per_node=4).host_bytes_per_device == 500e9
+    assert Cluster("l4").host_bytes_per_device is None
