@@ -97,7 +97,7 @@ def calibrate(
         The same calibration on every rank.
     """
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    samples = (*memory_samples(), *aten_samples(), *kernels) if _place().type == "cpu" else ()
+    samples = _kernel_samples(kernels)
     actions = _device_actions() | {sample.key: sample.prepare for sample in samples}
     groups = [(size, message) for size in _group_sizes(ranks) for message in COLLECTIVE_BYTES]
     note = _Note(on_progress, len(actions) + len(groups))
@@ -105,8 +105,28 @@ def calibrate(
     measured = _measure_device(actions, share * budget_s / len(actions), note)
     measured |= _measure_collectives(groups, ranks, (1 - share) * budget_s, note)
     measured = _agree(measured, ranks)
-    cluster = _fit(name, measured, ranks, memory_bytes or _memory_bytes(ranks))
-    cluster = _with_curves(cluster, samples, measured)
+    return _calibration(name, measured, samples, ranks, memory_bytes or _memory_bytes(ranks))
+
+
+def pooled(passes: Sequence[Calibration], *, kernels: Sequence[KernelSample] = ()) -> Calibration:
+    """One calibration from the mean of several of the same machine, each taken with the same `kernels`.
+
+    A machine that is shared changes its speed by the minute; passes between the steps of a run see what they saw.
+    """
+    first = passes[0].cluster
+    measured = {name: statistics.mean(each.measured_s[name] for each in passes) for name in passes[0].measured_s}
+    return _calibration(first.node.name, measured, _kernel_samples(kernels), first.size, first.device.memory_bytes)
+
+
+def _kernel_samples(kernels: Sequence[KernelSample]) -> tuple[KernelSample, ...]:
+    return (*memory_samples(), *aten_samples(), *kernels) if _place().type == "cpu" else ()
+
+
+def _calibration(
+    name: str, measured: Mapping[str, float], samples: Sequence[KernelSample], ranks: int, memory_bytes: int
+) -> Calibration:
+    """What is fitted to the measurements."""
+    cluster = _with_curves(_fit(name, measured, ranks, memory_bytes), samples, measured)
     residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
     return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())
 
@@ -145,7 +165,6 @@ def _mean_time(action: Callable[[], object], share_s: float) -> float:
 
 def _fixed_mean_time(action: Callable[[], object], runs: int) -> float:
     """Mean seconds over a fixed number of runs: collectives need the same count on every rank."""
-    action()
     _synchronize()
     distributed.barrier()
     start = time.perf_counter()
@@ -256,9 +275,15 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
     trial = torch.tensor(_fixed_mean_time(lambda: turn(collective), 1), dtype=torch.float64, device=_place())
     distributed.all_reduce(trial, distributed.ReduceOp.MAX)
-    runs = max(1, min(50, int(share_s / trial.item() / 1.7)))
-    alone = _fixed_mean_time(lambda: turn(lambda: None), runs)
-    return max(_fixed_mean_time(lambda: turn(collective), runs) - alone, 1e-6) / len(PRODUCTS)
+    runs = max(1, min(25, int(share_s / trial.item() / 4)))
+    before, first, second, after = (
+        _fixed_mean_time(partial(turn, then), runs) for then in (_nothing, collective, collective, _nothing)
+    )  # in this order a machine that grows slower or faster meanwhile changes nothing
+    return max((first + second - before - after) / 2, 1e-6) / len(PRODUCTS)
+
+
+def _nothing() -> None:
+    """No collective."""
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -351,35 +376,43 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
 
 
 def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...]:
-    """Start, latency and bandwidth of each collective: least squares of relative errors, none of them negative."""
+    """Start, latency and bandwidth of each collective by least squares, none of them negative.
+
+    Errors are relative to the time, and for times under the median to that: the short ones are differences of long
+    ones, and mostly noise.
+    """
     samples = _samples(measured)
     found = []
     for name in dict.fromkeys(sample.collective for sample in samples):
         own = [sample for sample in samples if sample.collective == name]
+        typical = statistics.median(sample.seconds for sample in own)
+        scales = [max(sample.seconds, typical) for sample in own]
         columns = [(1.0, s.group - 1.0, (s.group - 1) / s.group * s.size_bytes) for s in own]
-        rows = [[value / s.seconds for value in row] for s, row in zip(own, columns, strict=True)]
+        rows = [[value / scale for value in row] for row, scale in zip(columns, scales, strict=True)]
+        targets = [sample.seconds / scale for sample, scale in zip(own, scales, strict=True)]
         used = (0, 1, 2) if len({s.group for s in own}) > 1 else (0, 2)
-        start, latency, per_byte = _non_negative(rows, used)
+        start, latency, per_byte = _non_negative(rows, targets, used)
         found.append(MeasuredCollective(name, start, latency, 1 / max(per_byte, 1e-12)))
     return tuple(found)
 
 
-def _non_negative(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float]:
-    """x >= 0 of least |rows @ x - 1|^2, with entries outside `used` 0: the best of all subsets without negatives.
+def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float], used: Sequence[int]) -> list[float]:
+    """x >= 0 of least |rows @ x - targets|^2, with entries outside `used` 0: the best of all subsets without negatives.
 
     Units are made alike first, so that the least squares are well conditioned.
     """
     matrix = torch.tensor(rows, dtype=torch.float64)
+    wanted = torch.tensor(targets, dtype=torch.float64)[:, None]
     scale = matrix.abs().amax(0).clamp_min(1e-300)
     best, least = [0.0] * len(rows[0]), float("inf")
     for count in range(1, len(used) + 1):
         for subset in combinations(used, count):
             part = matrix[:, subset] / scale[list(subset)]
-            solution = torch.linalg.lstsq(part, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
-            error = float((part @ solution - 1).square().sum())
+            solution = torch.linalg.lstsq(part, wanted).solution
+            error = float((part @ solution - wanted).square().sum())
             if bool((solution >= 0).all()) and error < least:
                 least, best = error, [0.0] * len(rows[0])
-                for place, value in zip(subset, (solution / scale[list(subset)]).tolist(), strict=True):
+                for place, value in zip(subset, (solution[:, 0] / scale[list(subset)]).tolist(), strict=True):
                     best[place] = value
     return best
 

@@ -137,18 +137,30 @@ def layouts(model: str, ranks: int) -> list[Layout]:
     return found
 
 
-def plan_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) -> Plan:
-    """The plan of a layout, priced for `cluster`."""
+@dataclass(frozen=True, slots=True)
+class ChosenLayout:
+    """A layout with what was chosen for it: its plan for any measurement of the machine."""
+
+    planning: PlanningProblem
+    choice: tuple[int, ...]
+    options: PlanOptions
+
+    def plan(self, cluster: autoshard.Cluster) -> Plan:
+        """The plan, priced for `cluster`."""
+        planning = self.planning
+        space, mesh = planning.space, planning.space.mesh
+        priced = build_problem(space, Prices(cluster, mesh), planning.liveness, fold_blocks(space))
+        return plan_of_choice(priced, self.choice, priced.assignment.cost_of(self.choice), None, cluster, self.options)
+
+
+def choose_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) -> ChosenLayout:
+    """What is chosen for a layout on `cluster`."""
     options = PlanOptions(constraints=layout.constraints, with_baselines=False)
     planning = planning_problem(program, layout.mesh, _with_links(cluster, layout.link_speed), options)
     allowed = allowed_options(planning, layout.constraints)
     limit = None if layout.memory is None else layout.memory * _least_bytes(planning, allowed)
     searched = _garbled(planning, layout.drawn) if layout.drawn else planning
-    solution = Search(limit, SEARCH_S)(searched, allowed)
-    space = planning.space
-    real = build_problem(space, Prices(cluster, layout.mesh), planning.liveness, fold_blocks(space))
-    cost = real.assignment.cost_of(solution.choice)
-    return plan_of_choice(real, solution.choice, cost, None, cluster, options)
+    return ChosenLayout(planning, tuple(Search(limit, SEARCH_S)(searched, allowed).choice), options)
 
 
 def _garbled(planning: PlanningProblem, seed: int) -> PlanningProblem:
