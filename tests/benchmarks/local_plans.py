@@ -47,7 +47,7 @@ from tests.benchmarks.live_memory import peak_bytes_of
 from tests.benchmarks.local_layouts import MODELS, ChosenLayout, Layout, choose_layout, layouts
 from tests.passes.lowered_memory import peak_bytes
 
-BLOCKS, ROUNDS = 3, 3
+BLOCKS, ROUNDS = 2, 3
 """Rounds are run in blocks; the machine is measured before the first and after each."""
 RESULTS = Path(__file__).parent / "results" / "local_plans.json"
 
