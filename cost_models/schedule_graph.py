@@ -7,13 +7,14 @@ one, named twice):
     end(i) = max(end(first(i)), end(second(i))) + duration(kind(i))
 
 1. Nodes and what they wait for are tables, made a column at a time.
-2. They are then put in the order in which rank 0 asks for them: before each of its slots all that the slot waits for.
-   So the nodes before a slot of rank 0 are all that it needs, and where the schedule repeats itself, so does the list.
+2. Slots are then put in the order in which rank 0 asks for them: before each of its slots all slots, of any rank, that
+   it needs. Where the schedule repeats itself, so does the list.
+3. Transfers and joins stand right behind the last slot that they wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,13 +22,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_orders import Action, ActionKind, Slot, iterate_orders, last_forward_stage, stage_ranks
+from cost_models.schedule_orders import ActionKind, Rows, last_forward_stage, order_rows, stage_ranks
 
-_FORWARD, _WHOLE, _INPUT, _WEIGHT = range(len(ActionKind))
 SEND = len(ActionKind)
 KINDS = SEND + 1
-"""Kinds of nodes per stage: stage * KINDS + the place of its ActionKind, or + SEND for transfers to its next stage or
-back from there. After those of all stages come joins, and then pairs: forward's stage * stages + backward's more."""
+"""Kinds of nodes per stage: stage * KINDS + its ActionKind, or + SEND for transfers to its next stage or back from
+there. After those of all stages come joins, and then pairs: forward's stage * stages + backward's more."""
 
 Integers = NDArray[np.int64]
 
@@ -37,7 +37,8 @@ class ScheduleGraph:
     """What waits for what.
 
     Args:
-        ranks, stages: how many there are.
+        ranks: how many there are.
+        owners: by stage, its rank.
         first, second: for each node the two that it waits for, both earlier. Node 0 is the start of the step, nodes 1
             to `stages` gather the parameters of a stage; they wait for nothing.
         kinds: what each node takes (see KINDS).
@@ -50,7 +51,7 @@ class ScheduleGraph:
     """
 
     ranks: int
-    stages: int
+    owners: Integers
     first: Integers
     second: Integers
     kinds: Integers
@@ -63,6 +64,11 @@ class ScheduleGraph:
     marks: Integers
     held: Integers
 
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.owners)
+
 
 @lru_cache(maxsize=128)
 def schedule_graph(
@@ -74,7 +80,7 @@ def schedule_graph(
     overlap_sends: bool = True,
     overlap_pairs: bool = False,
 ) -> ScheduleGraph:
-    """The graph of a schedule; see `schedules.simulate_pipeline` for the arguments.
+    """The graph of a schedule; see `schedules.Pipeline` for the arguments.
 
     Raises:
         CostArgumentError: numbers that the schedule does not admit.
@@ -85,24 +91,25 @@ def schedule_graph(
         ([0, 2, 3, 4, 5], [0, 1, 3, 4, 5])
     """
     owners = np.array(stage_ranks(schedule, ranks, virtual_stages))
-    orders = iterate_orders(schedule, ranks, micro_batches, virtual_stages)
+    orders = order_rows(schedule, ranks, micro_batches, virtual_stages)
     actions = _Actions.of(orders, owners, micro_batches, overlap_pairs)
     waits = _connect(actions, owners, overlap_sends, swaps=schedule == "1F1B" and not overlap_sends)
-    asked = np.r_[: len(owners) + 1, actions.slot_nodes[actions.slot_ranks == 0]]
-    order = _order(waits.nodes[:, 0].tolist(), waits.nodes[:, 1].tolist(), asked.tolist())
+    nodes = np.concatenate([np.zeros((len(owners) + 1, 3), dtype=np.int64), waits.slots, *waits.others])
+    nodes[: len(owners) + 1, 2] = KINDS * len(owners)
+    order = _order(waits, nodes, actions)
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    is_forward = actions.kinds == _FORWARD
-    is_done = (actions.kinds == _WHOLE) | (actions.kinds == _WEIGHT)
+    is_forward = actions.kinds == ActionKind.FORWARD
+    is_done = (actions.kinds == ActionKind.BACKWARD) | (actions.kinds == ActionKind.BACKWARD_WEIGHT)
     lasts = np.zeros(len(owners), dtype=np.int64)
     np.maximum.at(lasts, actions.stages[is_done], actions.slots[is_done])
     marked = is_forward & (actions.stages == last_forward_stage(schedule, ranks, virtual_stages))
     return ScheduleGraph(
         ranks=ranks,
-        stages=len(owners),
-        first=places[waits.nodes[order, 0]],
-        second=places[waits.nodes[order, 1]],
-        kinds=waits.nodes[order, 2],
+        owners=owners,
+        first=places[nodes[order, 0]],
+        second=places[nodes[order, 1]],
+        kinds=nodes[order, 2],
         slots=places[actions.slot_nodes],
         slot_ranks=actions.slot_ranks,
         begins=places[actions.begins],
@@ -142,16 +149,15 @@ class _Actions:
     tails: Integers
 
     @classmethod
-    def of(cls, orders: Iterable[Iterable[Slot]], owners: Integers, micro_batches: int, pairs: bool) -> _Actions:
+    def of(cls, orders: Sequence[Rows], owners: Integers, micro_batches: int, pairs: bool) -> _Actions:
         """The tables of the orders; without pairs, each action is a slot of its own."""
-        slots = [slot for order in orders for slot in order]
-        actions = [action for slot in slots for action in slot]
-        stages, kinds, indices = (np.array(column) for column in _columns(actions))
-        is_forward, is_weight = kinds == _FORWARD, kinds == _WEIGHT
+        stages, kinds, indices, joined = np.concatenate([rows.T for rows in orders], axis=1)
+        is_forward, is_weight = kinds == ActionKind.FORWARD, kinds == ActionKind.BACKWARD_WEIGHT
         step = np.where(is_forward, 1, -1)
         targets, sources = (_within(stages + way * step, len(owners), ~is_weight) for way in (1, -1))
-        widths = np.array([len(slot) for slot in slots]) if pairs else np.ones_like(stages)
-        heads = np.cumsum(widths) - widths
+        is_head = joined == 0 if pairs else np.ones_like(joined, dtype=np.bool_)
+        (heads,) = np.nonzero(is_head)
+        widths = np.diff(heads, append=len(stages))
         slot_nodes = len(owners) + 1 + np.arange(len(heads))
         slot_ranks = owners[stages[heads]]
         return cls(
@@ -177,16 +183,6 @@ class _Actions:
         return np.stack(columns, axis=1)
 
 
-def _columns(actions: Sequence[Action]) -> tuple[list[int], list[int], list[int]]:
-    """Stages, places of kinds in ActionKind, micro-batches."""
-    forward, whole, to_input, _ = ActionKind
-    kinds = [
-        _FORWARD if kind is forward else _WHOLE if kind is whole else _INPUT if kind is to_input else _WEIGHT
-        for _, kind, _ in actions
-    ]
-    return [action[0] for action in actions], kinds, [action[2] for action in actions]
-
-
 def _within(stages: Integers, count: int, holds: NDArray[np.bool_]) -> Integers:
     """Numbers of stages, -1 where there is no such stage or the condition does not hold."""
     return np.where(holds & (stages >= 0) & (stages < count), stages, -1)
@@ -194,9 +190,18 @@ def _within(stages: Integers, count: int, holds: NDArray[np.bool_]) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """What waits for what: nodes [n, 3] (first, second, kind) are the start, gathers, slots, transfers, and joins."""
+    """What waits for what. Nodes are rows of (first, second, kind); they are numbered in the order of the fields, after
+    the start and the gathers.
 
-    nodes: Integers
+    Args:
+        slots: the slots.
+        others: transfers, and then, one table after the other, joins that wait for what is before them.
+        transfers: see `ScheduleGraph`.
+        gathers: likewise.
+    """
+
+    slots: Integers
+    others: tuple[Integers, ...]
     transfers: Integers
     gathers: Integers
 
@@ -222,9 +227,9 @@ def _connect(actions: _Actions, owners: Integers, overlap_sends: bool, swaps: bo
     gathers[started, 0] = joins.of(slots[starts, :2], always=True)
     gathers[started, 1] = actions.slot_nodes[starts]
     slots[starts, :2] = np.stack([gathers[started, 0], started + 1], axis=1)
-    fixed = np.tile([0, 0, joins.kind], (stages + 1, 1))
     return _Waits(
-        nodes=np.concatenate([fixed, slots, sends, *joins.nodes]),
+        slots=slots,
+        others=(sends, *joins.nodes),
         transfers=np.where(waited < 0, begins, waited),
         gathers=gathers,
     )
@@ -280,6 +285,54 @@ class _Joins:
         result = ends[:, 0].copy()
         result[rows] = start + np.arange(len(rows))
         return result
+
+
+def _order(waits: _Waits, nodes: Integers, actions: _Actions) -> Integers:
+    """All nodes, each after the two that it waits for; see the module's docstring."""
+    slots = np.zeros(len(nodes), dtype=np.int64)  # of a node that is a slot, its number from 1 on
+    slots[actions.slot_nodes] = np.arange(1, len(actions.slot_nodes) + 1)
+    keys = np.zeros(len(nodes), dtype=np.int64)
+    order = _slot_order(_needed_slots(waits, nodes, slots, actions), int((actions.slot_ranks == 0).sum()))
+    keys[actions.slot_nodes[order]] = np.arange(1, len(order) + 1)
+    end = len(nodes) - sum(len(table) for table in waits.others)
+    for table in waits.others:
+        start, end = end, end + len(table)
+        keys[start:end] = keys[table[:, :2]].max(axis=1)  # a transfer before on its link is of no later slot
+    return np.argsort(keys, kind="stable")
+
+
+def _needed_slots(waits: _Waits, nodes: Integers, slots: Integers, actions: _Actions) -> list[tuple[int, ...]]:
+    """By slot, the slots that it waits for, itself or its transfers, numbered from 1 on; 0 for none."""
+    firsts, seconds = nodes[waits.transfers, 0], nodes[waits.transfers, 1]
+    columns = [slots[actions.begins]]
+    for transfer, first, second in zip(waits.transfers.T, firsts.T, seconds.T, strict=True):
+        columns.append(np.where(slots[transfer] > 0, slots[transfer], slots[first]))
+        columns.append(np.where(slots[transfer] > 0, 0, slots[second]))
+    used = [column for column in columns if column.any()]
+    return [(), *zip(*(column.tolist() for column in used), strict=True)]
+
+
+def _slot_order(needs: Sequence[Sequence[int]], roots: int) -> list[int]:
+    """All slots, each after those that it needs: the first `roots` in turn, then the others; numbered from 0 on."""
+    seen = [True] + [False] * (len(needs) - 1)
+    order, waiting = list[int](), list[int]()
+    add, wait, resume = order.append, waiting.append, waiting.pop
+    for root in range(1, len(needs)):
+        node = root
+        if seen[node]:
+            continue
+        wait(0)
+        while node:
+            for need in needs[node]:
+                if not seen[need]:
+                    wait(node)
+                    node = need
+                    break
+            else:
+                seen[node] = True
+                add(node - 1)
+                node = resume()
+    return order
 
 
 class Window(NamedTuple):
@@ -347,27 +400,3 @@ def put_in(graph: ScheduleGraph, window: Window, periods: int) -> ScheduleGraph:
         transfers=graph.transfers[slots] + later[:, None],
         lasts=graph.lasts + length * periods,
     )
-
-
-def _order(first: Sequence[int], second: Sequence[int], roots: Sequence[int]) -> Integers:
-    """All nodes, each after the two that it waits for: first the roots' in turn, then the others'."""
-    seen = [True] + [False] * (len(first) - 1)
-    order, waiting = [0], list[int]()
-    add, wait, resume = order.append, waiting.append, waiting.pop
-    for root in (*roots, *range(len(first))):
-        if seen[root]:
-            continue
-        wait(0)
-        node = root
-        while node:
-            if not seen[first[node]]:
-                wait(node)
-                node = first[node]
-            elif not seen[second[node]]:
-                wait(node)
-                node = second[node]
-            else:
-                seen[node] = True
-                add(node)
-                node = resume()
-    return np.array(order)

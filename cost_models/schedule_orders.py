@@ -20,20 +20,29 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cost_models.errors import CostArgumentError
 
 
-class ActionKind(Enum):
+class ActionKind(IntEnum):
     """What a pipeline rank does for one stage and one micro-batch."""
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+
+    @property
+    def letter(self) -> str:
+        """Of the literature."""
+        return "FBIW"[self]
 
 
 F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
@@ -47,11 +56,14 @@ class Action(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+        return f"{self.stage}{self.kind.letter}{self.micro_batch}"
 
 
 Slot = tuple[Action, ...]
 """What a rank runs at once: one action, or a forward and a backward that DualPipeV runs as one."""
+
+Rows = NDArray[np.int64]
+"""Actions of a rank in order, [n, 4]: stage, kind, micro-batch, and 1 where it runs as one with the action before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +108,20 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
         >>> [" ".join(str(slot[0]) for slot in order) for order in rank_orders("1F1B", 2, 3)]
         ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
-    return tuple(tuple(order) for order in iterate_orders(schedule, ranks, micro_batches, virtual_stages))
+    return tuple(tuple(_slots(rows)) for rows in order_rows(schedule, ranks, micro_batches, virtual_stages))
 
 
-def iterate_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Iterator[Slot]]:
-    """As `rank_orders`, nothing kept."""
+def order_rows(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Rows]:
+    """As `rank_orders`, as tables."""
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
     return [_ORDERS[schedule](shape, rank) for rank in range(ranks)]
+
+
+def _slots(rows: Rows) -> Iterator[Slot]:
+    actions = [Action(stage, ActionKind(kind), index) for stage, kind, index, _ in rows.tolist()]
+    starts = np.flatnonzero(rows[:, 3] == 0).tolist()
+    return (tuple(actions[start:end]) for start, end in pairwise([*starts, len(actions)]))
 
 
 def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int | None:
@@ -114,6 +132,16 @@ def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> in
     if schedule in _IN_ROUNDS:
         return _Shape(ranks, 1, micro_batches).round_size
     return None if schedule in ("GPipe", "LoopedBFS") else 1
+
+
+def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> int:
+    """How many first micro-batches show a schedule's steady state twice, warm-up behind them, if it has one.
+
+    Found by trying; interleaved schedules with one stage on each of two or three ranks need some more.
+    """
+    if schedule in _IN_ROUNDS:
+        return (3 if virtual_stages > 2 else 4) * _Shape(ranks, virtual_stages, micro_batches).round_size
+    return (2 * ranks if schedule in V_SHAPED else ranks) + 4
 
 
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
@@ -181,40 +209,38 @@ def _most_in_flight(schedule: str, shape: _Shape, rank: int) -> int:
             return every
 
 
-def _gpipe(shape: _Shape, rank: int) -> Iterator[Slot]:
-    for kind in (F, B):
-        yield from ((Action(rank, kind, index),) for index in range(shape.micro_batches))
+def _rows(stage: int | Rows, kind: ActionKind, micro_batches: Rows) -> Rows:
+    """Actions of one kind."""
+    return np.stack(np.broadcast_arrays(stage, kind, micro_batches, 0), axis=1)
 
 
-def _one_forward_one_backward(shape: _Shape, rank: int) -> Iterator[Slot]:
-    forwards = [Action(rank, F, index) for index in range(shape.micro_batches)]
-    backwards = [Action(rank, B, index) for index in range(shape.micro_batches)]
-    yield from _alternate(forwards, backwards, min(shape.ranks - 1 - rank, shape.micro_batches))
+def _gpipe(shape: _Shape, rank: int) -> Rows:
+    micro_batches = np.arange(shape.micro_batches)
+    return np.concatenate([_rows(rank, kind, micro_batches) for kind in (F, B)])
 
 
-def _looped_breadth_first(shape: _Shape, rank: int) -> Iterator[Slot]:
-    stages = range(rank, shape.stages, shape.ranks)
-    yield from ((Action(stage, F, index),) for stage in stages for index in range(shape.micro_batches))
-    for stage in reversed(stages):
-        yield from ((Action(stage, B, index),) for index in reversed(range(shape.micro_batches)))
+def _one_forward_one_backward(shape: _Shape, rank: int) -> Rows:
+    forwards, backwards = (_rows(rank, kind, np.arange(shape.micro_batches)) for kind in (F, B))
+    return _alternate(forwards, backwards, min(shape.ranks - 1 - rank, shape.micro_batches))
 
 
-def _interleaved(shape: _Shape, rank: int) -> Iterator[Slot]:
-    forwards, backwards = _rounds(shape, rank, F), _rounds(shape, rank, B)
-    yield from _alternate(forwards, backwards, _warm_up(shape, rank, 2))
+def _looped_breadth_first(shape: _Shape, rank: int) -> Rows:
+    stages, micro_batches = range(rank, shape.stages, shape.ranks), np.arange(shape.micro_batches)
+    forwards = [_rows(stage, F, micro_batches) for stage in stages]
+    return np.concatenate([*forwards, *(_rows(stage, B, micro_batches[::-1]) for stage in reversed(stages))])
 
 
-def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Iterator[Slot]:
+def _interleaved(shape: _Shape, rank: int) -> Rows:
+    return _alternate(_rounds(shape, rank, F), _rounds(shape, rank, B), _warm_up(shape, rank, 2))
+
+
+def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
     """W follow the I of `rank` backwards later; what is left of them comes last."""
-    weights = iter(_rounds(shape, rank, W))
-    begun = 0
-    for slot in _alternate(_rounds(shape, rank, F), _rounds(shape, rank, I), _warm_up(shape, rank, 1)):
-        yield slot
-        if slot[0].kind is I:
-            begun += 1
-            if begun > rank:
-                yield (next(weights),)
-    yield from ((weight,) for weight in weights)
+    rows = _alternate(_rounds(shape, rank, F), _rounds(shape, rank, I), _warm_up(shape, rank, 1))
+    weights = _rounds(shape, rank, W)
+    (inputs,) = np.nonzero(rows[:, 1] == I)
+    last = np.full(min(rank, len(weights)), len(rows))
+    return np.insert(rows, np.concatenate([inputs[rank:] + 1, last]), weights, axis=0)
 
 
 def _warm_up(shape: _Shape, rank: int, per_hop: int) -> int:
@@ -223,31 +249,26 @@ def _warm_up(shape: _Shape, rank: int, per_hop: int) -> int:
     return min(last_rank + per_hop * (shape.ranks - 1 - rank), shape.virtual_stages * shape.micro_batches)
 
 
-def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> list[Action]:
+def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
     """Round by round, the rank's stages in turn (forwards from its first stage, backwards from its last)."""
-    stages = range(rank, shape.stages, shape.ranks)
-    return [
-        Action(stage, kind, start + index)
-        for start in range(0, shape.micro_batches, shape.round_size)
-        for stage in (stages if kind is F else reversed(stages))
-        for index in range(shape.round_size)
-    ]
+    stages = np.arange(rank, shape.stages, shape.ranks)[:: 1 if kind is F else -1]
+    starts = np.arange(0, shape.micro_batches, shape.round_size)
+    start, stage, index = np.meshgrid(starts, stages, np.arange(shape.round_size), indexing="ij")
+    return _rows(stage.ravel(), kind, (start + index).ravel())
 
 
-def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Iterator[Slot]:
+def _alternate(forwards: Rows, backwards: Rows, warm_up: int) -> Rows:
     """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    yield from ((action,) for action in forwards[:warm_up])
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        yield (forward,)
-        yield (backward,)
-    yield from ((action,) for action in backwards[len(forwards) - warm_up :])
+    later = len(forwards) - warm_up
+    pairs = np.stack([forwards[warm_up:], backwards[:later]], axis=1)
+    return np.concatenate([forwards[:warm_up], pairs.reshape(-1, pairs.shape[-1]), backwards[later:]])
 
 
 @dataclass(slots=True)
 class _Counting:
-    """Slots under construction: each stage takes its micro-batches in order."""
+    """Rows under construction: each stage takes its micro-batches in order."""
 
-    slots: list[Slot] = field(default_factory=list)
+    rows: list[tuple[int, ActionKind, int, bool]] = field(default_factory=list)
     forwards: Counter[int] = field(default_factory=Counter)
     backwards: Counter[int] = field(default_factory=Counter)
     weights: Counter[int] = field(default_factory=Counter)
@@ -255,29 +276,31 @@ class _Counting:
 
     def run(self, stage: int, *kinds: ActionKind) -> None:
         """Append the stage's next action of each kind, one after the other."""
-        self.slots += [(self._next(stage, kind),) for kind in kinds]
+        for kind in kinds:
+            self._next(stage, kind)
 
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
         """Append a forward and a full backward that run as one."""
-        self.slots.append((self._next(forward_stage, F), self._next(backward_stage, B)))
+        self._next(forward_stage, F)
+        self._next(backward_stage, B, joined=True)
 
     def repay(self) -> None:
         """Append the W that has waited longest for its turn, if one does."""
         if self.owed:
             stage, index = self.owed.popleft()
-            self.slots.append((Action(stage, W, index),))
+            self.rows.append((stage, W, index, False))
 
-    def _next(self, stage: int, kind: ActionKind) -> Action:
+    def _next(self, stage: int, kind: ActionKind, joined: bool = False) -> None:
         """B counts as the stage's I."""
         counts = self.forwards if kind is F else self.weights if kind is W else self.backwards
         index = counts[stage]
         counts[stage] = index + 1
         if kind is I:
             self.owed.append((stage, index))
-        return Action(stage, kind, index)
+        self.rows.append((stage, kind, index, joined))
 
 
-def _zero_bubble_v(shape: _Shape, rank: int) -> Iterator[Slot]:
+def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
     """The paper's order for at least 2p - 1 micro-batches, without those that are not there."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     total = max(2 * p - 1, shape.micro_batches)
@@ -299,10 +322,11 @@ def _zero_bubble_v(shape: _Shape, rank: int) -> Iterator[Slot]:
     made.run(first, *[I, W] * (p - rank))
     for stage in (last, first):
         made.run(stage, *[W] * (total - made.weights[stage]))
-    return (slot for slot in made.slots if slot[0].micro_batch < shape.micro_batches)
+    rows = np.array(made.rows)
+    return rows[rows[:, 2] < shape.micro_batches]
 
 
-def _dual_pipe_v(shape: _Shape, rank: int) -> Iterator[Slot]:
+def _dual_pipe_v(shape: _Shape, rank: int) -> Rows:
     """The eight phases of DualPipe's order, for a rank of its V."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     after = p - rank - 1
@@ -326,7 +350,7 @@ def _dual_pipe_v(shape: _Shape, rank: int) -> Iterator[Slot]:
         made.run(last, B)
         made.overlap(last, first)
     _wind_down(made, rank, first, last, after)
-    return iter(made.slots)
+    return np.array(made.rows)
 
 
 def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) -> None:
@@ -340,7 +364,7 @@ def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) ->
         made.repay()
 
 
-_ORDERS: Mapping[str, Callable[[_Shape, int], Iterator[Slot]]] = {
+_ORDERS: Mapping[str, Callable[[_Shape, int], Rows]] = {
     "GPipe": _gpipe,
     "1F1B": _one_forward_one_backward,
     "Interleaved1F1B": _interleaved,

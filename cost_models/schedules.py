@@ -25,59 +25,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import Action, ActionKind, Slot, peak_in_flight, rank_orders, stage_ranks
+from cost_models.stages import Pipeline, StageTimes
 from cost_models.timeline import COMPUTE, Span, Timeline
 
 _FORWARD, _WHOLE, _INPUT, _WEIGHT = ActionKind
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """What one stage takes for one micro-batch (seconds), and once per step.
-
-    Args:
-        forward_s: forward, communication inside the stage that nothing hides included.
-        backward_input_s: backward to the stage's input; `backward_weight_s`: to its weights. A schedule that does not
-            cut the backward runs both, one after the other.
-        send_s: sending the output to the next stage's rank, and its gradient back (nothing where both sit on one rank).
-        recompute_s: forward work that the backward repeats, ahead of `backward_input_s`.
-        forward_communication_s, backward_communication_s: the part of forward_s, and of the whole backward, in which
-            the stage only communicates: what the pairs of DualPipeV can hide.
-        gather_s: gathering the stage's parameters, once, before its first forward.
-        reduce_s: reducing its gradients, once, after its last backward.
-        update_s: its optimizer, once.
-        activation_bytes: what its forward saves for its backward.
-    """
-
-    forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-    send_s: float = 0.0
-    recompute_s: float = 0.0
-    forward_communication_s: float = 0.0
-    backward_communication_s: float = 0.0
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    update_s: float = 0.0
-    activation_bytes: float = 0.0
-
-    @property
-    def backward_s(self) -> float:
-        """The whole backward, recomputation included."""
-        return self.recompute_s + self.backward_input_s + self.backward_weight_s
-
-    def action_s(self, kind: ActionKind) -> float:
-        """Seconds of one action."""
-        match kind:
-            case ActionKind.FORWARD:
-                return self.forward_s
-            case ActionKind.BACKWARD:
-                return self.backward_s
-            case ActionKind.BACKWARD_INPUT:
-                return self.recompute_s + self.backward_input_s
-            case ActionKind.BACKWARD_WEIGHT:
-                return self.backward_weight_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,57 +105,30 @@ class PipelineTimeline:
         return Timeline(tuple(spans), tuple(f"pipeline rank {rank}" for rank in range(len(self.ranks))))
 
 
-def simulate_pipeline(
-    schedule: str,
-    stages: Sequence[StageTimes],
-    micro_batches: int,
-    virtual_stages: int = 1,
-    *,
-    overlap_sends: bool | None = None,
-    overlap_pairs: bool = False,
-    buckets: int = 1,
-    clips_norm: bool = False,
-) -> PipelineTimeline:
+def simulate_pipeline(pipeline: Pipeline) -> PipelineTimeline:
     """Simulate one step.
 
-    Args:
-        schedule: a name of `schedule_orders.SCHEDULES`.
-        stages: in the order of the model; their number is a multiple of `virtual_stages`.
-        micro_batches: micro-batches of a step (per data parallel replica).
-        virtual_stages: stages on each rank.
-        overlap_sends: whether transfers overlap with compute; None as torch's class does (all but 1F1B).
-        overlap_pairs: whether each half of DualPipeV's pairs computes while the other communicates; torch runs them
-            one after the other unless it is given a function that overlaps them.
-        buckets: pieces into which gathers and reductions are cut; 1 overlaps neither with its own stage's compute.
-        clips_norm: whether the update waits for the gradients of all ranks.
-
     Raises:
-        CostArgumentError: a negative time, or numbers that the schedule does not admit.
+        CostArgumentError: numbers that the schedule does not admit.
 
     Example:
-        >>> line = simulate_pipeline("1F1B", [StageTimes(1.0, 1.0, 1.0)] * 4, micro_batches=8)
+        >>> line = simulate_pipeline(Pipeline("1F1B", [StageTimes(1.0, 1.0, 1.0)] * 4, micro_batches=8))
         >>> line.total_s, line.bubble_s, line.in_flight
         (33.0, 9.0, (4, 3, 2, 1))
     """
-    check_stages(stages, virtual_stages, buckets)
-    ranks = len(stages) // virtual_stages
-    orders = rank_orders(schedule, ranks, micro_batches, virtual_stages)
-    overlaps = schedule != "1F1B" if overlap_sends is None else overlap_sends
+    schedule, ranks, stages = pipeline.schedule, pipeline.ranks, pipeline.stages
+    orders = rank_orders(schedule, ranks, pipeline.micro_batches, pipeline.virtual_stages)
     run = _Run(
-        stages=stages,
-        owners=stage_ranks(schedule, ranks, virtual_stages),
-        orders=orders if overlap_pairs else tuple(_one_by_one(order) for order in orders),
-        micro_batches=micro_batches,
-        overlap_sends=overlaps,
-        swaps=schedule == "1F1B" and not overlaps,
-        buckets=buckets,
+        pipeline=pipeline,
+        owners=stage_ranks(schedule, ranks, pipeline.virtual_stages),
+        orders=orders if pipeline.overlap_pairs else tuple(_one_by_one(order) for order in orders),
     )
     run.all_actions()
-    total, parts = run.finish(clips_norm)
+    total, parts = run.finish()
     saved = {index: stage.activation_bytes for index, stage in enumerate(stages)}
     return PipelineTimeline(
         schedule=schedule,
-        micro_batches=micro_batches,
+        micro_batches=pipeline.micro_batches,
         total_s=total,
         ranks=parts,
         in_flight=tuple(int(peak_in_flight(order)) for order in orders),
@@ -226,13 +151,9 @@ _Interval = tuple[float, float]
 class _Run:
     """The state of a simulation: what is made, sent and under way, and when each rank is free."""
 
-    stages: Sequence[StageTimes]
+    pipeline: Pipeline
     owners: Sequence[int]
     orders: Sequence[Sequence[Slot]]
-    micro_batches: int
-    overlap_sends: bool
-    swaps: bool
-    buckets: int
     events: list[tuple[int, str, str | Slot, float, float]] = field(default_factory=list)
     made: dict[_Value, float] = field(default_factory=dict)
     sent: dict[_Value, _Interval] = field(default_factory=dict)
@@ -249,11 +170,16 @@ class _Run:
 
     def __post_init__(self) -> None:
         ranks = range(len(self.orders))
-        self.left = dict.fromkeys(range(len(self.stages)), self.micro_batches)
+        self.left = dict.fromkeys(range(len(self.stages)), self.pipeline.micro_batches)
         self.places, self.owed = [0 for _ in ranks], [[] for _ in ranks]
         self.free, self.reduced, self.computed, self.sends, self.gathers = ([0.0 for _ in ranks] for _ in range(5))
         for rank in ranks:
             self._gather(rank)
+
+    @property
+    def stages(self) -> Sequence[StageTimes]:
+        """In the order of the model."""
+        return self.pipeline.stages
 
     def all_actions(self) -> None:
         """Run the orders to their ends, each rank as far as it gets before the next."""
@@ -265,10 +191,10 @@ class _Run:
                     busy = True
         assert self.places == [len(order) for order in self.orders], "the orders of a schedule can run"
 
-    def finish(self, clips_norm: bool) -> tuple[float, tuple[RankTimes, ...]]:
+    def finish(self) -> tuple[float, tuple[RankTimes, ...]]:
         """(step, parts by rank) once the updates have run."""
         known = tuple(zip(self.computed, self.sends, self.gathers, strict=True))
-        end = finish_step(self.stages, self.owners, self.free, self.reduced, known, clips_norm)
+        end = finish_step(self.pipeline, self.owners, self.free, self.reduced, known)
         for rank, (start, times) in enumerate(zip(end.update_starts_s, end.ranks, strict=True)):
             if times.update_s > 0:
                 self.events.append((rank, COMPUTE, "update", start, start + times.update_s))
@@ -286,7 +212,7 @@ class _Run:
 
     def _receive(self, rank: int) -> bool:
         """In a schedule that swaps, begin the transfer to the rank's next action, now that the rank waits for it."""
-        if not self.swaps:
+        if not self.pipeline.swaps:
             return False
         value = self._input(self.orders[rank][self.places[rank]][0])
         if value is None or value in self.sent or value not in self.made:
@@ -357,10 +283,10 @@ class _Run:
     def _gathered(self, rank: int, stage: int, start: float, duration: float) -> _Interval:
         """When a stage's first forward runs: after the first bucket, its last part after the last bucket."""
         begin, finish = self.gathered[stage]
-        ready = begin + (finish - begin) / self.buckets
+        ready = begin + (finish - begin) / self.pipeline.buckets
         self.gathers[rank] += max(0.0, ready - start)
         start = max(start, ready)
-        end = max(start + duration, finish + duration / self.buckets)
+        end = max(start + duration, finish + duration / self.pipeline.buckets)
         self.gathers[rank] += end - start - duration
         return start, end
 
@@ -372,9 +298,9 @@ class _Run:
             target = stage + 1 if kind is _FORWARD else stage - 1
             self.made[value] = end
             if 0 <= target < len(self.stages) and self.owners[target] != rank:
-                if not self.swaps:
+                if not self.pipeline.swaps:
                     self._send(value, self.owners[target], end)
-                if not self.overlap_sends and self._waits_for_send(rank, kind):
+                if not self.pipeline.sends_overlap and self._waits_for_send(rank, kind):
                     self.owed[rank].append(value)
         if kind in (_WHOLE, _WEIGHT):
             self.left[stage] -= 1
@@ -383,8 +309,8 @@ class _Run:
 
     def _waits_for_send(self, rank: int, kind: ActionKind) -> bool:
         """Whether the rank's next slot waits for what this action sends: always, or, where ranks swap, at turns."""
-        if not self.swaps or self.places[rank] == len(self.orders[rank]):
-            return not self.swaps
+        if not self.pipeline.swaps or self.places[rank] == len(self.orders[rank]):
+            return not self.pipeline.swaps
         return self.orders[rank][self.places[rank]][0].kind is not kind
 
     def _send(self, value: _Value, target: int, not_before: float) -> None:
@@ -402,7 +328,7 @@ class _Run:
         """Reduce a stage's gradients, of which the last bucket's come at `end`, the others' evenly since `start`."""
         duration = self.stages[stage].reduce_s
         if duration > 0:
-            begin, self.reduced[rank] = reduction(duration, self.reduced[rank], start, end, self.buckets)
+            begin, self.reduced[rank] = reduction(duration, self.reduced[rank], start, end, self.pipeline.buckets)
             self.events.append((rank, "reduce", f"reduce {stage}", begin, self.reduced[rank]))
 
 
@@ -421,26 +347,25 @@ class StepEnd(NamedTuple):
 
 
 def finish_step(
-    stages: Sequence[StageTimes],
+    pipeline: Pipeline,
     owners: Sequence[int],
     free: Sequence[float],
     reduced: Sequence[float],
     known: Sequence[tuple[float, float, float]],
-    clips_norm: bool,
 ) -> StepEnd:
     """Run the updates.
 
     Args:
-        stages, owners: the stages, and the rank of each.
+        pipeline: the step.
+        owners: by stage, its rank.
         free, reduced: by rank, when its last slot and its last reduction ended.
         known: by rank, seconds of computing, of waiting for transfers, of waiting for gathers.
-        clips_norm: whether updates wait for each other.
     """
     updates = [0.0 for _ in free]
-    for stage, rank in zip(stages, owners, strict=True):
+    for stage, rank in zip(pipeline.stages, owners, strict=True):
         updates[rank] += stage.update_s
     ready = [max(times) for times in zip(free, reduced, strict=True)]
-    starts = [max(ready)] * len(ready) if clips_norm else ready
+    starts = [max(ready)] * len(ready) if pipeline.clips_norm else ready
     total = max(start + update for start, update in zip(starts, updates, strict=True))
     parts = []
     for rank, (computed, sends, gathers) in enumerate(known):
@@ -463,19 +388,3 @@ def _covered(intervals: Sequence[_Interval], begin: float, end: float) -> float:
         total += max(0.0, min(last, end) - max(first, position))
         position = max(position, last)
     return total
-
-
-def check_stages(stages: Sequence[StageTimes], virtual_stages: int, buckets: int) -> None:
-    """Raises CostArgumentError unless the numbers describe a pipeline."""
-    if not stages or virtual_stages < 1 or len(stages) % virtual_stages:
-        raise CostArgumentError(
-            f"{len(stages)} stages do not lie evenly on ranks with virtual_stages={virtual_stages} each."
-        )
-    if buckets < 1:
-        raise CostArgumentError(f"buckets={buckets!r}: gathers and reductions are cut into at least one piece.")
-    for number, stage in enumerate(stages):
-        for part in fields(StageTimes):
-            if not getattr(stage, part.name) >= 0:
-                raise CostArgumentError(f"Stage {number} has {part.name}={getattr(stage, part.name)!r}; at least 0.")
-        if stage.forward_communication_s > stage.forward_s or stage.backward_communication_s > stage.backward_s:
-            raise CostArgumentError(f"Stage {number} communicates for longer than it runs: {stage!r}.")

@@ -15,7 +15,7 @@ from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import stage_ranks
 from cost_models.schedule_times import pipeline_times
-from cost_models.schedules import StageTimes
+from cost_models.stages import Pipeline, StageTimes
 from passes.fold_program import AFTER, BEFORE
 
 _SCHEDULES = {
@@ -99,16 +99,20 @@ def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, flo
         (only,) = stages
         return recipe.micro_batches * (only.forward_s + only.backward_s), 0.0, (1.0,)
     try:
-        return _pipeline(
-            schedule_name(recipe), tuple(stages), recipe.micro_batches, recipe.virtual_stages, recipe.overlap_pipeline
+        return _run_pipeline(
+            Pipeline(
+                schedule_name(recipe),
+                tuple(stages),
+                recipe.micro_batches,
+                recipe.virtual_stages,
+                overlap_sends=recipe.overlap_pipeline,
+            )
         )
     except CostArgumentError as error:
         raise RecipeError(f"pipeline={recipe.pipeline}, virtual_stages={recipe.virtual_stages}: {error}") from error
 
 
 @lru_cache(maxsize=4096)
-def _pipeline(
-    schedule: str, stages: tuple[StageTimes, ...], micro_batches: int, virtual_stages: int, overlaps: bool
-) -> tuple[float, float, tuple[float, ...]]:
-    times = pipeline_times(schedule, stages, micro_batches, virtual_stages, overlap_sends=overlaps)
-    return times.total_s, times.bubble_s, tuple(held / virtual_stages for held in times.in_flight)
+def _run_pipeline(pipeline: Pipeline) -> tuple[float, float, tuple[float, ...]]:
+    times = pipeline_times(pipeline)
+    return times.total_s, times.bubble_s, tuple(held / pipeline.virtual_stages for held in times.in_flight)

@@ -14,10 +14,12 @@ import torch
 from torch import fx
 
 from autoshard.errors import RecipeError
+from autoshard.ir.plan import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
+from passes.combine_layouts import combine_layouts
 from passes.count_sections import Section, count_sections, splits_of
 from passes.enumerate_strategies import SearchSpace
 from passes.fold_program import AFTER, BEFORE, FoldedProgram
@@ -97,6 +99,7 @@ class PricedModel:
     _space: SearchSpace | None = None
     _layouts: dict[object, AxisLayout] = field(default_factory=dict)
     _sections: dict[RecipeKind, dict[str, Section]] = field(default_factory=dict)
+    _nodes: dict[RecipeKind, dict[str, NodePlan]] = field(default_factory=dict)
 
     @cached_property
     def counted(self) -> CountedModel:
@@ -131,6 +134,12 @@ class PricedModel:
     def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""
         return self.counted.section_prices(recipe, cluster)
+
+    def node_plans(self, kind: RecipeKind) -> Mapping[str, NodePlan]:
+        """The specs of calls under a kind of recipe, see `combine_layouts`."""
+        if kind not in self._nodes:
+            self._nodes[kind] = combine_layouts(self.folded, self.layouts(kind))
+        return self._nodes[kind]
 
     def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
         """How each axis of a kind of recipe splits the program.

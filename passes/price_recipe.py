@@ -28,7 +28,7 @@ from cost_models.collectives import (
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
-from cost_models.schedules import StageTimes
+from cost_models.stages import StageTimes
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
 from passes.fold_program import AFTER, BEFORE

@@ -7,18 +7,19 @@ import time
 from collections.abc import Mapping
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import NodePlan, ParameterPlan, Plan, Prediction
+from autoshard.ir.plan import ParameterPlan, Plan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from cost_models.step import StepModel, fitted
+from passes.combine_layouts import combined
 from passes.pipeline_stages import share_out
 from passes.price_memory import memory_price
 from passes.price_model import CountedModel, PricedModel, RecipeKind
 from passes.price_recipe import WEIGHT_BYTES, model_flops, recipe_groups, step_price
-from passes.propagate_axis import AXIS, AxisLayout
+from passes.propagate_axis import AxisLayout
 
 
 def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None) -> Plan:
@@ -45,7 +46,7 @@ def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: St
         inputs={
             slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)
         },
-        nodes=_node_plans(priced, layouts),
+        nodes=priced.node_plans(kind),
         outputs={f"output {slot.name}": PartitionSpec() for slot in program.outputs_of(OutputKind.OUTPUT)},
         parameters=_parameter_plans(priced, layouts, recipe, mesh),
         predicted=prediction,
@@ -96,40 +97,6 @@ def recipe_mesh(recipe: Recipe) -> Mesh:
         outer = recipe.expert_ranks // recipe.expert
         axes = {"pipeline": recipe.pipeline, "data": outer, "expert": recipe.expert, "tensor": recipe.expert_tensor}
     return Mesh({axis: size for axis, size in axes.items() if size > 1} or {"data": 1})
-
-
-def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
-    """Specs of the calls of one block of each kind, and of the ends; batches are split over replicas beforehand."""
-    nodes = {}
-    for name, section in priced.folded.section_of.items():
-        known = {axis: layout for axis, layout in layouts.items() if name in layout.results}
-        if section and known:
-            inputs = tuple(zip(*(layout.operands.get(name, ()) for layout in known.values()), strict=True))
-            outputs = tuple(zip(*(layout.results[name] for layout in known.values()), strict=True))
-            axes = tuple(known)
-            nodes[name] = NodePlan(
-                tuple(combined(axes, specs) for specs in inputs), tuple(combined(axes, specs) for specs in outputs)
-            )
-    return nodes
-
-
-def combined(axes: tuple[str, ...], specs: tuple[PartitionSpec, ...]) -> PartitionSpec:
-    """One spec from those of single axes.
-
-    Example:
-        >>> combined(("context", "tensor"), (PartitionSpec(None, AXIS), PartitionSpec(None, AXIS)))
-        P(None, ('context', 'tensor'))
-    """
-    ndim = max((len(spec.dims) for spec in specs), default=0)
-    dims = [
-        tuple(axis for axis, spec in zip(axes, specs, strict=True) if AXIS in spec.axes_of(dim)) for dim in range(ndim)
-    ]
-    partial = {
-        axis: reduction.value
-        for axis, spec in zip(axes, specs, strict=True)
-        if (reduction := spec.reduction_over(AXIS)) is not None
-    }
-    return PartitionSpec(*dims, partial=partial)
 
 
 def _parameter_plans(

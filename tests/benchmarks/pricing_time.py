@@ -1,6 +1,6 @@
 """How long it takes to price one plan of an 80-layer model on 1,024 devices, by schedule of its pipeline.
 
-Run: python -m tests.benchmarks.pricing_time [--repeats 7]
+Run: python -m tests.benchmarks.pricing_time [--repeats 7]   (half a minute; each row is printed when it is measured)
 
 The model (of the shape of Llama-3 70B, on meta) is traced once, and one recipe priced. Then each price is of a recipe
 with another micro-batch, so that nothing but the trace and its layouts is known of it:
@@ -8,24 +8,25 @@ with another micro-batch, so that nothing but the trace and its layouts is known
 * cold: the schedule, with so many stages and micro-batches, was not seen before;
 * warm: it was, with other times.
 
-Times are milliseconds of one thread's CPU, the median and the largest of the repeats.
+Times are milliseconds of one thread's CPU, the median and the largest of the repeats. What is alive after the trace is
+left out of garbage collections (`gc.freeze`): torch's own objects take longer to look through than a price to make.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import autoshard
@@ -101,35 +102,46 @@ def time_shape(
     return Times(schedule, pipeline, virtual, number, overlaps, cold, warm)
 
 
-def table(rows: list[Times]) -> Table:
-    """One line for each shape."""
-    names = ("schedule", "ranks", "virtual", "micro-batches", "sends overlap", "cold", "largest", "warm", "largest")
-    result = Table(*names, title="CPU milliseconds to price one plan of 80 layers on 1,024 devices")
-    for row in rows:
-        result.add_row(
-            row.schedule or "none", str(row.stages), str(row.virtual_stages), str(row.micro_batches),
-            "yes" if row.overlaps else "no",
-            *(f"{choose(times):.1f}" for times in (row.cold, row.warm) for choose in (statistics.median, max)),
-        )  # fmt: skip
-    return result
+_COLUMNS = (
+    "        schedule", "ranks", "virtual", "micro-batches", "sends overlap", "cold", "largest", "warm", "largest",
+)  # fmt: skip
+
+
+def line(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
+    return "| " + " | ".join(f"{cell:>{len(name)}}" for cell, name in zip(cells, _COLUMNS, strict=True)) + " |"
+
+
+def cells(row: Times) -> list[str]:
+    """What the table says of a shape."""
+    milliseconds = [f"{choose(times):.1f}" for times in (row.cold, row.warm) for choose in (statistics.median, max)]
+    shape = [row.schedule or "none", str(row.stages), str(row.virtual_stages), str(row.micro_batches)]
+    return [*shape, "yes" if row.overlaps else "no", *milliseconds]
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table."""
+    """Print the table, a line whenever a shape is measured; what is under way goes to the terminal beside it."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.pricing_time")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(arguments)
     quiet()
     torch.set_num_threads(1)
-    model, inputs = build()
-    autoshard.price(model, CLUSTER, Recipe(data=128, tensor=8, sequence_parallel=True, zero=1), example_inputs=inputs)
-    sizes = count(2)
-    rows = [
-        time_shape(model, inputs, shape, overlaps, sizes, options.repeats)
-        for shape in SHAPES
-        for overlaps in ((False, True) if shape[0] else (False,))
-    ]
-    Console(width=120).print(table(rows))
+    console = Console(width=120, highlight=False)
+    with Console(stderr=True).status("tracing 80 layers") as status:
+        model, inputs = build()
+        first = Recipe(data=128, tensor=8, sequence_parallel=True, zero=1)
+        autoshard.price(model, CLUSTER, first, example_inputs=inputs)
+        gc.collect()
+        gc.freeze()
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
+        console.print(f"CPU milliseconds to price one plan of 80 layers on 1,024 devices ({versions})\n")
+        console.print(line(_COLUMNS))
+        console.print(line(["-" * len(name) for name in _COLUMNS]))
+        shapes = [(shape, overlaps) for shape in SHAPES for overlaps in ((False, True) if shape[0] else (False,))]
+        sizes = count(2)
+        for number, (shape, overlaps) in enumerate(shapes):
+            status.update(f"{number + 1} of {len(shapes)}: {shape[0] or 'no pipeline'}")
+            console.print(line(cells(time_shape(model, inputs, shape, overlaps, sizes, options.repeats))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_graph import KINDS, SEND, put_in, schedule_graph, steady_window
-from cost_models.schedule_orders import SCHEDULES, V_SHAPED, rank_orders, repeating_micro_batches, stage_ranks
+from cost_models.schedule_orders import (
+    SCHEDULES,
+    V_SHAPED,
+    rank_orders,
+    repeating_micro_batches,
+    settled_micro_batches,
+    stage_ranks,
+)
 
 PERIODIC = tuple(name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS"))
 
@@ -89,14 +96,14 @@ def test_no_periods_put_in_leave_a_graph_as_it_is():
 
 
 @pytest.mark.parametrize("schedule", PERIODIC)
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_steady_states_are_found(schedule, ranks):
-    """Four micro-batches a rank are enough, six where the V turns back."""
-    virtual = 2 if schedule in V_SHAPED else 1
-    graph = schedule_graph(schedule, ranks, 6 * ranks, virtual)
-    step = repeating_micro_batches(schedule, ranks, 6 * ranks)
+@pytest.mark.parametrize(("ranks", "virtual"), [(1, 1), (5, 2), (16, 2), (4, 3)])
+def test_steady_states_are_found(schedule, ranks, virtual):
+    """In as few micro-batches as are said to show them."""
+    virtual = 1 if schedule == "1F1B" else 2 if schedule in V_SHAPED else virtual
+    few = settled_micro_batches(schedule, ranks, 10 * ranks, virtual)
+    step = repeating_micro_batches(schedule, ranks, 10 * ranks)
     assert step is not None
-    assert steady_window(graph, step) is not None
+    assert steady_window(schedule_graph(schedule, ranks, few, virtual), step) is not None
 
 
 def test_a_step_of_one_period_has_no_steady_state():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
 from cost_models.power import power_limit
-from cost_models.schedules import StageTimes
+from cost_models.stages import StageTimes
 from passes.bound_recipes import SectionFloors, pipe_shapes, rank_paths, step_floors
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import run_stages, share_out

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoshard import Recipe, RecipeError
-from cost_models.schedules import StageTimes, simulate_pipeline
+from cost_models.schedules import simulate_pipeline
+from cost_models.stages import Pipeline, StageTimes
 from passes.pipeline_stages import rank_sections, run_stages, schedule_name, share_out
 
 
@@ -51,7 +52,7 @@ def test_long_pipelines_take_what_they_take_in_a_simulation(schedule: str, overl
     recipe = Recipe(pipeline=4, virtual_stages=virtual, schedule=schedule, global_batch=48, overlap_pipeline=overlaps)
     stages = [StageTimes(1.0 + index / 16, 1.25, 0.75, 0.125) for index in range(4 * virtual)]
     total_s, bubble_s, in_flight = run_stages(stages, recipe)
-    line = simulate_pipeline(schedule_name(recipe), stages, 48, virtual, overlap_sends=overlaps)
+    line = simulate_pipeline(Pipeline(schedule_name(recipe), stages, 48, virtual, overlap_sends=overlaps))
     assert total_s == pytest.approx(line.total_s)
     assert bubble_s == pytest.approx(line.bubble_s)
     assert in_flight == tuple(held / virtual for held in line.in_flight)

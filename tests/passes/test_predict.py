@@ -17,7 +17,8 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
-from cost_models.schedules import StageTimes, simulate_pipeline
+from cost_models.schedules import simulate_pipeline
+from cost_models.stages import Pipeline, StageTimes
 from cost_models.streams import Overlap
 from passes import predict as predict_module
 from passes.build_assignment import PlanningProblem
@@ -161,7 +162,7 @@ def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
 
 def test_a_pipeline_is_traced_with_a_process_per_rank() -> None:
     """Its transfers are streams of their senders."""
-    line = simulate_pipeline("1F1B", [StageTimes(1e-3, 1e-3, 1e-3, send_s=1e-4)] * 3, micro_batches=4)
+    line = simulate_pipeline(Pipeline("1F1B", [StageTimes(1e-3, 1e-3, 1e-3, send_s=1e-4)] * 3, micro_batches=4))
     trace = trace_of(line.timeline)
     check_trace_events({"traceEvents": trace.events(), "displayTimeUnit": "ms"})
     assert trace.processes == ("pipeline rank 0", "pipeline rank 1", "pipeline rank 2")
