@@ -15,7 +15,9 @@ from passes.propagate_axis import AXIS
 def test_a_dim_has_the_axes_that_split_it_in_their_order() -> None:
     """And a value that is partial over one axis stays so."""
     assert combined(("context", "tensor"), (P(AXIS), P(AXIS))) == P(("context", "tensor"))
-    assert combined(("context", "tensor"), (P(AXIS), P(partial=AXIS))) == P("context", partial="tensor")
+    assert combined(("context", "tensor"), (P(AXIS), P(partial={AXIS: "sum"}))) == P(
+        "context", partial={"tensor": "sum"}
+    )
 
 
 def test_specs_of_a_kind_of_recipe_are_found_once() -> None:
