@@ -41,6 +41,8 @@ def search_plan(
         DoesNotFitError: no recipe fits; carries the least memory that one takes.
         NotAvailableError: an optimizer or precision that recipes do not have, or time ran out before any was priced.
     """
+    from passes.recipe_alternatives import RecipeAlternatives
+
     base = base_recipe(model, optimizer, precision, global_batch)
     limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
     problem = recipe_problem(model, cluster, base, example_inputs=example_inputs, loss_fn=loss_fn, memory_limit=limit)
@@ -57,6 +59,7 @@ def search_plan(
         was_interrupted=found.was_interrupted,
         memory_budget=limit,
         baselines={name: each.objective if each.recipe else None for name, each in baselines.items()},
+        alternatives=RecipeAlternatives(problem, time_budget_s),
     )
 
 

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from cost_models import constants
 from cost_models.errors import CostArgumentError
 
+_NEVER = 1e-12
+"""The least duty that counts: the clock is the highest far above it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PowerLimit:
@@ -49,7 +52,7 @@ class PowerLimit:
         """
         if not 0 <= duty <= 1:
             raise CostArgumentError(f"duty={duty!r} is no share of the time between 0 and 1.")
-        return self.headroom if duty == 0 else float(self.speeds(np.array([duty]))[0])
+        return self.headroom if duty < _NEVER else float(self.speeds(np.array([duty]))[0])
 
     def speeds(self, duties: NDArray[np.float64]) -> NDArray[np.float64]:
         """`speed` of many duties, each over 0 and at most 1."""

@@ -187,6 +187,10 @@ class GroupLinks:
     spine: Link | None = None
     cards: int = 0
 
+    def __hash__(self) -> int:
+        """By its numbers of ranks: few groups differ in links alone, and prices are looked up by group very often."""
+        return hash((self.size, self.per_node, self.nodes, self.pods, self.cards))
+
     def measured(self, collective: str) -> MeasuredCollective | None:
         """The collective as it was measured on the fabric of one node, where it was."""
         if self.nodes > 1 or self.intra is None:

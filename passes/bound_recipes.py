@@ -32,9 +32,10 @@ Every bound is taken less one part in 10^9, for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,19 +45,14 @@ from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.step import StepModel
-from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import share_out
-from passes.price_memory import kept_bytes, state_bytes
 from passes.price_recipe import EndWork, Groups, section_products, section_time, sharded_time
 from passes.price_sections import SectionPrice
 from passes.recipe_space import Pipe, schedule_of
 
 Floats = NDArray[np.float64]
 
-_ROUNDING = 1.0 - 1e-9
-
-_PARTS = 8
-"""Parts of memory at most, see `passes.price_memory`."""
+ROUNDING = 1.0 - 1e-9
 
 _NEVER = 1e-12
 """The least duty: products that take no time."""
@@ -98,30 +94,44 @@ class SectionFloors:
         return self.forward_gain + self.backward_gain
 
 
-def section_floors(
-    sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
-) -> SectionFloors:
-    """What sections take under a recipe."""
-    blocks = [name not in (BEFORE, AFTER) for name in sections]
-    pairs = list(zip(sections.values(), blocks, strict=True))
-    times = [section_time(price, recipe, groups, cluster, model, is_block=is_block) for price, is_block in pairs]
-    products = np.array([section_products(price, recipe, model, is_block=is_block) for price, is_block in pairs])
-    gathers = np.array([sharded_time(price, recipe, groups, cluster, model) for price, _ in pairs])
-    forward = np.array([time.forward_s for time in times])
-    backward = np.array([time.backward_s + time.recompute_s for time in times])
-    longest = (1.0 + model.interference) * power_limit().headroom * gathers
-    slopes = np.where(np.stack([forward, backward], axis=1) >= longest, 1.0, 1.0 + model.interference)
-    return SectionFloors(
-        forward=forward,
-        backward=backward,
-        forward_gain=products[:, 0] * slopes[:, 0],
-        backward_gain=products[:, 1] * slopes[:, 1],
-        late=np.array([time.weight_gradient_s for time in times]),
-        products=products.sum(axis=1),
-        dense=np.array([float(price.parameters) for price in sections.values()]),
-        expert=np.array([float(price.expert_parameters) for price in sections.values()]),
-        tensors=np.array([price.tensors for price in sections.values()]),
-    )
+class SectionFloor(NamedTuple):
+    """One section of `SectionFloors`."""
+
+    forward: float
+    backward: float
+    forward_gain: float
+    backward_gain: float
+    late: float
+    products: float
+    dense: float
+    expert: float
+    tensors: float
+
+
+def section_floor(
+    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
+) -> SectionFloor:
+    """What a section takes under a recipe."""
+    time = section_time(price, recipe, groups, cluster, model, is_block=is_block)
+    products = section_products(price, recipe, model, is_block=is_block)
+    gathers = sharded_time(price, recipe, groups, cluster, model)
+    longest = (1.0 + model.interference) * power_limit().headroom
+    totals = (time.forward_s, time.backward_s + time.recompute_s)
+    gains = [
+        seconds if total >= longest * gather_s else (1.0 + model.interference) * seconds
+        for total, seconds, gather_s in zip(totals, products, gathers, strict=True)
+    ]
+    return SectionFloor(
+        forward=totals[0], backward=totals[1], forward_gain=gains[0], backward_gain=gains[1],
+        late=time.weight_gradient_s, products=sum(products),
+        dense=price.parameters, expert=price.expert_parameters, tensors=price.tensors,
+    )  # fmt: skip
+
+
+def stack_floors(floors: Sequence[SectionFloor]) -> SectionFloors:
+    """Those of all sections."""
+    columns = np.array(floors).T
+    return SectionFloors(**dict(zip(SectionFloor._fields, columns, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,38 +173,9 @@ class PipeShapes:
         return np.where(self.swaps, swapped, np.maximum(0.0, self.sends * micro_batches - 1))
 
 
-def memory_floors(sections: Mapping[str, SectionPrice], shapes: PipeShapes, recipe: Recipe, groups: Groups) -> Floats:
-    """Bounds on the memory of the fullest rank of each pipeline, bytes: all but what the update needs."""
-    blocks = np.array([name not in (BEFORE, AFTER) for name in sections])
-
-    def by_rank(values: Iterable[float]) -> Floats:
-        return shapes.counts @ np.array(list(values), dtype=float)
-
-    def largest(values: Iterable[float]) -> Floats:
-        return ((shapes.counts > 0) * np.array(list(values), dtype=float)).max(axis=2)
-
-    kept = by_rank(kept_bytes(price, name, recipe) for name, price in sections.items())
-    dense = by_rank(price.parameters for price in sections.values())
-    expert = by_rank(price.expert_parameters for price in sections.values())
-    states = [
-        elements * sum(state_bytes(1.0, shards, recipe).values())
-        for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
-    ]
-    again = {"none": 0 * blocks, "selective": [price.core_bytes for price in sections.values()]}
-    again["full"] = [price.saved_bytes for price in sections.values()]
-    passing = shapes.held(recipe.micro_batches) * kept + largest(blocks * again[recipe.recompute])
-    passing += 2 * largest(price.largest_bytes for price in sections.values())
-    return whole_bytes((sum(states) + passing).max(axis=1))
-
-
-def whole_bytes(floors: Floats) -> Floats:
-    """Bounds on prices of memory, of which each part is cut to whole bytes."""
-    return _ROUNDING * floors - _PARTS
-
-
 def pipe_shapes(names: Sequence[str], blocks: Sequence[str], pipes: Sequence[Pipe]) -> PipeShapes:
     """The shapes of pipelines; `names` is the order of sections, `blocks` the model's."""
-    parts = [_pipe_shape(tuple(names), tuple(blocks), pipe) for pipe in pipes]
+    parts = [pipe_shape(tuple(names), tuple(blocks), pipe) for pipe in pipes]
     counts, before, sends = (np.stack(part) for part in zip(*parts, strict=True))
     schedules = [schedule_of(pipe) for pipe in pipes]
     return PipeShapes(
@@ -205,7 +186,7 @@ def pipe_shapes(names: Sequence[str], blocks: Sequence[str], pipes: Sequence[Pip
 
 
 @lru_cache(maxsize=8192)
-def _pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, Floats]:
+def pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, Floats]:
     """Counts, what comes before, and hand-overs of one pipeline."""
     plain = Recipe(pipeline=pipe.pipeline, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends)
     owners = np.array(stage_ranks(schedule_of(pipe), pipe.pipeline, pipe.virtual_stages))
@@ -258,14 +239,14 @@ def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Clus
     """
     turn = at(np.zeros(1))
     if cluster.device.matmul.units == 1:
-        return _ROUNDING * turn
+        return ROUNDING * turn
 
     def speeds() -> Floats:
         return power_limit().speeds(np.clip(products_s / turn, _NEVER, 1.0))
 
     for _ in range(3):
         turn = np.maximum(turn, speeds() * at(1.0 - 1.0 / speeds()))
-    return _ROUNDING * np.minimum(at(1.0 - 1.0 / speeds()), turn / speeds())
+    return ROUNDING * np.minimum(at(1.0 - 1.0 / speeds()), turn / speeds())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from cost_models.memory import MOMENTS, communicator_bytes, context_bytes
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, rank_sections
 from passes.price_recipe import GRADIENT_BYTES, WEIGHT_BYTES, Groups
-from passes.price_sections import SectionPrice
+from passes.price_sections import SectionPrice, SectionSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _update_bytes(elements: float, shards: int, recipe: Recipe) -> float:
     return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
 
 
-def kept_bytes(price: SectionPrice, name: str, recipe: Recipe) -> int:
+def kept_bytes(price: SectionSizes, name: str, recipe: Recipe) -> int:
     """Bytes that a micro-batch keeps of a section."""
     if name in (BEFORE, AFTER) or recipe.recompute == "none":
         return price.saved_bytes

@@ -23,8 +23,9 @@ from passes.combine_layouts import combine_layouts
 from passes.count_sections import Section, count_sections, splits_of
 from passes.enumerate_strategies import SearchSpace
 from passes.fold_program import AFTER, BEFORE, FoldedProgram
-from passes.price_sections import SectionPrice, Setting, price_section
+from passes.price_sections import SectionPrice, SectionSizes
 from passes.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
+from passes.section_pricer import SectionPricer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class CountedModel:
     tokens: int
     count: Callable[[RecipeKind], Mapping[str, Section]]
     has_experts: bool = False
-    _prices: dict[tuple[RecipeKind, Setting], dict[str, SectionPrice]] = field(default_factory=dict)
+    _pricers: dict[tuple[object, ...], SectionPricer] = field(default_factory=dict)
     _splits: dict[RecipeKind, frozenset[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
@@ -78,17 +79,30 @@ class CountedModel:
 
     def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""
-        kind = RecipeKind.of(recipe)
-        sizes = (("tensor", recipe.tensor), ("context", recipe.context), ("expert", recipe.expert))
-        device = cluster.device if recipe.attention is None else cluster.device.with_attention(recipe.attention)
-        setting = Setting(recipe.micro_batch, sizes, device, recipe.precision, recipe.separate_experts)
-        key = (kind, setting)
-        if key not in self._prices:
-            self._prices[key] = {
-                name: price_section(section, setting, is_block=name not in (BEFORE, AFTER))
-                for name, section in self.count(kind).items()
-            }
-        return self._prices[key]
+        kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
+        return {
+            name: pricer.price((kind, name), section, recipe.micro_batch, sizes, is_block=name not in (BEFORE, AFTER))
+            for name, section in self.count(kind).items()
+        }
+
+    def section_sizes(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionSizes]:
+        """What each section keeps and holds under a recipe: a part of its price that is found sooner."""
+        kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
+        return {
+            name: pricer.sizes((kind, name), section, recipe.micro_batch, sizes)
+            for name, section in self.count(kind).items()
+        }
+
+    def _pricer(self, recipe: Recipe, cluster: Cluster) -> SectionPricer:
+        key = (cluster.device, recipe.attention, recipe.precision, recipe.separate_experts)
+        if key not in self._pricers:
+            device = cluster.device if recipe.attention is None else cluster.device.with_attention(recipe.attention)
+            self._pricers[key] = SectionPricer(device, recipe.precision, recipe.separate_experts)
+        return self._pricers[key]
+
+
+def _axis_sizes(recipe: Recipe) -> dict[str, int]:
+    return {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
 
 
 @dataclass

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
@@ -183,18 +184,20 @@ def _phase_time(
 def traffic_time(item: Traffic, recipe: Recipe, groups: Groups, model: StepModel) -> float:
     """Seconds of a collective."""
     group = groups.of(item.axis)
-    match item.kind:
-        case MoveKind.GATHER:
-            seconds = all_gather_time(item.bytes, group)
-        case MoveKind.SCATTER:
-            seconds = reduce_scatter_time(item.bytes, group)
-        case MoveKind.REDUCE:
-            seconds = all_reduce_time(item.bytes, group)
-        case MoveKind.EXCHANGE if recipe.merged_dispatch and item.axis == EXPERT:
-            seconds = dispatch_time(item.bytes, item.copies, group)
-        case MoveKind.EXCHANGE:
-            seconds = all_to_all_time(item.bytes, group)
-    return seconds * slowdown(group, model)
+    is_merged = recipe.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
+    return _move_time(item.kind, item.bytes, item.copies if is_merged else None, group) * slowdown(group, model)
+
+
+_MOVES = {
+    MoveKind.GATHER: all_gather_time, MoveKind.SCATTER: reduce_scatter_time, MoveKind.REDUCE: all_reduce_time,
+    MoveKind.EXCHANGE: all_to_all_time,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=2**16)
+def _move_time(kind: MoveKind, size: int, copies: float | None, group: GroupLinks) -> float:
+    """Seconds of moving so many bytes, alone; `copies` of each token where those are merged."""
+    return _MOVES[kind](size, group) if copies is None else dispatch_time(size, copies, group)
 
 
 def sorting_time(item: Traffic, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:

@@ -15,7 +15,7 @@ from cost_models.counting import size_bytes
 from cost_models.hardware import Device
 from cost_models.operators import work
 from cost_models.work import Kind, MatmulShape, TensorInfo, Work
-from passes.count_sections import Kernel, Phase, Section, Sent, Sized
+from passes.count_sections import Kernel, Sent, Sized
 from passes.propagate_axis import MoveKind
 
 EXPERT = "expert"
@@ -71,12 +71,11 @@ class PhasePrice:
     traffic: tuple[Traffic, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SectionPrice:
-    """A section, once, for one micro-batch.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SectionSizes:
+    """What a section keeps and holds, for one micro-batch. It is known by identity, not by its numbers.
 
     Args:
-        forward, backward: time.
         saved_bytes: kept for the backward; `core_bytes` of it in attention's core.
         entering_bytes: of what comes in.
         largest_bytes: of the largest value that it makes.
@@ -85,8 +84,6 @@ class SectionPrice:
         expert_parameters: elements on each rank of those that the expert axis splits.
     """
 
-    forward: PhasePrice
-    backward: PhasePrice
     saved_bytes: int
     core_bytes: int
     entering_bytes: int
@@ -95,6 +92,14 @@ class SectionPrice:
     tensors: int
     matrices: int
     expert_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SectionPrice(SectionSizes):
+    """A section, once, for one micro-batch: what it takes, beside what it keeps and holds."""
+
+    forward: PhasePrice
+    backward: PhasePrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,54 +121,8 @@ class Setting:
     separate_experts: bool = False
 
 
-def price_section(section: Section, setting: Setting, *, is_block: bool) -> SectionPrice:
-    """The price of one section; products run in `setting.precision` inside blocks only, if it is narrower."""
-    sizes = dict(setting.sizes)
-    alone = {**sizes, EXPERT: 1}
-    saved = [(item.value.local_bytes(setting.batch, alone), item.is_core) for item in section.saved]
-    outputs = (
-        item.local_bytes(setting.batch, alone)
-        for phase in (section.forward, section.backward)
-        for kernel in phase.kernels
-        for item in kernel.outputs
-    )
-    dense, expert = 0, 0
-    for name, value in section.parameters.items():
-        count = math.prod(value.shape(1, sizes))
-        if name in section.expert_parameters:
-            expert += count
-        else:
-            dense += count
-    precision = setting.precision if is_block else ""
-    entering = sum(item.local_bytes(setting.batch, alone) for item in section.entering)
-    return SectionPrice(
-        _price_phase(section.forward, setting, sizes, precision, entering),
-        _price_phase(section.backward, setting, sizes, precision, entering),
-        saved_bytes=sum(size for size, _ in saved),
-        core_bytes=sum(size for size, is_core in saved if is_core),
-        entering_bytes=entering,
-        largest_bytes=max(outputs, default=0),
-        parameters=dense,
-        tensors=len(section.parameters) - len(section.expert_parameters),
-        matrices=sum(
-            len(value.first) > 1 for name, value in section.parameters.items() if name not in section.expert_parameters
-        ),
-        expert_parameters=expert,
-    )
-
-
-def _price_phase(phase: Phase, setting: Setting, sizes: Mapping[str, int], precision: str, entering: int) -> PhasePrice:
-    busy, core, tail = Busy(), Busy(), Busy()
-    for kernel in phase.kernels:
-        taken = _price_kernel(kernel, setting, sizes, precision)
-        busy += taken
-        tail = taken if taken.matmul_s and kernel.has_weight else tail + taken
-        if kernel.is_core:
-            core += taken
-    return PhasePrice(busy, core, tail, tuple(_traffic(item, setting.batch, sizes, entering) for item in phase.sent))
-
-
-def _price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
+def price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
+    """What a kernel takes; `precision` is that of products with weights."""
     inputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.inputs)
     outputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.outputs)
     done = _work(kernel, inputs, outputs)
@@ -229,7 +188,8 @@ def _quantising_time(inputs: tuple[TensorInfo, ...], device: Device) -> float:
     return sum(memory_time(math.prod(item.shape) * (item.itemsize + 2), device) for item in inputs[:1])
 
 
-def _traffic(sent: Sent, batch: int, sizes: Mapping[str, int], entering: int) -> Traffic:
+def traffic_of(sent: Sent, batch: int, sizes: Mapping[str, int], entering: int) -> Traffic:
+    """A collective of a section that so many bytes enter."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return Traffic(sent.axis, sent.kind, size, sent.has_weight, copies)

@@ -13,17 +13,18 @@ from cost_models.hardware import Cluster
 from cost_models.schedule_orders import most_in_flight
 from cost_models.step import StepModel, fitted
 from cost_models.topology import GroupLinks
+from passes.bound_memory import full_ranks, layout_memory_floors, memory_floors, whole_bytes
 from passes.bound_recipes import (
     Floats,
     PipeShapes,
+    SectionFloor,
     SectionFloors,
-    memory_floors,
     path_floors,
     pipe_shapes,
     rank_paths,
-    section_floors,
+    section_floor,
+    stack_floors,
     step_floors,
-    whole_bytes,
 )
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, schedule_name, share_out
@@ -39,8 +40,8 @@ from passes.price_recipe import (
     sharded_time,
     step_price,
 )
-from passes.price_sections import SectionPrice
-from passes.recipe_space import Pipe
+from passes.price_sections import EXPERT, SectionPrice, SectionSizes
+from passes.recipe_space import Pipe, divisors
 
 _GATHERS = 3
 """The ZeRO stage that gathers parameters for each micro-batch."""
@@ -62,6 +63,10 @@ class RecipePricer:
     _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
     _floors: dict[tuple[object, ...], SectionFloors] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], Mapping[str, SectionSizes]] = field(default_factory=dict)
+    _single: dict[tuple[object, ...], SectionFloor] = field(default_factory=dict)
+    _adds_faster: dict[bool, bool] = field(default_factory=dict)
+    _least_state: float | None = None
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
     _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
@@ -99,34 +104,75 @@ class RecipePricer:
             held = tuple(each / recipe.virtual_stages for each in counts)
         return memory_price(self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), held).total
 
+    def sizes(self, recipe: Recipe) -> Mapping[str, SectionSizes]:
+        """What a recipe's sections keep and hold; found without their prices."""
+        key = _layout_of(recipe)
+        if key not in self._sizes:
+            self._sizes[key] = self.counted.section_sizes(recipe, self.cluster)
+        return self._sizes[key]
+
     def largest_bytes(self, recipe: Recipe) -> int:
         """The largest value that a recipe's layout makes: a rank has twice that, beside all else."""
-        return max(price.largest_bytes for price in self.sections(recipe).values())
+        return max(size.largest_bytes for size in self.sizes(recipe).values())
+
+    def layout_memory_floors(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Floats:
+        """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`."""
+        sizes = self.sizes(first)
+        pipes = tuple(
+            size
+            for size in divisors(first.pipeline * first.data)
+            if first.pipeline <= size <= most and size <= len(self.counted.blocks) + 2
+        )
+        ranks = full_ranks(tuple(sizes), self.counted.blocks, pipes)
+        return layout_memory_floors(sizes, ranks, first, self._state(first), recomputes)
+
+    def _state(self, recipe: Recipe) -> float:
+        """Bytes of a parameter with its gradient and state where they are sharded most."""
+        if self._least_state is None:
+            sharded = replace(recipe, zero=_GATHERS, whole_tensors=False)
+            self._least_state = sum(state_bytes(1.0, 1, sharded).values())
+        return self._least_state
+
+    def pipeline_memory_floor(self, recipe: Recipe) -> float:
+        """Bound on the memory of all recipes with the pipeline ranks of one, and that gather as it does."""
+        by_stages = self.layout_memory_floors(recipe, recipe.pipeline, [recipe.recompute])
+        return max(self.state_floor(recipe), float(by_stages[0]))
 
     def state_floor(self, recipe: Recipe) -> float:
         """Bound on the memory of a recipe: parameters, gradients and state on the mean of pipeline ranks."""
         groups, counts = self.groups(recipe), self._counts(recipe)
-        prices = list(self.sections(recipe).values())
-        dense = counts @ np.array([price.parameters for price in prices])
-        expert = counts @ np.array([price.expert_parameters for price in prices])
+        sizes = list(self.sizes(recipe).values())
+        dense = counts @ np.array([size.parameters for size in sizes])
+        expert = counts @ np.array([size.expert_parameters for size in sizes])
         pairs = ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
         states = sum(elements * sum(state_bytes(1.0, shards, recipe).values()) for elements, shards in pairs)
         return float(whole_bytes(np.array(states / recipe.pipeline)))
 
-    def layout_floor(self, first: Recipe, last: Recipe) -> float:
-        """Bound on the step of all recipes of a layout, of which two have the fewest and the most pipeline ranks.
+    def layout_floor(self, first: Recipe, most: int) -> float:
+        """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`.
 
         A micro-batch takes longer if it is not the only one (gradients are added up), and then less the more there are
         (experts' all-to-alls run beside others): the least is at one of the ends. Where parameters are gathered, adding
         up may take less.
         """
-        recipes = [first, last]
-        gathering = [replace(recipe, zero=_GATHERS, whole_tensors=False) for recipe in recipes]
-        for price in self.sections(first).values():
-            pairs = zip(gathering, recipes, strict=False)
-            if any(accumulation_bytes(price, one) < accumulation_bytes(price, two) for one, two in pairs):
-                return min(self.mean_floor(recipe, gathers=False) for recipe in (*recipes, *gathering))
+        recipes = [first]
+        if first.micro_batches == 1 or (first.overlap_expert and first.expert > 1):
+            data = first.pipeline * first.data // most
+            recipes.append(replace(first, pipeline=most, data=data, schedule="1f1b" if most > 1 else None))
+        if any(self._adds_faster_gathered(recipe) for recipe in recipes):
+            recipes += [replace(recipe, zero=_GATHERS, whole_tensors=False) for recipe in recipes]
         return min(self.mean_floor(recipe, gathers=False) for recipe in recipes)
+
+    def _adds_faster_gathered(self, recipe: Recipe) -> bool:
+        """Whether adding up gradients takes less where parameters are gathered; alike for all recipes of a search."""
+        key = recipe.micro_batches > 1
+        if key not in self._adds_faster:
+            gathering = replace(recipe, zero=_GATHERS, whole_tensors=False)
+            self._adds_faster[key] = any(
+                accumulation_bytes(price, gathering) < accumulation_bytes(price, recipe)
+                for price in self.sections(recipe).values()
+            )
+        return self._adds_faster[key]
 
     def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
         """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, gathers, latency."""
@@ -182,7 +228,7 @@ class RecipePricer:
     def memory_floors(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Floats:
         """Bounds on the memory of a recipe with each of some pipelines of its size."""
         shapes = self._shapes(recipe, tuple(pipes))
-        return memory_floors(self.sections(recipe), shapes, recipe, self.groups(recipe))
+        return memory_floors(self.sizes(recipe), shapes, recipe, self.groups(recipe))
 
     def _section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
         """What sections take: the same whatever the pipeline and, unless parameters are gathered, the sharding."""
@@ -191,11 +237,26 @@ class RecipePricer:
         turns = recipe.micro_batches if recipe.overlap_expert and recipe.expert > 1 else recipe.micro_batches > 1
         key = (_layout_of(recipe), recipe.recompute, turns, shards)
         if key not in self._floors:
-            sections, groups = self.sections(recipe), self.groups(recipe)
+            groups = self.groups(recipe)
             if not gathers:
                 groups = replace(groups, zero=self._alone, outer=self._alone)
-            self._floors[key] = section_floors(sections, recipe, groups, self.cluster, self.model)
+            rest = (recipe.tensor, recipe.context, recipe.recompute, turns, shards, gathers)
+            floors = [
+                self._section_floor(price, name, recipe, groups, rest) for name, price in self.sections(recipe).items()
+            ]
+            self._floors[key] = stack_floors(floors)
         return self._floors[key]
+
+    def _section_floor(
+        self, price: SectionPrice, name: str, recipe: Recipe, groups: Groups, rest: tuple[object, ...]
+    ) -> SectionFloor:
+        """One of them: the same under all layouts that price the section alike, whose groups it uses."""
+        experts = (recipe.expert, recipe.expert_tensor) if _exchanges(price) else ()
+        is_block = name not in (BEFORE, AFTER)
+        key = (price, is_block, experts, *rest)
+        if key not in self._single:
+            self._single[key] = section_floor(price, recipe, groups, self.cluster, self.model, is_block=is_block)
+        return self._single[key]
 
     @cached_property
     def _alone(self) -> GroupLinks:
@@ -219,3 +280,8 @@ def _layout_of(recipe: Recipe) -> tuple[object, ...]:
     """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)
+
+
+def _exchanges(price: SectionPrice) -> bool:
+    """Whether a section sends anything to experts."""
+    return any(item.axis == EXPERT for phase in (price.forward, price.backward) for item in phase.traffic)

@@ -65,7 +65,7 @@ class RecipeProblem:
             RecipeError: a field that is not searched.
         """
         return search_recipes(
-            self._space(fixed, only), Fastest(self.pricer, self.memory_limit), self.pricer.memory_bytes,
+            self.space(fixed, only), Fastest(self.pricer, self.memory_limit), self.pricer.memory_bytes,
             time_budget_s=time_budget_s, known=known, watch=watch,
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ class RecipeProblem:
         time_budget_s: float = math.inf,
     ) -> FoundRecipe:
         """The recipe with the least memory; its objective is bytes. See `best`."""
-        space = self._space(fixed, only)
+        space = self.space(fixed, only)
         return search_recipes(space, Smallest(self.pricer), self.pricer.memory_bytes, time_budget_s=time_budget_s)
 
     def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
@@ -113,7 +113,8 @@ class RecipeProblem:
             found = self.best(known=known.recipe, time_budget_s=left_s, watch=watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
-    def _space(self, fixed: Mapping[str, object] | None, only: Only | None) -> RecipeSpace:
+    def space(self, fixed: Mapping[str, object] | None = None, only: Only | None = None) -> RecipeSpace:
+        """The recipes that are searched, some fields restricted."""
         single: dict[str, Collection[object]] = {name: (value,) for name, value in (fixed or {}).items()}
         return RecipeSpace(
             self.counted, self.cluster.size, self.base, self.cluster.devices_per_node, self.least_tokens,

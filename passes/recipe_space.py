@@ -123,7 +123,7 @@ class RecipeSpace:
 
     def layouts(self) -> Iterator[tuple[Layout, ...]]:
         """Layouts that differ in the micro-batch only, by rising micro-batch."""
-        sizes = _divisors(self.devices)
+        sizes = divisors(self.devices)
         experts = sizes if self.counted.has_experts else (1,)
         tensors = [size for size in sizes if self.most_tensor is None or size <= self.most_tensor]
         tokens = self.counted.tokens or math.inf
@@ -154,12 +154,12 @@ class RecipeSpace:
         )  # fmt: skip
 
     def _micro_batches(self, layout: Layout) -> list[int]:
-        sizes = [size for size in _divisors(self.batch) if self._allows("micro_batch", size)]
+        sizes = [size for size in divisors(self.batch) if self._allows("micro_batch", size)]
         return [size for size in sizes if any(True for _ in self.pipelines(layout._replace(micro_batch=size)))]
 
     def pipelines(self, layout: Layout) -> Iterator[int]:
         """Numbers of pipeline ranks that suit a layout."""
-        for ranks in _divisors(self.devices // layout.ranks):
+        for ranks in divisors(self.devices // layout.ranks):
             data = self.devices // layout.ranks // ranks
             stage_ranks = data * layout.ranks // layout.expert_tensor
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
@@ -186,7 +186,7 @@ class RecipeSpace:
     def shardings(self, layout: Layout, ranks: int) -> list[Sharding]:
         """What ZeRO may shard."""
         replicas = self.devices // layout.tensor // ranks
-        groups = [0, *(size for size in _divisors(replicas) if 1 < size < replicas)] if replicas > 1 else []
+        groups = [0, *(size for size in divisors(replicas) if 1 < size < replicas)] if replicas > 1 else []
         known = [Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups)]
         return [item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)]
 
@@ -246,7 +246,7 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
     """The divisors of a number, rising."""
     return tuple(size for size in range(1, number + 1) if number % size == 0)
 

@@ -3,7 +3,8 @@
 The space (`passes.recipe_space`) is a tree. A node is a set of recipes, with a bound below the objective of them all;
 for the time of a step under a memory limit (`Fastest`; bounds in `passes.bound_recipes`) these are
 
-1. a layout and what is recomputed: the mean of ranks, or a micro-batch's latency, without sharding or ends;
+1. a layout and what is recomputed: the mean of ranks, or a micro-batch's latency, without sharding or ends; left out
+   unpriced where the stages of a full rank exceed the memory limit with any pipeline (`passes.bound_memory`);
 2. with the pipeline's ranks, and whether parameters are gathered (ZeRO-3 over which group) or stay: the mean again,
    with the gathers; left out where parameters, gradients and state alone exceed the limit;
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
@@ -26,7 +27,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
@@ -41,8 +42,12 @@ from passes.recipe_space import Layout, Pipe, RecipeSpace, Sharding
 class Objective(Protocol):
     """What is minimised: bounds for sets of recipes that have more and more of `recipe`, infinite if none will do."""
 
-    def layout(self, first: Recipe, last: Recipe) -> float:
-        """Those of a layout and recomputation, of which two have the fewest and the most pipeline ranks."""
+    def is_too_large(self, recipe: Recipe) -> bool:
+        """Whether no recipe of a layout will do, nor of one with larger micro-batches."""
+        ...
+
+    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
+        """Those of a layout with one recomputation or another, from the first recipe's pipeline ranks to `most`."""
         ...
 
     def pipeline(self, recipe: Recipe) -> float:
@@ -72,14 +77,21 @@ class Fastest:
     pricer: RecipePricer
     memory_limit: float
 
-    def layout(self, first: Recipe, last: Recipe) -> float:
+    def is_too_large(self, recipe: Recipe) -> bool:
         """See `Objective`."""
-        fits = 2 * self.pricer.largest_bytes(first) <= self.memory_limit
-        return self.pricer.layout_floor(first, last) if fits else math.inf
+        return 2 * self.pricer.largest_bytes(recipe) > self.memory_limit
+
+    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
+        """See `Objective`."""
+        needed = self.pricer.layout_memory_floors(first, most, recomputes)
+        for recompute, needed_bytes in zip(recomputes, needed.tolist(), strict=True):
+            fits = needed_bytes <= self.memory_limit
+            yield self.pricer.layout_floor(replace(first, recompute=recompute), most) if fits else math.inf
 
     def pipeline(self, recipe: Recipe) -> float:
         """See `Objective`."""
-        return self.pricer.mean_floor(recipe) if self.pricer.state_floor(recipe) <= self.memory_limit else math.inf
+        fits = self.pricer.pipeline_memory_floor(recipe) <= self.memory_limit
+        return self.pricer.mean_floor(recipe) if fits else math.inf
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
@@ -106,17 +118,21 @@ class Smallest:
 
     pricer: RecipePricer
 
-    def layout(self, first: Recipe, last: Recipe) -> float:
+    def is_too_large(self, recipe: Recipe) -> bool:
         """See `Objective`."""
-        return 2.0 * self.pricer.largest_bytes(first)
+        return False
+
+    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
+        """See `Objective`."""
+        return self.pricer.layout_memory_floors(first, most, recomputes).tolist()
 
     def pipeline(self, recipe: Recipe) -> float:
         """See `Objective`."""
-        return max(self.pricer.state_floor(recipe), self.layout(recipe, recipe))
+        return self.pricer.pipeline_memory_floor(recipe)
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
-        return np.maximum(self.pricer.memory_floors(recipe, pipes), self.layout(recipe, recipe)).tolist()
+        return self.pricer.memory_floors(recipe, pipes).tolist()
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""
@@ -305,21 +321,16 @@ class _Search:
 
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
         """Open layouts of rising micro-batch, until one is left out for its size."""
+        recomputes = self.space.recomputes()
         for layout in layouts:
-            for recompute in self.space.recomputes():
-                bound = self.objective.layout(*self._ends(layout, recompute))
-                if math.isinf(bound):
-                    return
-                if not self._push(bound, _Node(layout, recompute)):
+            sizes = list(self.space.pipelines(layout))
+            first = self.space.recipe(layout, "none", _any_pipe(sizes[0]), Sharding())
+            if self.objective.is_too_large(first):
+                return
+            bounds = self.objective.layouts(first, sizes[-1], recomputes)
+            for recompute, bound in zip(recomputes, bounds, strict=False):
+                if not self._push(bound, _Node(layout, recompute)) and bound < math.inf:
                     break
-
-    def _ends(self, layout: Layout, recompute: str) -> tuple[Recipe, Recipe]:
-        """A layout's recipes with the fewest and the most pipeline ranks."""
-        sizes = list(self.space.pipelines(layout))
-        first, last = (
-            self.space.recipe(layout, recompute, _any_pipe(size), Sharding()) for size in (sizes[0], sizes[-1])
-        )
-        return first, last
 
     def _split_node(self, node: _Node) -> None:
         """Open a node's children."""

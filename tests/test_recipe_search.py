@@ -39,7 +39,9 @@ def test_print_says_in_words_what_it_is() -> None:
     """Stages, schedule, micro-batches; and what compile does not run, or on which mesh it does."""
     piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, global_batch=16, recompute="full"))
     assert "Recipe: data 2, pipeline 2 (1f1b); 4 micro-batches of 2; blocks computed again." in str(piped)
-    assert "A forecast: compile does not run pipeline stages, full recomputation yet." in str(piped)
+    assert "A forecast: compile does not run pipeline stages yet." in str(piped)
+    again = _plan(recipe=Recipe(data=4, global_batch=16, recompute="full"))
+    assert "searches the specs, and what is computed again, itself" in str(again)
     flat = _plan(recipe=Recipe(tensor=2, data=2, global_batch=16))
     assert "compile(model, Mesh({'data': 2, 'model': 2}), micro_batches=8) runs on that mesh" in str(flat)
     assert "until then" in str(dataclasses.replace(flat, was_interrupted=True))

@@ -103,10 +103,11 @@ class WhyNot:
 
     Args:
         feature: what was asked for: "tensor", "fsdp", ...
-        used: where the plan does it already ("over model"); "" where it does not.
+        used: where the plan does it already ("over model", "in its recipe (...)"); "" where it does not.
         chosen: the plan itself.
         variants: each other way of doing it ("tensor over data"), the cheapest first, those that do not fit last.
         memory_budget: bytes per device, or None.
+        missing: why there is no such plan at all, in words.
     """
 
     feature: str
@@ -114,6 +115,7 @@ class WhyNot:
     chosen: Outcome
     variants: tuple[Variant, ...]
     memory_budget: int | None
+    missing: str = "no axis of the mesh could be used so"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data."""
@@ -127,7 +129,7 @@ class WhyNot:
             return f"The plan does use {self.feature}, {self.used}; in other ways:"
         fitting = [item for item in self.variants if item.fits]
         if not self.variants:
-            return f"{self.feature}: no axis of the mesh could be used so."
+            return f"{self.feature}: {self.missing}."
         if not fitting:
             return f"{self.feature}: no plan with it fits in memory."
         best, chosen = fitting[0], self.chosen

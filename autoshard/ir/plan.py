@@ -354,7 +354,9 @@ class Plan:
         Each figure is that of a plan that is searched for anew, within the same memory limit and constraints.
 
         Args:
-            feature: "data" (parameters copied over an axis), "zero-1", "fsdp" or "tensor".
+            feature: "data" (parameters copied over an axis), "zero-1", "fsdp" or "tensor"; of a recipe that
+                `autoshard.plan` found also "zero-2", "context", "expert", "pipeline" or "recompute": the fastest recipe
+                that does it, or, where the plan does it, the fastest that does not.
 
         Raises:
             InvalidSpecError: no such feature.

@@ -61,9 +61,10 @@ def recipe_lines(plan: Plan) -> list[str]:
     else:
         axes = {"data": plan.recipe.data, "model": plan.recipe.tensor}
         mesh = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
+        searched = "the specs" if plan.recipe.recompute == "none" else "the specs, and what is computed again,"
         lines.append(
             f"compile(model, Mesh({mesh}), micro_batches={plan.recipe.micro_batches}) runs on that mesh, and searches "
-            "the specs itself."
+            f"{searched} itself."
         )
     if plan.was_interrupted:
         lines.append("The search was interrupted: this is the best recipe until then.")

@@ -192,12 +192,11 @@ class Recipe:
 
     @property
     def forecasts(self) -> tuple[str, ...]:
-        """What of it `autoshard.compile` does not run yet."""
+        """What of it `autoshard.compile` does not run yet; it recomputes what its own search chooses."""
         parts = {
             "pipeline stages": self.pipeline > 1,
             "context parallelism": self.context > 1,
             "expert parallelism": self.expert > 1,
-            f"{self.recompute} recomputation": self.recompute != "none",
             "products in 8 bits": self.precision == "f8",
         }
         return tuple(name for name, is_there in parts.items() if is_there)

@@ -1,0 +1,148 @@
+"""What else a recipe could do, and what the best recipe then costs: `plan.why_not` for plans of recipes.
+
+A feature is a restriction of the searched fields. Where the plan's recipe does without it, the fastest recipes that
+have it are searched for; where it has it, the fastest without. Every figure is the price of a recipe that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.ir.explanation import Explanation, Limits, Variant, WhyNot
+from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
+from passes.recipe_plan import predict_recipe
+from passes.recipe_problem import RecipeProblem
+from passes.recipe_space import Only
+from passes.what_if import cheapest_first, outcome_of
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that a recipe may do.
+
+    Args:
+        ways: the values of fields that do it, by a name for each way; sizes of axes are any over one.
+        without: those that do not.
+    """
+
+    ways: Mapping[str, Only]
+    without: Only
+
+    def is_used(self, recipe: Recipe) -> bool:
+        """Whether a recipe does it."""
+        return any(all(getattr(recipe, name) in values for name, values in way.items()) for way in self.ways.values())
+
+
+_MANY = range(2, 2**31)
+
+
+def _axis(name: str) -> Feature:
+    return Feature({name: {name: _MANY}}, {name: (1,)})
+
+
+def _sharding(name: str, zero: int) -> Feature:
+    others = tuple(stage for stage in range(4) if stage != zero)
+    return Feature({name: {"zero": (zero,), **({} if zero else {"data": _MANY})}}, {"zero": others})
+
+
+FEATURES: Mapping[str, Feature] = {
+    "data": _sharding("data", 0),
+    "zero-1": _sharding("zero-1", 1),
+    "zero-2": _sharding("zero-2", 2),
+    "fsdp": _sharding("fsdp", 3),
+    **{name: _axis(name) for name in ("tensor", "context", "expert", "pipeline")},
+    "recompute": Feature(
+        {
+            "recompute of attention's core": {"recompute": ("selective",)},
+            "recompute of blocks": {"recompute": ("full",)},
+        },
+        {"recompute": ("none",)},
+    ),
+}
+"""What `why_not` may be asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeAlternatives:
+    """Answers questions about the plan of the best recipe of a problem.
+
+    Args:
+        problem: whose recipe it is.
+        time_budget_s: seconds of each search.
+    """
+
+    problem: RecipeProblem
+    time_budget_s: float
+
+    def why_not(self, plan: Plan, feature: str) -> WhyNot:
+        """See `Plan.why_not`.
+
+        Raises:
+            NotAvailableError: time ran out before anything was priced.
+        """
+        if feature not in FEATURES:
+            raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(FEATURES)}.")
+        assert plan.recipe is not None, "recipes are asked about"
+        asked, missing = FEATURES[feature], self._missing(feature)
+        is_used = asked.is_used(plan.recipe)
+        ways = {f"without {feature}": asked.without} if is_used else {} if missing else asked.ways
+        found = [variant for name, only in ways.items() if (variant := self._variant(name, only)) is not None]
+        if not found:
+            missing = missing or f"no recipe for {self.problem.cluster.size} devices and this batch has it"
+        return WhyNot(
+            feature=feature,
+            used=f"in its recipe ({plan.recipe.words})" if is_used else "",
+            chosen=outcome_of(plan),
+            variants=tuple(sorted(found, key=cheapest_first)),
+            memory_budget=plan.memory_budget,
+            missing=missing,
+        )
+
+    def explain(self, plan: Plan, name: str) -> Explanation:
+        """Recipes decide all specs at once."""
+        raise NotAvailableError(
+            f"explain({name!r}): this is the plan of a recipe, which gives all values their specs at once. Ask "
+            "why_not(), or plan on a mesh, where specs are searched one by one."
+        )
+
+    def limits(self, plan: Plan) -> Limits:
+        """Not answered for recipes."""
+        raise NotAvailableError(
+            "limits(): this is the plan of a recipe; plan again with another memory_budget= or cluster, and compare()."
+        )
+
+    def _missing(self, feature: str) -> str:
+        """Why no recipe of the model can do something; "" where one may."""
+        counted = self.problem.counted
+        if feature == "expert" and not counted.has_experts:
+            return "the model has no experts to share out"
+        if feature == "context" and not counted.tokens:
+            return "the model's inputs are no tokens, of which ranks could share a sequence"
+        if feature in ("pipeline", "recompute") and not counted.blocks:
+            return "the model has no list of blocks, which are what stages and recomputation are made of"
+        return ""
+
+    def _variant(self, name: str, only: Only) -> Variant | None:
+        """The best recipe within a restriction; None where there is no recipe at all."""
+        problem = self.problem
+        found = problem.best(only=only, time_budget_s=self.time_budget_s)
+        if found.recipe is not None:
+            step = predict_recipe(problem.counted, found.recipe, problem.cluster, problem.model)
+            return Variant(
+                fits=True,
+                objective=found.objective,
+                lower_bound=found.lower_bound,
+                step_time_s=step.step_time_s,
+                peak_memory_bytes=step.peak_memory_bytes,
+                breakdown=step.breakdown,
+                name=f"{name}: {found.recipe.words}",
+            )
+        if not found.is_complete:
+            raise NotAvailableError(f"why_not: {self.time_budget_s:g} s ended before any recipe was priced ({name}).")
+        least = problem.smallest(only=only, time_budget_s=self.time_budget_s)
+        if least.recipe is None:
+            return None
+        return Variant(fits=False, smallest_bytes=int(least.objective), name=f"{name}: {least.recipe.words}")

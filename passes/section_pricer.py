@@ -1,0 +1,280 @@
+"""Price a model's sections under many layouts; what layouts share is priced once.
+
+A kernel takes as long whatever the sizes of axes that split none of its tensors, and so does a run of kernels. The axis
+that shares out experts splits few kernels, so that of a thousand layouts most have almost all runs in common. Likewise
+bytes: a section has hundreds of values, but few shapes. Kernels are priced by `price_sections`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+
+from cost_models.device import Device
+from passes.count_sections import Kernel, Phase, Section, Sized
+from passes.price_sections import (
+    EXPERT,
+    Busy,
+    PhasePrice,
+    SectionPrice,
+    SectionSizes,
+    Setting,
+    Traffic,
+    price_kernel,
+    traffic_of,
+)
+
+Sizes = Mapping[str, int]
+"""Sizes of axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Kernels that follow each other, which the same axes split; `varies`: by the micro-batch."""
+
+    kernels: tuple[Kernel, ...]
+    axes: tuple[str, ...]
+    varies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What a run takes: all of it; attention's core; what is behind the last product with a weight, and that.
+
+    `restarts`: whether there is such a product.
+    """
+
+    busy: Busy
+    core: Busy
+    tail: Busy
+    restarts: bool
+
+    def then(self, other: _Span) -> _Span:
+        """This run and the next one."""
+        tail = other.tail if other.restarts else self.tail + other.busy
+        return _Span(self.busy + other.busy, self.core + other.core, tail, self.restarts or other.restarts)
+
+
+_NOTHING = _Span(Busy(), Busy(), Busy(), restarts=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """A section's values by shape, with their number.
+
+    Args:
+        saved, core: kept for the backward; of these in attention's core.
+        entering: from other sections.
+        made: by kernels.
+        parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
+    """
+
+    saved: Counter[Sized]
+    core: Counter[Sized]
+    entering: Counter[Sized]
+    made: frozenset[Sized]
+    parameters: Counter[Sized]
+    expert: Counter[Sized]
+    tensors: int
+    matrices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A section in parts: its number among those that differ, runs of phases by number, shapes, and axes.
+
+    `axes`: on whose sizes its price depends; `plain_axes`: but for experts.
+    """
+
+    number: int
+    section: Section
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    shapes: _Shapes
+    axes: tuple[str, ...]
+    plain_axes: tuple[str, ...]
+
+
+@dataclass
+class SectionPricer:
+    """Prices the sections of a model for one device; what was priced is kept.
+
+    Args:
+        device, precision, separate_experts: see `Setting`.
+    """
+
+    device: Device
+    precision: str
+    separate_experts: bool
+    _parts: dict[object, _Parts] = field(default_factory=dict)
+    _numbers: dict[object, int] = field(default_factory=dict)
+    _places: dict[_Run, int] = field(default_factory=dict)
+    _runs: list[_Run] = field(default_factory=list)
+    _spans: dict[tuple[object, ...], _Span] = field(default_factory=dict)
+    _traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = field(default_factory=dict)
+    _bytes: dict[tuple[object, ...], tuple[int, int, int, int]] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
+    _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
+
+    def sizes(self, key: object, section: Section, batch: int, sizes: Sizes) -> SectionSizes:
+        """What a section, which `key` names, keeps and holds, for `batch` sequences on axes of these sizes."""
+        parts = self._parts_of(key, section)
+        known = (parts.number, batch, *(sizes[axis] for axis in parts.axes))
+        if known not in self._sizes:
+            plain = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
+            if plain not in self._bytes:
+                self._bytes[plain] = _section_bytes(parts.shapes, batch, sizes)
+            self._sizes[known] = _section_sizes(parts.shapes, self._bytes[plain], sizes)
+        return self._sizes[known]
+
+    def price(self, key: object, section: Section, batch: int, sizes: Sizes, *, is_block: bool) -> SectionPrice:
+        """The price of a section; products run in the precision inside blocks only, if it is narrower."""
+        parts = self._parts_of(key, section)
+        known = (parts.number, is_block, batch, *(sizes[axis] for axis in parts.axes))
+        if known not in self._prices:
+            held = self.sizes(key, section, batch, sizes)
+            setting = Setting(batch, tuple(sizes.items()), self.device, self.precision, self.separate_experts)
+            precision = self.precision if is_block else ""
+            places = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
+            forward, backward = (
+                PhasePrice(
+                    span.busy, span.core, span.tail, self._sent(phase, (name, *places), batch, sizes, held)
+                )
+                for name, phase, runs in (
+                    ("forward", section.forward, parts.forward), ("backward", section.backward, parts.backward)
+                )
+                for span in [self._phase(runs, setting, sizes, precision)]
+            )  # fmt: skip
+            known_sizes = {name: getattr(held, name) for name in _HELD}
+            self._prices[known] = SectionPrice(**known_sizes, forward=forward, backward=backward)
+        return self._prices[known]
+
+    def _phase(self, runs: tuple[int, ...], setting: Setting, sizes: Sizes, precision: str) -> _Span:
+        span = _NOTHING
+        for number in runs:
+            run = self._runs[number]
+            batch = setting.batch if run.varies else 0
+            known = (number, precision, batch, *(sizes[axis] for axis in run.axes))
+            if known not in self._spans:
+                self._spans[known] = _span(run, setting, sizes, precision)
+            span = span.then(self._spans[known])
+        return span
+
+    def _sent(
+        self, phase: Phase, known: tuple[object, ...], batch: int, sizes: Sizes, held: SectionSizes
+    ) -> tuple[Traffic, ...]:
+        if known not in self._traffic:
+            self._traffic[known] = tuple(traffic_of(item, batch, sizes, held.entering_bytes) for item in phase.sent)
+        return self._traffic[known]
+
+    def _parts_of(self, key: object, section: Section) -> _Parts:
+        """The parts of a section; sections that differ in no price have one number."""
+        if key not in self._parts:
+            forward, backward = self._runs_in(section.forward), self._runs_in(section.backward)
+            parameters = (tuple(section.parameters.items()), section.expert_parameters)
+            sent = (section.forward.sent, section.backward.sent)
+            alike = (forward, backward, *sent, section.saved, section.entering, *parameters)
+            axes = _axes_of(section)
+            self._parts[key] = _Parts(
+                self._numbers.setdefault(alike, len(self._numbers)), section, forward, backward, _shapes_of(section),
+                axes, tuple(axis for axis in axes if axis != EXPERT),
+            )  # fmt: skip
+        return self._parts[key]
+
+    def _runs_in(self, phase: Phase) -> tuple[int, ...]:
+        """The runs of a phase by number."""
+        numbers = []
+        for run in _runs_of(phase):
+            number = self._places.setdefault(run, len(self._runs))
+            if number == len(self._runs):
+                self._runs.append(run)
+            numbers.append(number)
+        return tuple(numbers)
+
+
+_HELD = tuple(item.name for item in fields(SectionSizes))
+
+
+def _span(run: _Run, setting: Setting, sizes: Sizes, precision: str) -> _Span:
+    span = _NOTHING
+    for kernel in run.kernels:
+        taken = price_kernel(kernel, setting, sizes, precision)
+        core = taken if kernel.is_core else Busy()
+        span = span.then(_Span(taken, core, taken, bool(taken.matmul_s) and kernel.has_weight))
+    return span
+
+
+def _runs_of(phase: Phase) -> Iterator[_Run]:
+    """A phase's kernels, split where experts' begin and end."""
+    for _, kernels in groupby(phase.kernels, lambda kernel: EXPERT in _axes_in(_tensors(kernel))):
+        run = tuple(kernels)
+        tensors = [item for kernel in run for item in _tensors(kernel)]
+        yield _Run(run, _axes_in(tensors), any(any(item.step) for item in tensors))
+
+
+def _tensors(kernel: Kernel) -> tuple[Sized, ...]:
+    return (*kernel.inputs, *kernel.outputs)
+
+
+def _axes_in(items: Iterable[Sized]) -> tuple[str, ...]:
+    return tuple(sorted({axis for item in items for axes in item.splits for axis in axes}))
+
+
+def _axes_of(section: Section) -> tuple[str, ...]:
+    """The axes on whose sizes a section's price depends."""
+    phases = (section.forward, section.backward)
+    tensors = [item for phase in phases for kernel in phase.kernels for item in _tensors(kernel)]
+    held = [*(item.value for item in section.saved), *section.entering, *section.parameters.values()]
+    return _axes_in([*tensors, *held, *(item.value for phase in phases for item in phase.sent)])
+
+
+def _shapes_of(section: Section) -> _Shapes:
+    phases = (section.forward, section.backward)
+    dense, expert = Counter[Sized](), Counter[Sized]()
+    for name, value in section.parameters.items():
+        (expert if name in section.expert_parameters else dense)[value] += 1
+    return _Shapes(
+        saved=Counter(_whole(item.value) for item in section.saved),
+        core=Counter(_whole(item.value) for item in section.saved if item.is_core),
+        entering=Counter(_whole(item) for item in section.entering),
+        made=frozenset(_whole(item) for phase in phases for kernel in phase.kernels for item in kernel.outputs),
+        parameters=dense,
+        expert=expert,
+        tensors=dense.total(),
+        matrices=sum(count for value, count in dense.items() if len(value.first) > 1),
+    )
+
+
+def _whole(item: Sized) -> Sized:
+    """A value as it is stored: rows that experts' ranks exchange stay as many."""
+    return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
+
+
+def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> tuple[int, int, int, int]:
+    """Bytes saved, of these in attention's core, entering, and of the largest value made."""
+
+    def total(items: Counter[Sized]) -> int:
+        return sum(item.local_bytes(batch, sizes) * count for item, count in items.items())
+
+    largest = max((item.local_bytes(batch, sizes) for item in shapes.made), default=0)
+    return total(shapes.saved), total(shapes.core), total(shapes.entering), largest
+
+
+def _section_sizes(shapes: _Shapes, held: tuple[int, int, int, int], sizes: Sizes) -> SectionSizes:
+    def elements(items: Counter[Sized]) -> int:
+        return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
+
+    saved_bytes, core_bytes, entering_bytes, largest_bytes = held
+    return SectionSizes(
+        saved_bytes=saved_bytes,
+        core_bytes=core_bytes,
+        entering_bytes=entering_bytes,
+        largest_bytes=largest_bytes,
+        parameters=elements(shapes.parameters),
+        tensors=shapes.tensors,
+        matrices=shapes.matrices,
+        expert_parameters=elements(shapes.expert),
+    )

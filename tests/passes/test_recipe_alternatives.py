@@ -1,0 +1,97 @@
+"""`plan.why_not` for plans of recipes: what it states is what pricing every recipe that does it gives."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+
+import autoshard
+from autoshard import Cluster, Plan
+from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.ir.recipe import Recipe
+from passes.price_model import CountedModel
+from passes.recipe_alternatives import FEATURES, RecipeAlternatives
+from passes.recipe_plan import predict_recipe
+from tests.passes.decoders import dense, sparse, tokens
+
+CLUSTER = Cluster("h100_sxm", 1, 4)
+MODELS = {"dense": dense(4), "sparse": sparse()}
+
+
+@cache
+def make_plan(name: str, memory_budget: int | None = None) -> Plan:
+    """The fastest recipe of a small model."""
+    return autoshard.plan(
+        MODELS[name], CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=8, memory_budget=memory_budget
+    )
+
+
+@cache
+def every_recipe(name: str) -> list[tuple[float, int, Recipe]]:
+    """Time and memory of all that are searched."""
+    problem = alternatives(make_plan(name)).problem
+    counted: CountedModel = problem.counted
+    predictions = [(predict_recipe(counted, recipe, CLUSTER), recipe) for recipe in problem.space().recipes()]
+    return [(each.step_time_s, each.peak_memory_bytes, recipe) for each, recipe in predictions]
+
+
+def alternatives(plan: Plan) -> RecipeAlternatives:
+    """What answers for a plan."""
+    assert isinstance(plan.alternatives, RecipeAlternatives)
+    return plan.alternatives
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, feature: str) -> None:
+    """Or, where the plan does it, of the best that does not; by pricing all."""
+    plan = make_plan(name)
+    assert plan.recipe is not None
+    answer = plan.why_not(feature)
+    assert bool(answer.used) == FEATURES[feature].is_used(plan.recipe)
+    if feature == "expert" and name == "dense":
+        assert not answer.variants
+        assert "expert: the model has no experts to share out." in str(answer)
+        return
+    ways = {f"without {feature}": FEATURES[feature].without} if answer.used else FEATURES[feature].ways
+    stated = {item.name.partition(":")[0]: item for item in answer.variants}
+    for way, only in ways.items():
+        assert plan.memory_budget is not None
+        costs = [
+            (time, memory)
+            for time, memory, recipe in every_recipe(name)
+            if memory <= plan.memory_budget and all(getattr(recipe, field) in only[field] for field in only)
+        ]
+        assert (way in stated) == bool(costs)
+        if not costs:
+            assert "no recipe for 4 devices and this batch has it" in str(answer)
+            continue
+        best, item = min(costs), stated[way]
+        assert (item.objective, item.peak_memory_bytes) == (item.step_time_s, best[1])
+        assert item.objective == best[0] >= plan.objective
+        assert item.breakdown is not None
+        assert sum(item.breakdown.values()) == pytest.approx(best[0])
+
+
+def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
+    """With the least that does it."""
+    least = alternatives(make_plan("dense")).problem.smallest().objective
+    plan = make_plan("dense", memory_budget=int(least))
+    answer = plan.why_not("data")
+    (item,) = answer.variants
+    sizes = [memory for _, memory, recipe in every_recipe("dense") if recipe.zero == 0 and recipe.data > 1]
+    assert (item.fits, item.smallest_bytes) == (False, min(sizes))
+    assert min(sizes) > least
+    assert re.search("no plan with it fits in memory", str(answer))
+
+
+def test_what_is_not_answered_is_said() -> None:
+    """An unknown feature; a value's specs, which no recipe chooses one by one."""
+    with pytest.raises(InvalidSpecError, match="ask for one of data, zero-1, zero-2, fsdp, tensor"):
+        make_plan("dense").why_not("magic")
+    with pytest.raises(NotAvailableError, match="gives all values their specs at once"):
+        make_plan("dense").explain("words.weight")
+    with pytest.raises(NotAvailableError, match="plan again with another memory_budget="):
+        make_plan("dense").limits()
