@@ -160,14 +160,12 @@ def _phase_time(
     phase: PhasePrice, recipe: Recipe, groups: Groups, model: StepModel, cluster: Cluster, *, is_backward: bool
 ) -> dict[str, float]:
     """Seconds of a phase: "compute", and what of each axis's communication is exposed."""
-    sorting_s = sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)
-    times = {"compute": computing_time(phase.busy, recipe, cluster, model) + sorting_s}
+    times = {"compute": computing_time(phase.busy, recipe, cluster, model)}
+    times["compute"] += sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)
     if recipe.blocking_launches:
         times["compute"] += len(phase.traffic) * cluster.device.dispatch("blocking")
     budgets = {
-        "tensor": phase.busy.weight_gradient_s * model.matmul_slowdown
-        if recipe.overlap_tensor and is_backward
-        else 0.0,
+        "tensor": recipe.overlap_tensor * is_backward * phase.busy.weight_gradient_s * model.matmul_slowdown,
         "context": phase.busy.attention_s * model.attention_slowdown,
         "expert": times["compute"] if recipe.overlap_expert else 0.0,
     }
