@@ -15,23 +15,19 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
    that fits for long, after `max_rounds`, or when most of the time is up.
 4. Where memory binds: take the choices of least Lagrangian that do not fit, and change in each the variable that costs
-   least per byte that it saves at the peak, until it fits. Last, improve the best choice one variable at a time.
+   least per byte that it saves at the peak, until it fits. Then improve the best choice one variable at a time.
+5. Where bound and choice are still apart: part the problem, and search its parts (`branch_duals`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import highspy
-import numpy as np
-
-from passes.assignment import Assignment, Floats, MemoryRow, Solution
-from passes.messages import Messages
-
-Usage = Callable[[Sequence[int]], np.ndarray]
-"""Bytes in use at every program point under a choice."""
+from passes.assignment import Assignment, MemoryRow, Solution
+from passes.branch_duals import branch
+from passes.dual_state import DualState, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +38,13 @@ class DualSearch:
         tolerance: relative gap at which the search is content.
         max_rounds: rounds of message passing at most.
         time_limit_s: seconds at most.
+        most_parts: times that the problem is parted at most, see `branch_duals`.
     """
 
     tolerance: float = 1e-3
     max_rounds: int = 100
     time_limit_s: float = 60.0
+    most_parts: int = 0
 
     def __call__(
         self, problem: Assignment, usage: Usage, row_at: Callable[[int], MemoryRow], start: Sequence[Sequence[int]] = ()
@@ -59,204 +57,18 @@ class DualSearch:
             row_at: the memory row of a point.
             start: choices to begin with, e.g. of known recipes.
         """
-        state = _State(problem, usage, row_at)
+        state = DualState(problem, usage, row_at)
         for choice in start:
             state.offer(choice)
         start_s = time.monotonic()
         ends = [start_s + share * self.time_limit_s for share in _SHARES]
-        for _ in range(self.max_rounds):
-            state.round()
-            if (
-                state.gap() <= self.tolerance
-                or state.has_stalled()
-                or state.finds_nothing()
-                or time.monotonic() > ends[0]
-            ):
-                break
+        state.run(self.tolerance, self.max_rounds, ends[0])
         if state.gap() > self.tolerance:
             state.repair(ends[1])
         state.polish(ends[2])
+        branch(state, self.tolerance, self.most_parts, ends[3])
         return state.solution()
 
 
-_SHARES = (0.75, 0.9, 1.0)
-"""Until when rounds, repairs and single changes go on, as parts of the time."""
-
-_REPAIRS = 3
-"""Choices that are repaired."""
-
-_PASSES = 4
-"""Message passes between two moves of the multipliers."""
-
-
-@dataclass(slots=True)
-class _State:
-    """Incumbent, bound and multipliers of a search."""
-
-    problem: Assignment
-    usage: Usage
-    row_at: Callable[[int], MemoryRow]
-    messages: Messages = field(init=False)
-    rows: dict[int, MemoryRow] = field(default_factory=dict)
-    multipliers: dict[int, float] = field(default_factory=dict)
-    best_multipliers: dict[int, float] = field(default_factory=dict)
-    cuts: list[tuple[float, np.ndarray, tuple[int, ...]]] = field(default_factory=list)
-    best: tuple[int, ...] | None = None
-    best_cost: float = np.inf
-    bound: float = -np.inf
-    gaps: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.messages = Messages(self.problem)
-
-    def round(self) -> None:
-        """Some message passing, rounding and, where memory binds, a move of the multipliers."""
-        choice, bound = (), -np.inf
-        for _ in range(_PASSES):
-            raw, choice = self.messages.iterate()
-            bound = max(bound, raw - self._offset())
-        self.offer(choice)
-        self.offer(self.messages.improve(choice))
-        if bound > self.bound:
-            self.bound, self.best_multipliers = bound, dict(self.multipliers)
-        self.gaps.append(self.gap())
-        if np.isfinite(self.problem.limit):
-            self._move_multipliers()
-
-    def has_stalled(self) -> bool:
-        """Whether the gap has hardly closed over the last rounds, though something fits."""
-        return (
-            len(self.gaps) > _PATIENCE and self.gaps[-1] > 0.97 * self.gaps[-_PATIENCE] and np.isfinite(self.gaps[-1])
-        )
-
-    def finds_nothing(self) -> bool:
-        """Whether nothing fits though many rounds went by."""
-        return len(self.gaps) >= _HOPEFUL and self.best is None
-
-    def _offset(self) -> float:
-        """What the weighed limits take from the bound."""
-        return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
-
-    def offer(self, choice: Sequence[int]) -> None:
-        """Note a choice: as a cut, and as the incumbent if it fits and is cheaper."""
-        used, cost = self.usage(choice), self.problem.cost_of(choice)
-        if not np.isfinite(cost):
-            return
-        self.cuts.append((cost, used, tuple(choice)))
-        peak = int(np.argmax(used))
-        if used[peak] > self.problem.limit:
-            if peak not in self.rows and len(self.rows) < _MOST_ROWS:
-                self.rows[peak] = self.row_at(peak)
-        elif cost < self.best_cost:
-            self.best, self.best_cost = tuple(choice), cost
-
-    def _move_multipliers(self) -> None:
-        if not self.rows or not self.cuts:
-            return
-        points = sorted(self.rows)
-        slack = np.array([used[points] - self.problem.limit for _, used, _ in self.cuts])
-        ideal = _best_multipliers(np.array([cost for cost, _, _ in self.cuts]), slack)
-        previous = np.array([self.best_multipliers.get(point, 0.0) for point in points])
-        self.multipliers = dict(zip(points, (0.5 * (previous + ideal)).tolist(), strict=True))
-        self.messages.weigh({point: (self.rows[point], self.multipliers[point]) for point in points})
-
-    def repair(self, deadline: float) -> None:
-        """Make some choices fit that nearly do."""
-        over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit]
-        for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
-            fitting = self._fitting(choice, deadline)
-            if fitting is not None:
-                self.offer(fitting)
-
-    def _lagrangian(self, cost: float, used: np.ndarray) -> float:
-        return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
-
-    def _fitting(self, choice: tuple[int, ...], deadline: float) -> tuple[int, ...] | None:
-        """The choice after the cheapest changes that make it fit; None if none do, or not in time."""
-        used = self.usage(choice)
-        while used.max() > self.problem.limit:
-            peak = int(np.argmax(used))
-            row = self.rows[peak] if peak in self.rows else self.row_at(peak)
-            for variable, option in self._savings(row, choice, float(used[peak] - self.problem.limit)):
-                changed = (*choice[:variable], option, *choice[variable + 1 :])
-                after = self.usage(changed)
-                if after[peak] < used[peak] and after.max() <= used.max():
-                    choice, used = changed, after
-                    break
-            else:
-                return None
-            if time.monotonic() > deadline:
-                return None
-        return choice
-
-    def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
-        """Changes of one variable that save memory in a row, the cheapest by the byte first."""
-        found: list[tuple[float, int, int]] = []
-        for variable, sizes in row.variables.items():
-            saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
-            if saved.max() > 0:
-                costs = self.messages.costs_given_neighbours(variable, choice)
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    price = np.where(saved > 0, (costs - costs[choice[variable]]) / saved, np.inf)
-                option = int(price.argmin())
-                found.append((float(price[option]), variable, option))
-        return [(variable, option) for _, variable, option in sorted(found)]
-
-    def polish(self, deadline: float) -> None:
-        """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
-        changed = self.best is not None and bool(self.rows)
-        while changed and time.monotonic() < deadline:
-            changed = False
-            for variable in range(len(self.problem.costs)):
-                changed |= self._polish_variable(variable)
-
-    def _polish_variable(self, variable: int) -> bool:
-        assert self.best is not None
-        costs = self.messages.costs_given_neighbours(variable, self.best)
-        for option in np.argsort(costs, kind="stable"):
-            if costs[option] >= costs[self.best[variable]] * (1 - 1e-12):
-                return False
-            tried = (*self.best[:variable], int(option), *self.best[variable + 1 :])
-            if self.usage(tried).max() <= self.problem.limit:
-                self.best_cost += float(costs[option] - costs[self.best[variable]])
-                self.best = tried
-                return True
-        return False
-
-    def gap(self) -> float:
-        """Relative distance of the incumbent to the bound."""
-        if not np.isfinite(self.best_cost):
-            return np.inf
-        return (self.best_cost - self.bound) / self.best_cost if self.best_cost > 0 else 0.0
-
-    def solution(self) -> Solution | None:
-        if self.best is None:
-            return None
-        return Solution(self.best, self.best_cost, min(self.best_cost, max(self.bound, 0.0)))
-
-
-_PATIENCE = 8
-"""Rounds in which the gap must close by three per cent of itself for the search to go on."""
-
-_HOPEFUL = 24
-"""Rounds in which something must be found that fits."""
-
-_MOST_ROWS = 16
-"""Most program points that get a multiplier."""
-
-
-def _best_multipliers(costs: Floats, slack: Floats) -> Floats:
-    """The multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value]."""
-    unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
-    count = slack.shape[1]
-    program = highspy.Highs()
-    program.setOptionValue("output_flag", False)
-    most = 1e3 * np.ones(count)
-    variables = [program.addVariable(0.0, upper) for upper in most]
-    value = program.addVariable(-highspy.kHighsInf, highspy.kHighsInf)
-    for cost, row in zip(costs / unit_cost, slack / unit_bytes, strict=True):
-        weighed = sum((float(amount) * variable for amount, variable in zip(row, variables, strict=True)), 0.0 * value)
-        program.addConstr(value - weighed <= float(cost))
-    program.maximize(value)
-    found = np.array(program.getSolution().col_value)[:count]
-    return np.maximum(found, 0.0) * unit_cost / unit_bytes
+_SHARES = (0.55, 0.7, 0.8, 1.0)
+"""Until when rounds, repairs, single changes and branching go on, as parts of the time."""

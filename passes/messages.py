@@ -7,6 +7,7 @@ order, and back; each pass back ends in a bound that never falls while the costs
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -35,17 +36,44 @@ class Messages:
         self._forward = [np.zeros(table.shape[1]) for table in self._tables]
         self._backward = [np.zeros(table.shape[0]) for table in self._tables]
 
+    def restricted(self, variable: int, mask: np.ndarray) -> Messages:
+        """The same with only the options of `variable` that a mask leaves; the messages go on from where they are."""
+        other = copy.copy(self)
+        other._base = list(self._base)
+        other._base[variable] = np.where(mask, self._base[variable], self._cap)
+        other._costs = list(self._costs)
+        other._costs[variable] = np.where(mask, self._costs[variable], self._cap)
+        other._forward, other._backward = list(self._forward), list(self._backward)
+        return other
+
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Add `weight` seconds per byte of each memory row to the costs; the messages stay."""
+        """Add `weight` seconds per byte of each memory row to the costs; the messages stay.
+
+        What is not allowed costs as much more as any bytes can save, so that it stays dearer than what is.
+        """
         self._costs, self._tables = list(self._base), list(self._base_tables)
-        for row, weight in rows.values():
-            if weight == 0.0:
-                continue
+        weighed = [(row, weight) for row, weight in rows.values() if weight > 0.0]
+        if not weighed:
+            return
+        most = sum(weight * _spread(row) for row, weight in weighed)
+        raised: dict[int, Floats] = {}
+        for variable, cost in enumerate(self._base):
+            self._costs[variable] = self._raised(cost, most, raised)
+        for number, table in enumerate(self._base_tables):
+            self._tables[number] = self._raised(table, most, raised)
+        for row, weight in weighed:
             for variable, sizes in row.variables.items():
                 self._costs[variable] = self._costs[variable] + weight * sizes
             for number, sizes in row.edges.items():
                 edge = self._problem.edges[number]
                 self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
+
+    def _raised(self, costs: Floats, most: float, known: dict[int, Floats]) -> Floats:
+        """The costs, with `most` on top of those that are not allowed; the same object where all are."""
+        if id(costs) not in known:
+            barred = costs >= self._cap
+            known[id(costs)] = costs + most * barred if barred.any() else costs
+        return known[id(costs)]
 
     def iterate(self) -> tuple[float, tuple[int, ...]]:
         """One pass forth, which rounds, and one back, which bounds."""
@@ -130,6 +158,11 @@ class Messages:
         return cost
 
 
+def _spread(row: MemoryRow) -> float:
+    """Bytes by which two choices can differ in a row, at most."""
+    return sum(float(np.ptp(sizes)) for sizes in (*row.variables.values(), *row.edges.values()) if sizes.size)
+
+
 _least = np.minimum.reduce
 """The least element, along an axis or of a vector; `ndarray.min` says the same more slowly."""
 
@@ -143,4 +176,4 @@ def _more_than_any_choice(problem: Assignment) -> float:
     """A finite cost that stands for an infinite one: above the cost of every choice that is allowed."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
-    return 2.0 * sum(float(costs.max()) for costs in finite if costs.size)
+    return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

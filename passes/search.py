@@ -68,13 +68,16 @@ class Search:
     Args:
         memory_limit_bytes: per rank, or None for no limit.
         time_budget_s: seconds for all rounds together.
-        tolerance, max_rounds: of the search of large problems, see `DualSearch`.
+        tolerance, max_rounds, most_parts: of the search of large problems, see `DualSearch`.
+        says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
     """
 
     memory_limit_bytes: float | None = None
     time_budget_s: float = 60.0
     tolerance: float = 1e-3
     max_rounds: int = 100
+    most_parts: int = 40
+    says_smallest: bool = True
 
     def __call__(
         self,
@@ -103,11 +106,12 @@ class Search:
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
-        search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s)
+        search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s, self.most_parts)
         solution = search(problem, planning.usage, planning.memory_row, start)
         if solution is not None:
             return solution
-        frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row)
+        hopeless = np.inf if self.says_smallest else problem.limit
+        frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
         if not frugal or planning.usage(frugal).max() > problem.limit:
             raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
         solution = search(problem, planning.usage, planning.memory_row, [frugal])

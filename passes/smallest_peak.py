@@ -22,9 +22,19 @@ _FORBIDDEN = 10.0
 
 
 def choice_of_smallest_peak(
-    problem: Assignment, usage: Callable[[Sequence[int]], np.ndarray], row_at: Callable[[int], MemoryRow]
+    problem: Assignment,
+    usage: Callable[[Sequence[int]], np.ndarray],
+    row_at: Callable[[int], MemoryRow],
+    enough: float = 0.0,
+    hopeless: float = np.inf,
 ) -> tuple[int, ...]:
-    """The choice with the smallest peak that was found (see the module's docstring)."""
+    """The choice with the smallest peak that was found (see the module's docstring).
+
+    Args:
+        problem, usage, row_at: as of `DualSearch`.
+        enough: a peak, in bytes, that need not be made smaller.
+        hopeless: bytes: the search ends once it is proven that every peak is above.
+    """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
     rows: dict[int, MemoryRow] = {}
@@ -34,7 +44,7 @@ def choice_of_smallest_peak(
         used = usage(choice)
         if used.max() < best_peak and np.isfinite(problem.cost_of(choice)):
             best, best_peak = choice, float(used.max())
-        if not used.any():
+        if best_peak <= enough or not used.any():
             break
         peak = int(np.argmax(used))
         rows.setdefault(peak, row_at(peak))
@@ -42,8 +52,11 @@ def choice_of_smallest_peak(
         weights = {point: weight * np.exp(_RATE * (used[point] / used.max() - 1)) for point, weight in weights.items()}
         total = sum(weights.values())
         messages.weigh({point: (rows[point], weight / total) for point, weight in weights.items()})
+        known = sum(rows[point].constant * weight / total for point, weight in weights.items())
         for _ in range(3):
-            _, choice = messages.iterate()
+            bound, choice = messages.iterate()
+            if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak
+                return best
         choice = messages.improve(choice)
     return best
 

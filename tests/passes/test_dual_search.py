@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given
+from hypothesis import strategies as st
 
 from passes.assignment import Assignment, Edge, MemoryRow
 from passes.dual_search import DualSearch
@@ -49,6 +52,14 @@ def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assig
     choice = choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point))
     if choice:
         assert np.isfinite(problem.cost_of(choice))
+
+
+@given(assignments(), st.floats(0.0, 2.0))
+def test_what_is_called_hopeless_does_not_fit(problem: Assignment, share: float) -> None:
+    """Where the search for a small peak gives up early, no choice is within the limit."""
+    limit = share * problem.limit if np.isfinite(problem.limit) else share
+    if not choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point), 0.0, limit):
+        assert solve_exhaustive(dataclasses.replace(problem, limit=limit)) is None
 
 
 def _row(problem: Assignment, point: int):
