@@ -33,7 +33,7 @@ def choice_of_smallest_peak(
     Args:
         problem, usage, row_at: as of `DualSearch`.
         enough: a peak, in bytes, that need not be made smaller.
-        hopeless: bytes: the search ends once it is proven that every peak is above.
+        hopeless: bytes: once it is proven that every peak is above, nothing is returned.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
@@ -56,7 +56,7 @@ def choice_of_smallest_peak(
         for _ in range(3):
             bound, choice = messages.iterate()
             if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak
-                return best
+                return ()
         choice = messages.improve(choice)
     return best
 

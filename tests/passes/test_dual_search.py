@@ -58,7 +58,12 @@ def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assig
 def test_what_is_called_hopeless_does_not_fit(problem: Assignment, share: float) -> None:
     """Where the search for a small peak gives up early, no choice is within the limit."""
     limit = share * problem.limit if np.isfinite(problem.limit) else share
-    if not choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point), 0.0, limit):
+    without, early = (
+        choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point), 0.0, hopeless)
+        for hopeless in (np.inf, limit)
+    )
+    assert early in ((), without)
+    if without and not early:
         assert solve_exhaustive(dataclasses.replace(problem, limit=limit)) is None
 
 
