@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from passes.elided import AHEAD, BEHIND, Elided, NotAlikeError
 from passes.enumerate_strategies import SearchSpace, leaves_program
 from passes.liveness import ElidedLifetimes, Held, Interval, Liveness, OnLink
 
-_Key = TypeVar("_Key", bound=Hashable)
-_Kept = tuple[int, Held, int]
-"""What a link keeps: its index, what, and which of several such."""
+Key = tuple[str | int, Hashable]
+"""What keeps something in memory, a site or the link of an index; and which of what it keeps."""
 
 
 def with_elided(liveness: Liveness, elided: Elided, space: SearchSpace) -> Liveness:
@@ -26,46 +24,60 @@ def with_elided(liveness: Liveness, elided: Elided, space: SearchSpace) -> Liven
     Raises:
         NotAlikeError: the units beside what is left out do not hold alike values at alike points.
     """
+    kept = _numbered(liveness.on_links)
+    intervals: dict[Key, Interval] = {**liveness.values, **{key: each.interval for key, each in kept.items()}}
+    found = elided_intervals(liveness, elided, space, intervals)
+    values = {key: found[key] for key in liveness.values if key in found}
+    on_links = ((replace(kept[key], interval=found[key][0]), found[key][1]) for key in kept if key in found)
+    return replace(liveness, elided=ElidedLifetimes(values, tuple(on_links)))
+
+
+def elided_intervals(
+    liveness: Liveness, elided: Elided, space: SearchSpace, intervals: Mapping[Key, Interval]
+) -> dict[Key, tuple[Interval, int]]:
+    """When elided units hold what, and how many they are, by the key of what stands for it.
+
+    Args:
+        liveness: the points of the program.
+        elided, space: what is left out, and of what.
+        intervals: what is in memory when.
+
+    Raises:
+        NotAlikeError: the units beside what is left out do not hold alike values at alike points.
+    """
     if not elided.sites:
-        return liveness
-    points = _Points.of(liveness, elided, space)
-    results = range(1 + max(result for _, result in liveness.values))
-    values = [
-        _Row(tuple((name, result) for name in alike.names), (alike.names[BEHIND], result), alike.elided)
-        for alike in elided.sites
-        for result in results
+        return {}
+    kept_by: dict[str | int, list[Hashable]] = defaultdict(list)
+    for keeper, which in intervals:
+        kept_by[keeper].append(which)
+    alike: list[tuple[Sequence[str | int], str | int, int]] = [
+        *((sites.names, sites.names[BEHIND], sites.elided) for sites in elided.sites),
+        *((links.indices, links.standing, links.elided) for links in elided.links),
     ]
-    numbered = _numbered(liveness.on_links)
-    kinds = {(held, count) for _, held, count in numbered}
-    links: list[_Row[_Kept]] = [
-        _Row(tuple((index, *kind) for index in alike.indices), (alike.standing, *kind), alike.elided)
-        for alike in elided.links
-        for kind in sorted(kinds)
+    rows = [
+        _Row(tuple((keeper, which) for keeper in keepers), (standing, which), number)
+        for keepers, standing, number in alike
+        for which in dict.fromkeys(which for keeper in keepers for which in kept_by[keeper])
     ]
-    on_links = _intervals(points, links, {key: kept.interval for key, kept in numbered.items()})
-    found = ElidedLifetimes(
-        _intervals(points, values, liveness.values),
-        tuple((replace(numbered[key], interval=interval), number) for key, (interval, number) in on_links.items()),
-    )
-    return replace(liveness, elided=found)
+    return _intervals(_Points.of(liveness, elided, space), rows, intervals)
 
 
-def _numbered(on_links: Iterable[OnLink]) -> dict[_Kept, OnLink]:
+def _numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
     """What links keep, what one link keeps of a kind numbered in order."""
     counts: dict[tuple[int, Held], int] = defaultdict(int)
-    found: dict[_Kept, OnLink] = {}
+    found: dict[Key, OnLink] = {}
     for kept in on_links:
-        found[kept.link, kept.held, counts[kept.link, kept.held]] = kept
+        found[kept.link, (kept.held, counts[kept.link, kept.held])] = kept
         counts[kept.link, kept.held] += 1
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Row(Generic[_Key]):
+class _Row:
     """The same value (or link) in each of the four units, that which stands for the elided ones, and their number."""
 
-    keys: Sequence[_Key]
-    standing: _Key
+    keys: Sequence[Key]
+    standing: Key
     number: int
 
 
@@ -160,10 +172,10 @@ def _add_adding(liveness: Liveness, elided: Elided, spots: dict[int, tuple[int, 
 
 
 def _intervals(
-    points: _Points, rows: Sequence[_Row[_Key]], intervals: Mapping[_Key, Interval]
-) -> dict[_Key, tuple[Interval, int]]:
+    points: _Points, rows: Sequence[_Row], intervals: Mapping[Key, Interval]
+) -> dict[Key, tuple[Interval, int]]:
     """Of what stands for elided units: when these hold it, and how many they are."""
-    found: dict[_Key, tuple[Interval, int]] = {}
+    found: dict[Key, tuple[Interval, int]] = {}
     outside = dict(intervals)
     for row in rows:
         first, ahead, behind, last = (intervals.get(key) for key in row.keys)

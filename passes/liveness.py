@@ -32,7 +32,7 @@ from passes.insert_hubs import is_gradient_hub
 UPDATE = "update"
 """The phase of an optimizer's update."""
 
-_GRADIENT = 1
+GRADIENT = 1
 """The operand that an update in place only reads; see `autoshard.kernels.optimizers`."""
 
 
@@ -95,6 +95,7 @@ class Liveness:
         on_links: what links keep.
         calls: call to the point at which it runs.
         reshards: index of a link to the point of a reshard on it.
+        handing: index of a link to the point at which the output that it carries is handed out.
         adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
@@ -107,12 +108,18 @@ class Liveness:
     on_links: tuple[OnLink, ...]
     calls: Mapping[str, int]
     reshards: Mapping[int, int]
+    handing: Mapping[int, int]
     adding: Mapping[str, int]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
     elided: ElidedLifetimes = ElidedLifetimes()
     sharded_outputs: frozenset[str] = frozenset()
     micro_batches: int = 1
+
+    @property
+    def forward_end(self) -> int:
+        """The point behind the forward, when all outputs are handed out."""
+        return _forward_end(self.handing)
 
     def of(self, space: SearchSpace) -> Liveness:
         """The lifetimes of another search space, of the same step."""
@@ -155,6 +162,7 @@ def find_lifetimes(
         on_links,
         calls,
         times.reshards,
+        times.handing,
         times.adding,
         state_bytes_per_parameter_byte,
         parameters,
@@ -211,8 +219,11 @@ class _Times:
 
     @property
     def forward_end(self) -> int:
-        """The point behind the forward, when all outputs are handed out."""
-        return max(self.handing.values(), default=-1) + 1
+        return _forward_end(self.handing)
+
+
+def _forward_end(handing: Mapping[int, int]) -> int:
+    return max(handing.values(), default=-1) + 1
 
 
 def _runs_in(site: Site, phase: str) -> bool:
@@ -293,8 +304,7 @@ class _Lifetimes:
             return None, death
         ends = {index: (self._use(index), self.times.reshards[index]) for index in readers}
         last = max(readers, key=ends.__getitem__)
-        head = self.space.links[last].head
-        others = [ends[index][self.space.links[index].head == head] for index in readers if index != last]
+        others = [ends[index][0] for index in readers if index != last]
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None, *, goes: bool) -> None:
@@ -373,7 +383,7 @@ class _Lifetimes:
     def _is_written(self, link: Link) -> bool:
         """Whether an update writes over what a link carries."""
         node = self.space.sites[link.head].node
-        return node is not None and node.target in IN_PLACE and link.operand not in (-1, _GRADIENT)
+        return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
 
     def _returns(self, index: int) -> bool:
         """Whether a link carries a result that stays."""

@@ -26,11 +26,17 @@ class LocalTracer(GraphAppendingTracer):
         self.moving: fx.Node | None = None
         self._values: dict[Any, Any] = {}
 
-    def placeholder(self, name: str, value: torch.Tensor, shape: Sequence[int]) -> fx.Proxy:
-        """A placeholder for the local piece, of the given shape, of a global value."""
+    def placeholder(
+        self, name: str, value: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None = None
+    ) -> fx.Proxy:
+        """A placeholder for the local piece, of the given shape, of a global value.
+
+        `order`: the dims as they lie in memory, the outermost first; None: as they come.
+        """
         proxy = self.create_proxy("placeholder", name, (), {}, name=name)
+        order = tuple(range(len(shape)) if order is None else order)
         with self._fake_mode:
-            proxy.node.meta["val"] = value.new_empty(shape)
+            proxy.node.meta["val"] = torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:

@@ -13,11 +13,12 @@ import torch
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import tensor_values
 from autoshard.ir.spec import PartitionSpec
-from passes.enumerate_strategies import Link, SearchSpace, Site, needs_of, specs_of
+from passes.assignment import Floats
+from passes.enumerate_strategies import Link, SearchSpace, Site, ValueInfo, needs_of, specs_of
 from passes.liveness import Held, OnLink
 from passes.memory_usage import Table
 from passes.price import local_bytes_of
-from passes.transients import Transients
+from passes.transients import Moved, Transients
 
 _WHOLE = PartitionSpec()
 
@@ -67,7 +68,7 @@ class MemoryTables:
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
         value, mesh = tail.results[link.result], self.space.mesh
         sources, targets = specs_of(tail, link.result), needs_of(head, link)
-        before, after = local_bytes_of(value, sources, mesh)[:, None], local_bytes_of(value, targets, mesh)
+        before, after = _most_bytes_of(value, sources, mesh)[:, None], _most_bytes_of(value, targets, mesh)
         whole = float(math.prod(value.shape) * value.itemsize)
         moved = differs(sources, targets, mesh)
         gathered = differs((_WHOLE,), targets, mesh)[0]
@@ -89,17 +90,17 @@ class MemoryTables:
                 return Table(np.where(moved | gathered, whole, 0.0))
             case Held.OUTPUT:
                 return Table(np.full(len(targets), whole))
-        traced = _traced(tail, link.result)
+        traced = traced_value(tail, link.result)
         if held is Held.HANDING:
             handing = Transients(mesh)
             return Table(
                 np.where(gathered, np.nan, 0.0),
-                lambda row: handing.of_reshard(traced, targets[row], _WHOLE, freed=False),
+                lambda row: handing.of_reshard(Moved(traced, targets[row], _WHOLE), freed=False),
             )
 
         def find(row: int, column: int) -> float:
             freed = held is Held.LAST_RESHARD
-            return self.transients.of_reshard(traced, sources[row], targets[column], freed=freed)
+            return self.transients.of_reshard(Moved(traced, sources[row], targets[column]), freed=freed)
 
         return Table(np.where(moved, np.nan, 0.0), find)
 
@@ -117,12 +118,31 @@ def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], 
     return before[:, None] != after[None, :]
 
 
+def _most_bytes_of(value: ValueInfo, specs: Sequence[PartitionSpec], mesh: Mesh) -> Floats:
+    """The most bytes that a value takes under each spec, if it may be a copy: see `Transients.bytes_of_copy`."""
+    return np.array([_most_bytes(value, spec, mesh) for spec in specs])
+
+
+def _most_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> float:
+    """Bytes of a value, and the padding that pieces along its outermost dim had before they were put together."""
+    local = spec.local_shape(value.shape, mesh)
+    size = float(math.prod(local) * value.itemsize)
+    outermost = next((dim for dim, count in enumerate(local) if count > 1), None)
+    if outermost is None:
+        return size
+    axes = spec.axes_of(outermost)
+    pieces = mesh.shards(axes)
+    others = [count for axis, count in mesh.axes if axis not in axes and pieces * count <= value.shape[outermost]]
+    padded = (count * -(-local[outermost] // count) for count in others)
+    return size * max(padded, default=local[outermost]) / local[outermost]
+
+
 def _without(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
     dims = ([axis for axis in dim if axis not in axes] for dim in spec.dims)
     return PartitionSpec(*dims, partial={axis: reduction for axis, reduction in spec.partial if axis not in axes})
 
 
-def _traced(site: Site, result: int) -> torch.Tensor:
+def traced_value(site: Site, result: int) -> torch.Tensor:
     """The value of a result as the trace has it."""
     assert site.node is not None, "what leaves the program has no results"
     return [value for value in tensor_values(site.node) if value is not None][result]

@@ -25,7 +25,7 @@ from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
 from cost_models.streams import Overlap, StreamTimes, simulate_streams
 from cost_models.timeline import Timeline
 from passes.build_assignment import PlanningProblem
-from passes.memory_parts import memory_parts
+from passes.exact_memory import exact_memory
 from passes.segment_step import COPIES, segment_step
 from passes.utilisation import utilisation
 
@@ -108,9 +108,10 @@ def trace_of(line: Timeline) -> Trace:
 
 def _memory_parts(planning: PlanningProblem, choice: Sequence[int], times: StreamTimes) -> dict[str, int]:
     """Bytes in use at the peak by what they are; they sum to it."""
-    used = planning.usage(choice)
+    memory = exact_memory(planning, choice)
+    used = memory.used()
     point = int(np.argmax(used))
-    parts = {name: int(size) for name, size in memory_parts(planning).at(planning, choice, point).items()}
+    parts = {name: int(size) for name, size in memory.at(point).items()}
     parts["activations"] += int(used[point]) - sum(parts.values())  # what truncation left
     return parts | ({BUFFERS: int(times.held_bytes)} if times.held_bytes > 0 else {})
 

@@ -39,12 +39,18 @@ def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
     return graph
 
 
-def emitted_reshard(value: torch.Tensor, steps: Sequence[ReshardStep], mesh: Mesh) -> fx.Graph:
-    """Steps of a reshard of a global `value`: from the local value before to the one after."""
+def emitted_reshard(
+    value: torch.Tensor, steps: Sequence[ReshardStep], mesh: Mesh, *, as_traced: bool = False
+) -> fx.Graph:
+    """Steps of a reshard of a global `value`: from the local value before to the one after.
+
+    `as_traced`: the dims of what is resharded lie in memory in the order that those of the traced value have.
+    """
     graph = fx.Graph()
     tracer = LocalTracer(graph, value.fake_mode)  # type: ignore[attr-defined]
     shape = tuple(value.shape)
-    local = tracer.placeholder("value", value, steps[0].source.local_shape(shape, mesh))
+    order = sorted(range(len(shape)), key=lambda dim: -value.stride(dim)) if as_traced else None
+    local = tracer.placeholder("value", value, steps[0].source.local_shape(shape, mesh), order)
     graph.output((emit_reshard(local, steps, shape, mesh, dtype=value.dtype).node,))
     return graph
 

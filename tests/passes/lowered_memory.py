@@ -78,7 +78,8 @@ def _hand_out(
     """What users hold of a call's outputs, gathered one after the other while all that is `there` stays."""
     lowered = phased.lowered
     handed: list[Storage] = []
-    for index, value in zip(phased.forward_outputs, outputs, strict=True):
+    nodes = phased.forward.graph.output_node().args[0]
+    for index, value, node in zip(phased.forward_outputs, outputs, nodes, strict=False):
         slot = lowered.outputs[index]
         if slot.slot.kind != OutputKind.OUTPUT:
             continue
@@ -87,7 +88,8 @@ def _hand_out(
             handed.append(value)
             continue
         traced = lowered.traced.nodes[slot.slot.node].meta["val"]
-        graph = emitted_reshard(traced, steps, lowered.mesh)
+        is_strided = not node.meta["val"].is_contiguous()
+        graph = emitted_reshard(traced, steps, lowered.mesh, as_traced=is_strided)
         handed += memory.run(graph, [value], [*there, *handed])
     memory.peak = max(memory.peak, memory.bytes_of([*there, *handed]))
     return handed
