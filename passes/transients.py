@@ -19,6 +19,7 @@ from autoshard.ir.reshard import ReshardKind, ReshardStep, StepCost, plan_reshar
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import fills
 from autoshard.rules.enumeration import Strategy
+from autoshard.rules.hub import hub
 from passes.enumerate_strategies import Site
 from passes.price import local_bytes
 from passes.scratch import emitted_call, emitted_reshard
@@ -117,9 +118,11 @@ class Transients:
         return max(0, peak - sum(sizes) - (0 if site.is_alias else results))
 
     def local_form(self, site: Site, strategy: Strategy) -> LocalForm | None:
-        """What a rank runs for a call; None where that is the call itself."""
+        """What a rank runs for a call; None where that is the call itself, or nothing at all."""
         splits = strategy.splits(self.mesh)
-        if site.rule is None or not splits or not (site.rule.local or fills(site.rule, splits, self.mesh)):
+        if site.rule is None or not splits or (site.node is not None and site.node.target is hub):
+            return None
+        if not (site.rule.local or fills(site.rule, splits, self.mesh)):
             return None
         key = (site.call, strategy)
         if key not in self._forms:
@@ -201,7 +204,7 @@ def _numbers_of_tensors(graph: fx.Graph, storage: Storage, count: int) -> tuple[
     """The numbers of the storages of the tensors among several results of an operator."""
     if len(storage) == 1:
         return storage * count
-    (values,) = (node.meta["val"] for node in graph.output_node().args[0])
+    (values,) = (node.meta["val"] for node in graph.output_node().all_input_nodes)
     return tuple(number for number, value in zip(storage, values, strict=True) if isinstance(value, torch.Tensor))
 
 
