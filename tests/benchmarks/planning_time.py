@@ -1,13 +1,13 @@
 """How long each stage of planning takes.
 
 Run: python -m tests.benchmarks.planning_time [--models big_bird t5 ...] [--search-seconds 5] [--large]
-    [--recipes 'Llama-3 8B' ... | all] [--recipe-seconds 60]
+    [--recipes 'Llama-3 8B' ...] [--recipe-seconds 60]
 
 Models of the zoo of up to 3,000 nodes on two axes, stage by stage; and with `--large` a Llama of over
 10,000 nodes, and a program of over 10,000 nodes no two layers of which have equal shapes (so that no call is like one
 before), on three axes: how long it takes to enumerate the strategies of all nodes. Times are CPU seconds of one thread,
-so that other work on the machine counts little. Then the deep models of `tests.benchmarks.deep_models`; and with
-`--recipes`, how long the search over recipes takes (`recipe_time`).
+so that other work on the machine counts little. Then the deep models of `tests.benchmarks.deep_models`, whose specs are
+searched on a mesh, and those of `tests.benchmarks.recipe_time`, whose recipes are; any list may be empty.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from passes.search import Search
 from passes.verify_phases import verify_phases
 from passes.verify_program import verify_program
 from tests.benchmarks import deep_models
-from tests.benchmarks.recipe_time import TASKS, recipe_table, time_task
+from tests.benchmarks.recipe_time import TASKS, recipe_table, time_apart
 from tests.zoo.processes import quiet
 from tests.zoo.table import ARCHITECTURES
 
@@ -192,7 +192,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--large", action="store_true", help="the programs of 10,000 nodes too")
     parser.add_argument("--layers", nargs=2, type=int, default=[40, 84], help="of the two large programs")
     parser.add_argument("--deep", nargs="*", default=list(deep_models.CASES), help="of tests.benchmarks.deep_models")
-    parser.add_argument("--recipes", nargs="*", default=[], help=f"all, or some of {', '.join(TASKS)}")
+    parser.add_argument("--recipes", nargs="*", default=list(TASKS), help="of tests.benchmarks.recipe_time")
     parser.add_argument("--recipe-seconds", type=float, default=60.0, help="for each search over recipes")
     options = parser.parse_args(arguments)
     quiet()
@@ -204,10 +204,8 @@ def main(arguments: list[str]) -> None:
         console.print(deep_models.table([deep_models.measure_apart(name) for name in options.deep]))
     if options.large:
         console.print(table(f"Seconds on {THREE_AXES}", time_large(*options.layers)))
-    tasks = list(TASKS) if options.recipes == ["all"] else options.recipes
-    if tasks:
-        torch.set_num_threads(1)
-        console.print(recipe_table([time_task(name, options.recipe_seconds) for name in tasks]))
+    if options.recipes:
+        console.print(recipe_table([time_apart(name, options.recipe_seconds) for name in options.recipes]))
 
 
 if __name__ == "__main__":

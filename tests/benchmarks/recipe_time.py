@@ -1,17 +1,25 @@
-"""How long it takes to find the recipe of large models, tracing included: what `planning_time --recipes` prints.
+"""How long it takes to find the recipe of large models, tracing included: also a table of `planning_time`.
 
-Times are CPU seconds of one thread; memory is the largest so far of the process.
+Run: python -m tests.benchmarks.recipe_time [--tasks 'Llama-3 8B' ...] [--seconds 60] [--json]
+
+Each task in a process of its own, so that the peak of memory is its own, on one thread. Seconds begin with the
+building of the module on meta; imports are not counted.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import transformers
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -100,3 +108,38 @@ def recipe_table(rows: Sequence[Timed]) -> Table:
             f"{row.step_s:.4g}", f"{row.gap:.2%}", row.words,
         )  # fmt: skip
     return result
+
+
+def time_apart(name: str, budget_s: float) -> Timed:
+    """In a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.recipe_time",
+        "--tasks",
+        name,
+        "--seconds",
+        str(budget_s),
+        "--json",
+    ]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return Timed(**json.loads(output.splitlines()[-1]))
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table, or with `--json` one line for each task, planned in this process."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.recipe_time")
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each search")
+    parser.add_argument("--json", action="store_true", help="plan in this process, and print JSON")
+    options = parser.parse_args(arguments)
+    if not options.json:
+        Console(width=180).print(recipe_table([time_apart(name, options.seconds) for name in options.tasks]))
+        return
+    torch.set_num_threads(1)
+    for name in options.tasks:
+        sys.stdout.write(json.dumps(asdict(time_task(name, options.seconds))) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
