@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
+from typing import Generic, TypeVar
 
 from cost_models.device import Device
 from passes.count_sections import Kernel, Phase, Section, Sized
@@ -32,10 +33,19 @@ Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Kernels that follow each other, which the same axes split; `varies`: by the micro-batch."""
+class _Priced:
+    """A kernel without its name; the axes on which its price depends, and whether on the micro-batch."""
 
-    kernels: tuple[Kernel, ...]
+    kernel: Kernel
+    axes: tuple[str, ...]
+    varies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Kernels that follow each other, by number; `axes`, `varies`: as of kernels, of any of them."""
+
+    kernels: tuple[int, ...]
     axes: tuple[str, ...]
     varies: bool
 
@@ -58,7 +68,25 @@ class _Span:
         return _Span(self.busy + other.busy, self.core + other.core, tail, self.restarts or other.restarts)
 
 
-_NOTHING = _Span(Busy(), Busy(), Busy(), restarts=False)
+_IDLE = Busy()
+_NOTHING = _Span(_IDLE, _IDLE, _IDLE, restarts=False)
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Numbered(Generic[_T]):
+    """Things by number; equal ones have one."""
+
+    items: list[_T] = field(default_factory=list)
+    numbers: dict[_T, int] = field(default_factory=dict)
+
+    def number(self, item: _T) -> int:
+        """Its number."""
+        if item not in self.numbers:
+            self.numbers[item] = len(self.items)
+            self.items.append(item)
+        return self.numbers[item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +138,10 @@ class SectionPricer:
     precision: str
     separate_experts: bool
     _parts: dict[object, _Parts] = field(default_factory=dict)
-    _numbers: dict[object, int] = field(default_factory=dict)
-    _places: dict[_Run, int] = field(default_factory=dict)
-    _runs: list[_Run] = field(default_factory=list)
+    _alike: _Numbered[object] = field(default_factory=lambda: _Numbered())
+    _kernels: _Numbered[_Priced] = field(default_factory=lambda: _Numbered())
+    _runs: _Numbered[_Run] = field(default_factory=lambda: _Numbered())
+    _busy: dict[tuple[object, ...], Busy] = field(default_factory=dict)
     _spans: dict[tuple[object, ...], _Span] = field(default_factory=dict)
     _traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = field(default_factory=dict)
     _bytes: dict[tuple[object, ...], tuple[int, int, int, int]] = field(default_factory=dict)
@@ -155,11 +184,11 @@ class SectionPricer:
     def _phase(self, runs: tuple[int, ...], setting: Setting, sizes: Sizes, precision: str) -> _Span:
         span = _NOTHING
         for number in runs:
-            run = self._runs[number]
+            run = self._runs.items[number]
             batch = setting.batch if run.varies else 0
             known = (number, precision, batch, *(sizes[axis] for axis in run.axes))
             if known not in self._spans:
-                self._spans[known] = _span(run, setting, sizes, precision)
+                self._spans[known] = self._span(run, setting, sizes, precision)
             span = span.then(self._spans[known])
         return span
 
@@ -179,40 +208,40 @@ class SectionPricer:
             alike = (forward, backward, *sent, section.saved, section.entering, *parameters)
             axes = _axes_of(section)
             self._parts[key] = _Parts(
-                self._numbers.setdefault(alike, len(self._numbers)), section, forward, backward, _shapes_of(section),
+                self._alike.number(alike), section, forward, backward, _shapes_of(section),
                 axes, tuple(axis for axis in axes if axis != EXPERT),
             )  # fmt: skip
         return self._parts[key]
 
+    def _span(self, run: _Run, setting: Setting, sizes: Sizes, precision: str) -> _Span:
+        span = _NOTHING
+        for number in run.kernels:
+            item = self._kernels.items[number]
+            known = (number, precision, setting.batch * item.varies, *(sizes[axis] for axis in item.axes))
+            if known not in self._busy:
+                self._busy[known] = price_kernel(item.kernel, setting, sizes, precision)
+            taken = self._busy[known]
+            core = taken if item.kernel.is_core else _IDLE
+            span = span.then(_Span(taken, core, taken, bool(taken.matmul_s) and item.kernel.has_weight))
+        return span
+
     def _runs_in(self, phase: Phase) -> tuple[int, ...]:
-        """The runs of a phase by number."""
+        """The runs of a phase by number: its kernels, split where experts' begin and end."""
         numbers = []
-        for run in _runs_of(phase):
-            number = self._places.setdefault(run, len(self._runs))
-            if number == len(self._runs):
-                self._runs.append(run)
-            numbers.append(number)
+        for _, kernels in groupby(map(_priced, phase.kernels), lambda item: EXPERT in item.axes):
+            run = tuple(kernels)
+            axes = tuple(sorted({axis for item in run for axis in item.axes}))
+            places = tuple(self._kernels.number(item) for item in run)
+            numbers.append(self._runs.number(_Run(places, axes, any(item.varies for item in run))))
         return tuple(numbers)
 
 
 _HELD = tuple(item.name for item in fields(SectionSizes))
 
 
-def _span(run: _Run, setting: Setting, sizes: Sizes, precision: str) -> _Span:
-    span = _NOTHING
-    for kernel in run.kernels:
-        taken = price_kernel(kernel, setting, sizes, precision)
-        core = taken if kernel.is_core else Busy()
-        span = span.then(_Span(taken, core, taken, bool(taken.matmul_s) and kernel.has_weight))
-    return span
-
-
-def _runs_of(phase: Phase) -> Iterator[_Run]:
-    """A phase's kernels, split where experts' begin and end."""
-    for _, kernels in groupby(phase.kernels, lambda kernel: EXPERT in _axes_in(_tensors(kernel))):
-        run = tuple(kernels)
-        tensors = [item for kernel in run for item in _tensors(kernel)]
-        yield _Run(run, _axes_in(tensors), any(any(item.step) for item in tensors))
+def _priced(kernel: Kernel) -> _Priced:
+    tensors = _tensors(kernel)
+    return _Priced(replace(kernel, name=""), _axes_in(tensors), any(any(item.step) for item in tensors))
 
 
 def _tensors(kernel: Kernel) -> tuple[Sized, ...]:

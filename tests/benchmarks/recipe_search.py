@@ -5,15 +5,19 @@ Run: python -m tests.benchmarks.recipe_search [--sources mosaicml ...] [--every 
 For each run the recipe that was published is priced, and the fastest recipe searched for the same model, cluster and
 batch, with what the software did where that is no choice of a recipe (precision, overlap, fused kernels) held fast. A
 found recipe must not be priced above the published one, if that fits in memory by our count. Where it is priced more
-than 20 % lower, each group of fields in which the two differ is changed alone in the published recipe, and priced.
+than 20 % lower, each group of fields in which the two differ is changed alone in the published recipe, and priced; runs
+are grouped by the fields that make most of the difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -75,6 +79,14 @@ class Compared:
         return self.found_s / self.recipe_s
 
     @property
+    def cause(self) -> str:
+        """The fields that alone make at least half of the difference (of logarithms); "several" where none do."""
+        gains = {name: value for name, value in self.alone.items() if not isinstance(value, str)}
+        best = min(gains, key=gains.__getitem__, default="")
+        is_most = bool(best) and 2 * math.log(gains[best] / self.recipe_s) <= math.log(self.ratio)
+        return best if is_most else "several"
+
+    @property
     def holds(self) -> bool:
         """Whether it is no worse, or cannot be compared."""
         return not self.fits or self.ratio <= 1.0
@@ -109,6 +121,8 @@ def compare(row: Row, seconds: float) -> Compared:
     start = time.process_time()
     found = search.best(time_budget_s=seconds)
     spent_s = time.process_time() - start
+    if found.was_interrupted:
+        raise KeyboardInterrupt
     lower = found.recipe is not None and found.objective < _LOWER * published.step_time_s
     return Compared(
         run=row["id"],
@@ -159,6 +173,25 @@ def table(compared: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
+_STEPS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Between which ratios are counted."""
+
+
+def distribution(compared: Sequence[Compared]) -> str:
+    """How many published recipes that fit cost how much more than what was found, and why."""
+    fitting = [item for item in compared if item.fits]
+    places = Counter(bisect_left(_STEPS, item.ratio) for item in fitting)
+    names = [f"up to {step}" for step in _STEPS] + [f"above {_STEPS[-1]}"]
+    lines = ["| found over published | runs |", "|---|---|"]
+    lines += [f"| {name} | {places[place]} |" for place, name in enumerate(names)]
+    lines += ["", f"| below {_LOWER}: what makes most of it alone | runs | sources |", "|---|---|---|"]
+    lower = [item for item in fitting if item.ratio < _LOWER]
+    for cause, count in Counter(item.cause for item in lower).most_common():
+        sources = sorted({item.run.split("-")[0] for item in lower if item.cause == cause})
+        lines.append(f"| {cause} | {count} | {', '.join(sources)} |")
+    return "\n".join(lines)
+
+
 def summary(compared: Sequence[Compared]) -> str:
     """In one line."""
     worse = [item.run for item in compared if not item.holds]
@@ -180,7 +213,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for each search")
     parser.add_argument("--out", type=Path, help="JSON, written after every run; runs that are in it are not repeated")
     options = parser.parse_args(arguments)
-    rows = [row for row in read_rows() if options.sources is None or row["source"]["key"] in options.sources]
+    rows = [row for row in read_rows() if not row["dtype"].startswith("nvfp4")]  # four bits have no price
+    rows = [row for row in rows if options.sources is None or row["source"]["key"] in options.sources]
     by_source: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["source"]["key"], str(model_shape(row)), str(cluster_of(row)))):
         by_source.setdefault(row["source"]["key"], []).append(row)
@@ -191,7 +225,7 @@ def main(arguments: list[str]) -> int:
             compared.append(compare(row, options.seconds))
             if options.out is not None:
                 options.out.write_text(json.dumps([asdict(item) for item in compared], indent=1) + "\n")
-    sys.stdout.write(f"{table(compared)}\n\n{summary(compared)}\n")
+    sys.stdout.write(f"{summary(compared)}\n\n{distribution(compared)}\n\n{table(compared)}\n")
     return int(not all(item.holds for item in compared))
 
 
