@@ -95,7 +95,7 @@ def compile(
         backend: "eager"; "inductor" (with processes); "triton" for fused kernels, which on a CPU stand back for their
             references unless Triton's interpreter is asked for (TRITON_INTERPRET=1); "auto" is "eager".
         verify: check that the program to run equals the traced one.
-        time_budget_s: seconds that the search for a plan may take.
+        time_budget_s: seconds that the search for a plan may take; Ctrl-C ends it too, see `plan`.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -169,6 +169,7 @@ def plan(
     recipe: Any = None,
     strict: bool = False,
     time_budget_s: float = 60.0,
+    progress: bool | None = None,
 ) -> Plan:
     """How a model would run, and what it would cost; nothing is run, and the model may be on meta.
 
@@ -185,9 +186,12 @@ def plan(
         recipe: no search, the plan of this recipe: `price`.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
+        progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
 
     Raises:
         AutoshardError: as `compile`.
+        KeyboardInterrupt: by Ctrl-C, if no plan that fits was found yet. Else the plan is the best until then
+            (`was_interrupted`), with the bound proven by then. A second Ctrl-C always raises.
     """
     from passes.formulas import PlanFormulas
 
@@ -205,6 +209,7 @@ def plan(
             memory_budget=memory_budget,
             precision=precision,
             time_budget_s=time_budget_s,
+            progress=progress,
         )
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
@@ -218,6 +223,7 @@ def plan(
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         strict=strict,
         time_budget_s=time_budget_s,
+        progress=progress,
     )
     args, kwargs = split_inputs(example_inputs)
     grad = any(parameter.requires_grad for parameter in model.parameters())

@@ -9,7 +9,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
+from autoshard.progress import interruptible, search_bar
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.launch import share_among_processes, world_size
@@ -44,6 +46,7 @@ from cost_models.hardware import Cluster
 if TYPE_CHECKING:
     from passes.explain import PlanAlternatives
     from passes.pipeline import PlanOptions
+    from passes.search_control import SearchControl
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class Planner:
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         micro_batches: how many a training step has.
         with_kernels: let Triton kernels stand in for operators.
+        progress: whether searches show how they go; see `search_bar`.
         others: see `compile`.
     """
 
@@ -82,6 +86,7 @@ class Planner:
     verify: bool = True
     time_budget_s: float = 60.0
     with_kernels: bool = False
+    progress: bool | None = False
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
@@ -166,10 +171,37 @@ class Planner:
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> Plan:
         """The plan of a program on a mesh, with parameters where they already are, from a plan of another mesh."""
+        with self._searching() as control:
+            return self._search(program, mesh, replace(self._options(program, mesh, placed), before=before), control)
+
+    def _search(self, program: Program, mesh: Mesh, options: PlanOptions, control: SearchControl) -> Plan:
         from passes.pipeline import plan_program
 
-        options = replace(self._options(program, mesh, placed), before=before)
-        return replace(plan_program(program, mesh, self.cluster_for(mesh), options), precision=self.precision)
+        plan = plan_program(program, mesh, self.cluster_for(mesh), replace(options, control=control))
+        return replace(plan, precision=self.precision)
+
+    @contextmanager
+    def _searching(self) -> Iterator[SearchControl]:
+        """What a search follows: its user sees how it goes, and ends it by Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: it was ended before anything that fits was found.
+        """
+        from passes.search_control import SearchControl
+
+        with search_bar(self.time_budget_s, self.progress) as show:
+            control = SearchControl()
+            if show is not None:
+                control.show = lambda found: show(found.problem, found.best, found.lower_bound)
+            try:
+                with interruptible(control):
+                    yield control
+            except DoesNotFitError as error:
+                if control.is_stopped:
+                    raise KeyboardInterrupt("the search was ended before anything that fits was found") from error
+                raise
+        if control.is_stopped:
+            _LOGGER.warning("Ctrl-C ended the search for a plan: it is the best until then")
 
     def alternatives(self, program: Program, mesh: Mesh) -> PlanAlternatives:
         """What answers `Plan.explain` for the plans that `search_meshes` finds."""
@@ -194,13 +226,16 @@ class Planner:
         """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
         part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
         plans, failure = [], None
-        for mesh in meshes:
-            try:
-                plans.append(part.search(program, mesh, {}))
-            except AutoshardError as error:
-                failure = error
-        if not plans and failure is not None:
-            raise failure
+        with self._searching() as control:
+            for mesh in meshes:
+                try:
+                    plans.append(part._search(program, mesh, part._options(program, mesh, {}), control))
+                except AutoshardError as error:
+                    failure = error
+                if control.is_stopped and plans:
+                    break
+            if not plans and failure is not None:
+                raise failure
         return min(plans, key=lambda plan: plan.predicted.step_time_s)
 
     def cluster_for(self, mesh: Mesh) -> Cluster:

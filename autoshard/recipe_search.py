@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.plan import Plan
-from autoshard.ir.printer import format_bytes, format_time
+from autoshard.ir.printer import format_bytes
 from autoshard.ir.recipe import OPTIMIZERS, Recipe
 from autoshard.pricing import ExampleInputs, price, priced_model
+from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ def search_plan(
     memory_budget: int | None = None,
     precision: str | None = None,
     time_budget_s: float = 60.0,
+    progress: bool | None = None,
 ) -> Plan:
     """The plan of the fastest recipe that fits; see `autoshard.plan` for the arguments.
 
@@ -46,7 +46,8 @@ def search_plan(
     base = base_recipe(model, optimizer, precision, global_batch)
     limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
     problem = recipe_problem(model, cluster, base, example_inputs=example_inputs, loss_fn=loss_fn, memory_limit=limit)
-    with _shown() as watch:
+    with search_bar(time_budget_s, progress) as show:
+        watch = None if show is None else _watching(show)
         found, baselines = problem.best_of_all(time_budget_s=time_budget_s, watch=watch)
     if found.recipe is None:
         raise _does_not_fit(problem, found, time_budget_s)
@@ -141,20 +142,5 @@ def _does_not_fit(
     )  # fmt: skip
 
 
-@contextmanager
-def _shown() -> Iterator[Watch | None]:
-    """A line on the terminal with the fastest recipe so far and the bound; nothing where there is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    with console.status("searching recipes") as status:
-
-        def watch(found: FoundRecipe) -> None:
-            best = "none yet" if found.recipe is None else format_time(found.objective)
-            status.update(
-                f"searching recipes: best {best}, at least {format_time(found.lower_bound)}, {found.nodes:,} sets, "
-                f"{found.search_time_s:.0f} s (Ctrl-C keeps the best)"
-            )
-
-        yield watch
+def _watching(show: Show) -> Watch:
+    return lambda found: show(f"recipes, {found.nodes:,} sets", found.objective, found.lower_bound)

@@ -31,6 +31,8 @@ def solve_baselines(
 ) -> dict[str, Solution | None]:
     """The best plan of each recipe, None where none fits (or the user's constraints exclude it).
 
+    Recipes that were not looked at before the search was stopped are left out.
+
     Args:
         planning, search, allowed: as of the search itself.
         before: a plan of the program on another mesh.
@@ -40,7 +42,15 @@ def solve_baselines(
     masks = {name: restriction(planning) for name, restriction in recipes.items()}
     if before is not None:
         masks[BEFORE] = _as_in(before, planning)
-    return {name: _price(planning, search, allowed, mask) for name, mask in masks.items()}
+    found: dict[str, Solution | None] = {}
+    for name, mask in masks.items():
+        if search.control.is_stopped:
+            break
+        search.control.problem = name
+        priced = _price(planning, search, allowed, mask)
+        if priced is not None or not search.control.is_stopped:
+            found[name] = priced
+    return found
 
 
 def _price(

@@ -10,13 +10,12 @@ one does not fit, and stays below the optimum. So the options of one variable in
 2. Each part is bounded by some rounds of the dual search, which begin with the multipliers and the cuts of the whole.
    Parts whose bound is above the incumbent, within the tolerance, are closed.
 3. The bound of all is the least of its parts' bounds and the incumbent. Stop when it meets the incumbent within the
-   tolerance, when it hardly rises any more, when no part can be parted, after so many parts, or when the time is up.
+   tolerance, when it hardly rises any more, when no part can be parted, after so many parts, or when time is up.
 """
 
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -45,7 +44,7 @@ def branch(state: DualState, tolerance: float, most_parts: int, deadline: float)
     number, gaps = 0, [state.gap()]
     open_parts, least_closed = [(state.bound, number, state)], np.inf
     for _ in range(most_parts):
-        if not open_parts or state.gap() <= tolerance or time.monotonic() > deadline:
+        if not open_parts or state.gap() <= tolerance or state.is_over(deadline):
             return
         if len(gaps) > _PATIENCE and gaps[-1] > 0.9 * gaps[-1 - _PATIENCE]:
             return
@@ -53,7 +52,7 @@ def branch(state: DualState, tolerance: float, most_parts: int, deadline: float)
         children = list(_parts(part))
         for child in children:
             child.best, child.best_cost = state.best, state.best_cost
-            child.run(tolerance, _ROUNDS, deadline)
+            child.run(tolerance, _ROUNDS, deadline, state)
             if child.best_cost < state.best_cost:
                 state.best, state.best_cost = child.best, child.best_cost
             if child.gap() > tolerance:

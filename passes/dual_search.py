@@ -13,7 +13,7 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    best under all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997),
    come next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
-   that fits for long, after `max_rounds`, or when most of the time is up.
+   that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
 4. Where memory binds: take the choices of least Lagrangian that do not fit, and change in each the variable that costs
    least per byte that it saves at the peak, until it fits. Then improve the best choice one variable at a time.
 5. Where bound and choice are still apart: part the problem, and search its parts (`branch_duals`).
@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.assignment import Assignment, MemoryRow, Solution
 from passes.branch_duals import branch
 from passes.dual_state import DualState, Usage
+from passes.search_control import SearchControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,14 @@ class DualSearch:
         max_rounds: rounds of message passing at most.
         time_limit_s: seconds at most.
         most_parts: times that the problem is parted at most, see `branch_duals`.
+        control: told how it goes; may stop it after any round, repair or change.
     """
 
     tolerance: float = 1e-3
     max_rounds: int = 100
     time_limit_s: float = 60.0
     most_parts: int = 0
+    control: SearchControl = field(default_factory=SearchControl)
 
     def __call__(
         self, problem: Assignment, usage: Usage, row_at: Callable[[int], MemoryRow], start: Sequence[Sequence[int]] = ()
@@ -57,7 +60,7 @@ class DualSearch:
             row_at: the memory row of a point.
             start: choices to begin with, e.g. of known recipes.
         """
-        state = DualState(problem, usage, row_at)
+        state = DualState(problem, usage, row_at, self.control)
         for choice in start:
             state.offer(choice)
         start_s = time.monotonic()

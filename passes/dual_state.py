@@ -13,6 +13,7 @@ import numpy as np
 
 from passes.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.messages import Messages
+from passes.search_control import SearchControl
 
 Usage = Callable[[Sequence[int]], np.ndarray]
 """Bytes in use at every program point under a choice."""
@@ -32,6 +33,7 @@ class DualState:
     problem: Assignment
     usage: Usage
     row_at: Callable[[int], MemoryRow]
+    control: SearchControl
     messages: Messages = field(init=False)
     rows: dict[int, MemoryRow] = field(default_factory=dict)
     multipliers: dict[int, float] = field(default_factory=dict)
@@ -45,12 +47,18 @@ class DualState:
     def __post_init__(self) -> None:
         self.messages = Messages(self.problem)
 
-    def run(self, tolerance: float, rounds: int, deadline: float) -> None:
-        """Some rounds, as long as they close the gap."""
+    def run(self, tolerance: float, rounds: int, deadline: float, whole: DualState | None = None) -> None:
+        """Some rounds, as long as they close the gap; what is shown is of the `whole` search that this is part of."""
+        whole = self if whole is None else whole
         for _ in range(rounds):
             self.round()
-            if self.gap() <= tolerance or self.has_stalled() or self.finds_nothing() or time.monotonic() > deadline:
+            self.control.note(whole.best_cost, whole.bound)
+            if self.gap() <= tolerance or self.has_stalled() or self.finds_nothing() or self.is_over(deadline):
                 return
+
+    def is_over(self, deadline: float) -> bool:
+        """Whether to go no further."""
+        return self.control.is_stopped or time.monotonic() > deadline
 
     def restricted(self, variable: int, mask: np.ndarray) -> DualState:
         """The search with only the options of a variable that a mask leaves; it goes on from what is known."""
@@ -160,7 +168,7 @@ class DualState:
                     break
             else:
                 return None
-            if time.monotonic() > deadline:
+            if self.is_over(deadline):
                 return None
         return choice
 
@@ -180,10 +188,10 @@ class DualState:
     def polish(self, deadline: float) -> None:
         """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
         changed = self.best is not None and bool(self.rows)
-        while changed and time.monotonic() < deadline:
+        while changed and not self.is_over(deadline):
             changed = False
             for variable in range(len(self.problem.costs)):
-                changed |= self._polish_variable(variable)
+                changed |= not self.is_over(deadline) and self._polish_variable(variable)
 
     def _polish_variable(self, variable: int) -> bool:
         assert self.best is not None

@@ -38,6 +38,7 @@ from passes.price import Prices, StepPrice
 from passes.recompute import InsertRecompute
 from passes.recompute_search import solve_jointly
 from passes.search import Search
+from passes.search_control import ALL_PLANS, SearchControl
 from passes.split_phases import SplitPhases
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class PlanOptions:
         micro_batches: how many of them a training step has; the program is that of one.
         runtime: what the prediction is of: what runs today, or a runtime that overlaps; see `passes.predict`.
         recompute: whether values of the forward may be computed again in the backward where memory is short.
+        control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class PlanOptions:
     micro_batches: int = 1
     runtime: Runtime = TODAY
     recompute: bool = True
+    control: SearchControl = field(default_factory=SearchControl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,13 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     solution = found.solution
     plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
-    return replace(plan, recompute=found.recompute, baselines=costs, search_time_s=time.monotonic() - start)
+    return replace(
+        plan,
+        recompute=found.recompute,
+        baselines=costs,
+        search_time_s=time.monotonic() - start,
+        was_interrupted=options.control.is_stopped,
+    )
 
 
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
@@ -135,10 +144,11 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     Raises:
         DoesNotFitError: no choice fits in the memory limit.
     """
-    search = Search(options.memory_budget, options.time_budget_s)
+    search = Search(options.memory_budget, options.time_budget_s, control=options.control)
     quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, most_parts=0, says_smallest=False)
     baselines = solve_baselines(planning, quick, allowed, options.before) if options.with_baselines else {}
     start = [found for found in baselines.values() if found is not None]
+    options.control.problem = ALL_PLANS
     if not options.recompute or planning.elided.sites:
         return Decision(planning, search(planning, allowed, start), NO_RECOMPUTE, baselines)
     found = solve_jointly(planning, search, allowed, start)

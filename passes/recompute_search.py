@@ -67,6 +67,10 @@ def solve_jointly(
         """The cheapest choice that fits as it is."""
         return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
 
+    if search.control.is_stopped:
+        found = without().solution
+        bound = min(found.cost, free.lower_bound)  # that of the search without recomputation holds for no other
+        return JointSolution(planning, dataclasses.replace(found, lower_bound=bound))
     options = find_options(planning.space, planning.classes)
     if not options.keepings:
         return without()
@@ -122,7 +126,7 @@ def _without(
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
     problem = restrict(planning.assignment, allowed)
     problem = dataclasses.replace(problem, limit=float(search.memory_limit_bytes))
-    quick = DualSearch(search.tolerance, _ROUNDS, search.time_budget_s)
+    quick = DualSearch(search.tolerance, _ROUNDS, search.time_budget_s, control=search.control)
     found = quick(problem, planning.usage, planning.memory_row, [solution.choice for solution in start])
     return [] if found is None else [found]
 

@@ -6,6 +6,9 @@ Memory binds at few program points, and which ones is not known before. So the s
 the point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends as
 each round adds a point, and there are finitely many; the last solution is optimal, as every problem solved on the way
 was a relaxation of the full one.
+
+A search that is stopped (`SearchControl`) gives the cheapest choice so far, with the bound proven by then; where none
+fits yet, the one that takes least memory.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from passes.assignment import Assignment, MemoryRow, Solution
 from passes.dual_search import DualSearch
 from passes.enumerate_strategies import SearchSpace
 from passes.liveness import Liveness
+from passes.search_control import SearchControl
 from passes.smallest_peak import choice_of_smallest_peak
 from passes.solve_milp import smallest_peak, solve_milp
 
@@ -70,6 +74,7 @@ class Search:
         time_budget_s: seconds for all rounds together.
         tolerance, max_rounds, most_parts: of the search of large problems, see `DualSearch`.
         says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
+        control: told how it goes, and may stop it.
     """
 
     memory_limit_bytes: float | None = None
@@ -78,6 +83,7 @@ class Search:
     max_rounds: int = 100
     most_parts: int = 40
     says_smallest: bool = True
+    control: SearchControl = dataclasses.field(default_factory=SearchControl)
 
     def __call__(
         self,
@@ -97,16 +103,12 @@ class Search:
         """
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
-        if _pairs(problem) <= EXACT_PAIRS:
-            try:
-                return self._exactly(planning, problem)
-            except TimeoutError:
-                logger.info("exact search ran out of time; searching by duality")
-        return self._by_duals(planning, problem, [solution.choice for solution in start])
+        choices = [solution.choice for solution in start]
+        return (self._exactly if _pairs(problem) <= EXACT_PAIRS else self._by_duals)(planning, problem, choices)
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
-        search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s, self.most_parts)
+        search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s, self.most_parts, self.control)
         solution = search(problem, planning.usage, planning.memory_row, start)
         if solution is not None:
             return solution
@@ -118,17 +120,25 @@ class Search:
         assert solution is not None, "the frugal choice fits"
         return solution
 
-    def _exactly(self, planning: Searchable, problem: Assignment) -> Solution:
-        """Small problems: to the proven optimum."""
+    def _exactly(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
+        """Small problems: to the proven optimum, unless that takes too long."""
         deadline = time.monotonic() + self.time_budget_s
         points: set[int] = set()
+        bound = 0.0
         while True:
-            solution = solve_milp(problem, time_limit_s=max(1.0, deadline - time.monotonic()))
+            left_s = max(1.0, deadline - time.monotonic())
+            try:
+                solution = solve_milp(problem, time_limit_s=left_s, control=self.control)
+            except TimeoutError:
+                logger.info("exact search ran out of time or was stopped; searching by duality")
+                found = self._by_duals(planning, problem, start)
+                return dataclasses.replace(found, lower_bound=min(found.cost, max(found.lower_bound, bound)))
             if solution is None:
                 raise self.does_not_fit(planning, _smallest_limit(planning, problem, points))
             new = _over_limit(planning, solution, problem.limit) - points
             if not new:
                 return solution
+            bound = max(bound, solution.lower_bound)
             points |= new
             problem = _with_rows(planning, problem, new)
 

@@ -18,6 +18,8 @@ The objective is scaled so that the solver's absolute tolerances do not matter.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import highspy
@@ -25,16 +27,20 @@ import numpy as np
 
 from passes.assignment import Assignment, Edge, Floats, MemoryRow, Solution
 from passes.reduce_assignment import reduce_assignment
+from passes.search_control import SearchControl
 
 _RELATIVE_GAP = 1e-9
 
 
-def solve_milp(problem: Assignment, *, time_limit_s: float = 60.0) -> Solution | None:
+def solve_milp(
+    problem: Assignment, *, time_limit_s: float = 60.0, control: SearchControl | None = None
+) -> Solution | None:
     """A cheapest choice that fits, or None if none does.
 
     Args:
         problem: the assignment.
         time_limit_s: seconds after which the best choice so far is taken, with the bound proven by then.
+        control: told the bound; if it stops the solver, that is as if time were over.
 
     Raises:
         TimeoutError: the time went by before any choice was found.
@@ -45,7 +51,7 @@ def solve_milp(problem: Assignment, *, time_limit_s: float = 60.0) -> Solution |
         fits = all(row.constant <= problem.limit for row in reduced.problem.rows)
         found = ((), 0.0) if fits and np.isfinite(reduced.constant) else None
     else:
-        found = _solve(reduced.problem, time_limit_s)
+        found = _solve(reduced.problem, time_limit_s, _watching(control, reduced.constant))
     if found is None:
         return None
     choice, bound = found
@@ -67,9 +73,25 @@ def smallest_peak(problem: Assignment, *, time_limit_s: float = 60.0) -> float:
     return max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0)
 
 
-def _solve(problem: Assignment, time_limit_s: float) -> tuple[tuple[int, ...], float] | None:
+_GoesOn = Callable[[float], bool]
+"""Told the bound that is proven so far, seconds; whether the solver is to go on."""
+
+
+def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
+    """A choice that the solver has may not fit at points whose rows are not known yet, so only its bound is shown."""
+    if control is None:
+        return None
+
+    def goes_on(bound: float) -> bool:
+        control.note(math.inf, constant + bound)
+        return not control.is_stopped
+
+    return goes_on
+
+
+def _solve(problem: Assignment, time_limit_s: float, goes_on: _GoesOn | None) -> tuple[tuple[int, ...], float] | None:
     model = _Model(problem, minimise_peak=False)
-    if not model.run(time_limit_s):
+    if not model.run(time_limit_s, goes_on):
         return None
     return model.choice(), model.bound()
 
@@ -173,11 +195,13 @@ class _Model:
             limit = -row.constant / unit
         self._rows.add(np.concatenate(index), np.concatenate(value), -np.inf, limit)
 
-    def run(self, time_limit_s: float) -> bool:
+    def run(self, time_limit_s: float, goes_on: _GoesOn | None = None) -> bool:
         """Solve; whether a choice was found (False: none exists)."""
         highs = self._highs
         for option, value in _options(time_limit_s).items():
             highs.setOptionValue(option, value)
+        if goes_on is not None:
+            highs.cbMipInterrupt.subscribe(lambda event: self._look_up(event, goes_on))
         highs.passModel(self._program())
         highs.run()
         status = highs.getModelStatus()
@@ -186,6 +210,11 @@ class _Model:
         if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise TimeoutError(f"no plan was found in {time_limit_s} s; give a larger time_budget_s.")
         return True
+
+    def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
+        """What the solver calls between two steps, in the main thread's Python: so Ctrl-C is seen here."""
+        if not goes_on(event.data_out.mip_dual_bound / self._scale):
+            event.interrupt()
 
     def _program(self) -> highspy.HighsLp:
         columns, rows = self._columns, self._rows

@@ -65,6 +65,8 @@ def main() -> None:
         _fail(str(error))
     except TyperException as error:
         _fail(error.format_message())
+    except typer.Abort:
+        _fail("interrupted before there was anything to print.")
 
 
 def _fail(sentence: str) -> None:

@@ -43,6 +43,7 @@ def summary(plan: Plan) -> str:
         f"peak memory {format_bytes(predicted.peak_memory_bytes)} per device ({budget}); "
         f"searched {format_time(plan.search_time_s)}, {gap}."
         + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
+        + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
         + _recompute(plan.recompute)
     )
 
@@ -66,8 +67,6 @@ def recipe_lines(plan: Plan) -> list[str]:
             f"compile(model, Mesh({mesh}), micro_batches={plan.recipe.micro_batches}) runs on that mesh, and searches "
             f"{searched} itself."
         )
-    if plan.was_interrupted:
-        lines.append("The search was interrupted: this is the best recipe until then.")
     return lines
 
 

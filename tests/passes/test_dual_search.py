@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from passes.assignment import Assignment, Edge, MemoryRow
 from passes.dual_search import DualSearch
 from passes.messages import Messages
+from passes.search_control import Progress, SearchControl
 from passes.smallest_peak import choice_of_smallest_peak
 from passes.solve_exhaustive import solve_exhaustive
 from tests.passes.test_solve_milp import assignments
@@ -32,6 +33,23 @@ def test_the_bound_holds_and_what_is_found_fits(problem: Assignment) -> None:
         assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
         assert best.cost <= found.cost * (1 + 1e-9) + 1e-15
         assert problem.fits(found.choice)
+
+
+@given(assignments())
+def test_a_stopped_search_has_a_bound_and_shows_what_holds(problem: Assignment) -> None:
+    """After one round; all that is shown on the way brackets the optimum."""
+    best = solve_exhaustive(problem)
+    shown: list[Progress] = []
+    for control in (SearchControl(shown.append, is_stopped=True), SearchControl(shown.append)):
+        search = DualSearch(max_rounds=6, control=control)
+        found = search(problem, usage_of(problem), lambda point: problem.rows[point])
+        if best is not None and found is not None:
+            assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+            assert problem.fits(found.choice)
+    if best is not None:
+        for item in shown:
+            assert item.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+            assert best.cost <= item.best * (1 + 1e-9) + 1e-15
 
 
 @given(assignments(with_memory=False))

@@ -11,6 +11,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recompute import NO_RECOMPUTE
 from passes.pipeline import PlanOptions, plan_program
+from passes.search_control import Progress, SearchControl
 from passes.utilisation import utilisation
 from tests.passes.blocks import blocks_program, h100s, problem_of
 
@@ -48,6 +49,28 @@ def test_step_time_never_rises_with_memory() -> None:
     saved = [plan.recompute.saved_bytes for plan in plans]
     assert saved[0] == max(saved) > 0
     assert saved[-1] == 0
+
+
+@pytest.mark.parametrize("looks", [1, 12])
+def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
+    """Without a memory limit, and with it; no bound of a part of the problem is taken for one of the whole."""
+    control, shown = SearchControl(), []
+
+    def show(progress: Progress) -> None:
+        shown.append(progress)
+        control.is_stopped = len(shown) >= looks
+
+    control.show = show
+    budget = 0.9 * largest()
+    options = PlanOptions(memory_budget=budget, with_baselines=False, control=control)
+    found = plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    whole = plan_within(budget)
+    assert found.was_interrupted
+    assert found.predicted.peak_memory_bytes <= budget
+    assert found.lower_bound is not None
+    assert found.lower_bound <= whole.objective * (1 + 1e-9)
+    assert whole.lower_bound is not None
+    assert whole.lower_bound <= found.objective * (1 + 1e-9)
 
 
 def test_recomputation_is_never_worse() -> None:

@@ -17,6 +17,7 @@ from autoshard.ir.program import Program
 from autoshard.tracing import trace
 from passes.build_assignment import PlanningProblem
 from passes.search import Search
+from passes.search_control import SearchControl
 from tests.passes.blocks import perceptron_program, problem_of
 
 SIZES = st.sampled_from([4, 8, 64, 512, 4096])
@@ -72,6 +73,24 @@ def test_the_search_equals_trying_every_plan(program: Program, share: float) -> 
     solution = search(planning)
     assert solution.cost == pytest.approx(best, rel=1e-9)
     assert planning.usage(solution.choice).max() <= share * whole
+
+
+@settings(max_examples=5)
+@given(chains(), st.sampled_from([0.6, 0.9, 2.0]))
+def test_a_search_that_is_stopped_at_once_gives_what_fits(program: Program, share: float) -> None:
+    """No cheaper than the optimum, which is no cheaper than its bound; it may miss what fits in little memory."""
+    planning = problem_of(program, Mesh({"x": 2}))
+    limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
+    best = cheapest(planning, limit)
+    try:
+        solution = Search(limit, control=SearchControl(is_stopped=True))(planning)
+    except DoesNotFitError:
+        assert share < 1.0
+        return
+    assert best is not None
+    assert solution.lower_bound <= best * (1 + 1e-9)
+    assert best <= solution.cost * (1 + 1e-9)
+    assert planning.usage(solution.choice).max() <= limit
 
 
 def test_more_memory_is_never_slower() -> None:

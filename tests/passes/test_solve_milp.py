@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from passes.assignment import Assignment, Edge, MemoryRow
 from passes.reduce_assignment import reduce_assignment
+from passes.search_control import Progress, SearchControl
 from passes.solve_exhaustive import solve_exhaustive
 from passes.solve_milp import smallest_peak, solve_milp
 
@@ -49,6 +50,25 @@ def test_the_solver_finds_what_exhaustive_search_finds(problem: Assignment) -> N
         assert found.cost == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
         assert problem.fits(found.choice)
         assert found.lower_bound <= found.cost
+
+
+def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
+    """At its first look: it has a choice with a bound below the optimum, or no choice yet."""
+    numbers = np.random.default_rng(0)
+    pairs = [(tail, head) for tail in range(12) for head in range(tail)]
+    costs = tuple(numbers.random(4) for _ in range(12))
+    problem = Assignment(costs, tuple(Edge(tail, head, numbers.random((4, 4))) for tail, head in pairs))
+    shown: list[Progress] = []
+    best = solve_milp(problem, control=SearchControl(shown.append))
+    assert best is not None
+    assert shown
+    assert all(item.lower_bound <= best.cost * (1 + 1e-9) for item in shown)
+    try:
+        found = solve_milp(problem, control=SearchControl(is_stopped=True))
+    except TimeoutError:
+        return
+    assert found is not None
+    assert found.lower_bound <= best.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
 
 
 @given(assignments())
