@@ -118,7 +118,6 @@ class _Parts:
     """
 
     number: int
-    section: Section
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     shapes: _Shapes
@@ -168,36 +167,28 @@ class SectionPricer:
             setting = Setting(batch, tuple(sizes.items()), self.device, self.precision, self.separate_experts)
             precision = self.precision if is_block else ""
             places = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
-            forward, backward = (
-                PhasePrice(
-                    span.busy, span.core, span.tail, self._sent(phase, (name, *places), batch, sizes, held)
-                )
-                for name, phase, runs in (
-                    ("forward", section.forward, parts.forward), ("backward", section.backward, parts.backward)
-                )
-                for span in [self._phase(runs, setting, sizes, precision)]
-            )  # fmt: skip
+            forward = self._phase(section.forward, parts.forward, (*places, "forward"), setting, precision, held)
+            backward = self._phase(section.backward, parts.backward, (*places, "backward"), setting, precision, held)
             known_sizes = {name: getattr(held, name) for name in _HELD}
             self._prices[known] = SectionPrice(**known_sizes, forward=forward, backward=backward)
         return self._prices[known]
 
-    def _phase(self, runs: tuple[int, ...], setting: Setting, sizes: Sizes, precision: str) -> _Span:
-        span = _NOTHING
+    def _phase(
+        self, phase: Phase, runs: tuple[int, ...], places: tuple[object, ...], setting: Setting, precision: str,
+        held: SectionSizes,
+    ) -> PhasePrice:  # fmt: skip
+        """The price of a phase; `places` is all on which its collectives depend."""
+        sizes, span = dict(setting.sizes), _NOTHING
         for number in runs:
             run = self._runs.items[number]
-            batch = setting.batch if run.varies else 0
-            known = (number, precision, batch, *(sizes[axis] for axis in run.axes))
+            known = (number, precision, setting.batch * run.varies, *(sizes[axis] for axis in run.axes))
             if known not in self._spans:
                 self._spans[known] = self._span(run, setting, sizes, precision)
             span = span.then(self._spans[known])
-        return span
-
-    def _sent(
-        self, phase: Phase, known: tuple[object, ...], batch: int, sizes: Sizes, held: SectionSizes
-    ) -> tuple[Traffic, ...]:
-        if known not in self._traffic:
-            self._traffic[known] = tuple(traffic_of(item, batch, sizes, held.entering_bytes) for item in phase.sent)
-        return self._traffic[known]
+        if places not in self._traffic:
+            sent = (traffic_of(item, setting.batch, sizes, held.entering_bytes) for item in phase.sent)
+            self._traffic[places] = tuple(sent)
+        return PhasePrice(span.busy, span.core, span.tail, self._traffic[places])
 
     def _parts_of(self, key: object, section: Section) -> _Parts:
         """The parts of a section; sections that differ in no price have one number."""
@@ -208,7 +199,7 @@ class SectionPricer:
             alike = (forward, backward, *sent, section.saved, section.entering, *parameters)
             axes = _axes_of(section)
             self._parts[key] = _Parts(
-                self._alike.number(alike), section, forward, backward, _shapes_of(section),
+                self._alike.number(alike), forward, backward, _shapes_of(section),
                 axes, tuple(axis for axis in axes if axis != EXPERT),
             )  # fmt: skip
         return self._parts[key]
