@@ -19,8 +19,8 @@ from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.bound_recipes import ROUNDING, Floats, PipeShapes, pipe_shape
 from passes.fold_program import AFTER, BEFORE
 from passes.price_memory import kept_bytes, state_bytes
-from passes.price_recipe import Groups
 from passes.price_sections import SectionSizes
+from passes.recipe_groups import Groups
 from passes.recipe_space import Pipe
 
 _PARTS = 8

@@ -16,7 +16,7 @@ each section.
    replicas is fixed, that depends on the layout alone.
 3. *Latency.* One micro-batch passes all stages and back: T >= sum(f + b) and all hand-overs; less the gradients of
    weights, which nothing waits for, where backwards are cut in two.
-4. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_recipe.end_times`). Overlapped with its
+4. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_ends.end_times`). Overlapped with its
    own work x that is beside(x, e) - x; path + beside(x, e) - x rises with x, so bounds on x and path are enough. For
    several shardings it is the least of theirs.
 5. *Clock.* The step is priced twice: at the clock of sustained products, T(1), then with products faster by
@@ -46,8 +46,10 @@ from cost_models.power import power_limit
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.step import StepModel
 from passes.pipeline_stages import share_out
-from passes.price_recipe import EndWork, Groups, section_products, section_time, sharded_time
+from passes.price_ends import EndWork
+from passes.price_recipe import section_products, section_time, sharded_time
 from passes.price_sections import SectionPrice
+from passes.recipe_groups import Groups
 from passes.recipe_space import Pipe, schedule_of
 
 Floats = NDArray[np.float64]
@@ -70,7 +72,7 @@ class SectionFloors:
         forward_gain, backward_gain: what an infinitely fast clock takes off them at most.
         late: the part of `backward` that makes gradients of weights.
         products: seconds of products and attention in both.
-        dense, expert, tensors: parameters, see `price_recipe.RankLoad`.
+        dense, expert, tensors: parameters, see `price_ends.RankLoad`.
     """
 
     forward: Floats
@@ -265,7 +267,7 @@ class Ends:
     backward_gain: Floats
 
     def least(self, shares: Floats, recipe: Recipe, model: StepModel) -> Floats:
-        """What the sharding that waits least waits, [pipes]; see `price_recipe.end_times`."""
+        """What the sharding that waits least waits, [pipes]; see `price_ends.end_times`."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
         if recipe.overlap_gradients:
             reduce_s = exposed(self.backward - shares[:, None] * self.backward_gain, reduce_s, model)

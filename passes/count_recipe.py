@@ -22,8 +22,8 @@ from cost_models.work import Kind, MatmulShape, TensorInfo
 from passes.count_plan import ring_bytes
 from passes.count_sections import Kernel, Phase, Section, Sized
 from passes.fold_program import AFTER, BEFORE
+from passes.price_ends import GRADIENT_BYTES
 from passes.price_memory import kept_bytes, state_bytes
-from passes.price_recipe import GRADIENT_BYTES
 from passes.price_sections import EXPERT
 from passes.propagate_axis import MoveKind
 
@@ -254,7 +254,7 @@ class RecipeCounting:
         return {axis: sympy.expand(size) for axis, size in sent.items()}
 
     def _exchanged(self) -> Any:
-        """Gradients reduced and parameters gathered, as `price_recipe.exchange_times` and `sharded_time` have it."""
+        """Gradients reduced, parameters gathered: see `price_ends.exchange_times` and `price_recipe.sharded_time`."""
         recipe, gradient = self.recipe, GRADIENT_BYTES[self.recipe.gradient_dtype]
         dense, expert = self._share(lambda _, i: i.parameters), self._share(lambda _, i: i.expert_parameters)
         replicas, shards, owners = self._replicas(), self._shards(), self._expert_replicas()

@@ -18,8 +18,9 @@ from autoshard.ir.recipe import Recipe
 from cost_models.memory import MOMENTS, communicator_bytes, context_bytes
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, rank_sections
-from passes.price_recipe import GRADIENT_BYTES, WEIGHT_BYTES, Groups
+from passes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
 from passes.price_sections import SectionPrice, SectionSizes
+from passes.recipe_groups import Groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,86 +11,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
-from cost_models.collectives import (
-    all_gather_time,
-    all_reduce_time,
-    all_to_all_time,
-    broadcast_time,
-    dispatch_time,
-    point_to_point_time,
-    reduce_scatter_time,
-)
+from cost_models.collectives import all_gather_time, all_reduce_time, point_to_point_time, reduce_scatter_time
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from cost_models.step import StepModel
-from cost_models.topology import GroupLinks
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, rank_sections, run_stages
-from passes.price_sections import EXPERT, Busy, PhasePrice, SectionPrice, Traffic
-from passes.propagate_axis import MoveKind
-
-GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The links of the recipe's groups.
-
-    Args:
-        tensor, context, expert: of these axes; replicas: of data x context; `zero`: over which ZeRO shards; `outer`: of
-            the replicas of such a group; expert_replicas: of ranks that hold the same experts; neighbours: of two
-            stages that follow each other.
-    """
-
-    tensor: GroupLinks
-    context: GroupLinks
-    expert: GroupLinks
-    replicas: GroupLinks
-    zero: GroupLinks
-    outer: GroupLinks
-    expert_replicas: GroupLinks
-    neighbours: GroupLinks
-
-    def of(self, axis: str) -> GroupLinks:
-        """The group of a layout's axis."""
-        return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
-
-
-def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
-    """The groups of a recipe on a cluster. Raises RecipeError if it needs another number of devices."""
-    if recipe.devices != cluster.size:
-        raise RecipeError(
-            f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
-            f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}."
-        )
-    replicas = recipe.replicas
-    shards = recipe.zero_group or replicas
-
-    def along(inner: int, size: int) -> GroupLinks:
-        """A group of `size` ranks, `inner` apart."""
-        shape = {"outer": cluster.size // (inner * size), "group": size, "inner": inner}
-        return cluster.group_links(shape, ("group",))
-
-    tensor = recipe.tensor
-    return Groups(
-        tensor=along(1, tensor),
-        context=along(tensor, recipe.context),
-        expert=along(recipe.expert_tensor, recipe.expert),
-        replicas=along(tensor, replicas),
-        zero=along(tensor, shards),
-        outer=along(tensor * shards, replicas // shards),
-        expert_replicas=along(recipe.expert_tensor * recipe.expert, recipe.expert_ranks // recipe.expert),
-        neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
-    )
+from passes.price_ends import GRADIENT_BYTES, RankLoad, end_times
+from passes.price_sections import EXPERT, Busy, PhasePrice, SectionPrice
+from passes.recipe_groups import Groups, in_pieces, slowdown, sorting_time, traffic_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,64 +114,6 @@ def _phase_time(
     return times
 
 
-def traffic_time(item: Traffic, recipe: Recipe, groups: Groups, model: StepModel) -> float:
-    """Seconds of a collective."""
-    group = groups.of(item.axis)
-    is_merged = recipe.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
-    return _move_time(item.kind, item.bytes, item.copies if is_merged else None, group) * slowdown(group, model)
-
-
-_MOVES = {
-    MoveKind.GATHER: all_gather_time, MoveKind.SCATTER: reduce_scatter_time, MoveKind.REDUCE: all_reduce_time,
-    MoveKind.EXCHANGE: all_to_all_time,
-}  # fmt: skip
-
-
-@lru_cache(maxsize=2**16)
-def _move_time(kind: MoveKind, size: int, copies: float | None, group: GroupLinks) -> float:
-    """Seconds of moving so many bytes, alone; `copies` of each token where those are merged."""
-    return _MOVES[kind](size, group) if copies is None else dispatch_time(size, copies, group)
-
-
-def sorting_time(item: Traffic, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
-    """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
-    if item.axis != EXPERT or recipe.merged_dispatch:
-        return 0.0
-    return memory_time(2 * item.bytes, cluster.device) * model.memory_slowdown
-
-
-def slowdown(group: GroupLinks, model: StepModel) -> float:
-    """The step model's factor on collectives of a group."""
-    return model.network_slowdown if group.inter is not None else model.fabric_slowdown
-
-
-_LISTING_OPERATORS = 2
-"""What the host issues for each rank of a collective that takes a list of tensors: a view, and a copy."""
-
-
-def pieces(total_bytes: float, recipe: Recipe) -> int:
-    """In how many collectives so many bytes are exchanged."""
-    return max(1, round(total_bytes / recipe.bucket_bytes))
-
-
-def _in_pieces(
-    exchange: Callable[[float, GroupLinks], float],
-    total_bytes: float,
-    group: GroupLinks,
-    recipe: Recipe,
-    cluster: Cluster,
-    model: StepModel,
-    *,
-    count: int | None = None,
-) -> float:
-    """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
-    count = pieces(total_bytes, recipe) if count is None else count
-    listing_s = 0.0
-    if recipe.listed_collectives and group.size > 1:
-        listing_s = group.size * _LISTING_OPERATORS * cluster.device.dispatch("eager")
-    return count * (exchange(total_bytes / count, group) * slowdown(group, model) + listing_s)
-
-
 def sharded_time(
     price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
 ) -> tuple[float, float]:
@@ -248,9 +125,9 @@ def sharded_time(
         return 0.0, 0.0
     weights, gradients = price.parameters * 2, price.parameters * GRADIENT_BYTES[recipe.gradient_dtype]
     each = max(1, price.matrices) if recipe.listed_collectives else None
-    gather = _in_pieces(all_gather_time, weights, groups.zero, recipe, cluster, model, count=each)
-    scatter = _in_pieces(reduce_scatter_time, gradients, groups.zero, recipe, cluster, model)
-    outer = _in_pieces(all_reduce_time, gradients / groups.zero.size, groups.outer, recipe, cluster, model)
+    gather = in_pieces(all_gather_time, weights, groups.zero, recipe, cluster, model, count=each)
+    scatter = in_pieces(reduce_scatter_time, gradients, groups.zero, recipe, cluster, model)
+    outer = in_pieces(all_reduce_time, gradients / groups.zero.size, groups.outer, recipe, cluster, model)
     return gather, gather + scatter + outer
 
 
@@ -367,17 +244,6 @@ def send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Grou
     return sent
 
 
-@dataclass(frozen=True, slots=True)
-class RankLoad:
-    """What a pipeline rank has: elements of parameters and how many tensors, and seconds of each micro-batch."""
-
-    dense: float
-    expert: float
-    tensors: int
-    forward_s: float
-    backward_s: float
-
-
 def load_of(
     counts: Mapping[str, int], sections: Mapping[str, SectionPrice], times: Mapping[str, SectionTime]
 ) -> RankLoad:
@@ -392,71 +258,6 @@ def load_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class EndWork:
-    """Seconds of what a pipeline rank does once per step, each alone."""
-
-    reduce_s: float
-    gather_s: float
-    update_s: float
-
-
-def end_work(
-    dense: float, expert: float, tensors: int, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
-) -> EndWork:
-    """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `RankLoad`."""
-    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, cluster, model)
-    if recipe.whole_tensors:
-        gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
-    shards = groups.zero.size if recipe.zero else 1
-    elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
-    update_s = memory_time(elements * update_bytes(recipe), cluster.device) * model.memory_slowdown
-    return EndWork(reduce_s, gather_s, update_s)
-
-
-def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel) -> dict[str, float]:
-    """What a pipeline rank waits for once per step: its ends, beside its last backward and its first forward."""
-    work = end_work(load.dense, load.expert, load.tensors, recipe, groups, cluster, model)
-    reduce_s, gather_s = work.reduce_s, work.gather_s
-    if recipe.overlap_gradients:
-        reduce_s = model.beside(load.backward_s, reduce_s) - load.backward_s
-    if recipe.overlap_parameters:
-        gather_s = model.beside(load.forward_s, gather_s) - load.forward_s
-    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": work.update_s}
-
-
-def exchange_times(
-    dense: float, expert: float, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
-) -> tuple[float, float]:
-    """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements."""
-    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
-    reduce_s = gather_s = 0.0
-    if recipe.zero in (1, 2) and groups.zero.size == groups.replicas.size and not recipe.whole_tensors:
-        reduce_s = _in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
-    elif recipe.zero < 3:
-        reduce_s = _in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, cluster, model)
-    if recipe.zero in (1, 2):
-        gather_s = _in_pieces(all_gather_time, dense * 2, groups.zero, recipe, cluster, model)
-    if expert and recipe.zero in (1, 2):
-        reduce_s += _in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
-        gather_s += _in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
-    elif expert:
-        reduce_s += _in_pieces(all_reduce_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
-    return reduce_s, gather_s
-
-
-def broadcasts_time(elements: float, tensors: int, recipe: Recipe, groups: Groups, model: StepModel) -> float:
-    """Seconds in which every rank broadcasts the parameters that it updated: one message a rank, of whole tensors.
-
-    Where there are more ranks than tensors, as many messages as tensors. Each passes the whole ring, so latency grows
-    with ranks times messages.
-    """
-    group = groups.zero
-    count = max(1, min(tensors, group.size))
-    each = broadcast_time(WEIGHT_BYTES[recipe.precision] * elements / count, group)
-    return count * each * slowdown(group, model)
-
-
 def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:
     """Bytes moved to add a micro-batch's gradients to those before it, or, under ZeRO-3, to lay them out for reduction.
 
@@ -468,24 +269,6 @@ def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:
     if recipe.zero == 3:
         return elements * (4 + (2 + gradient if gradient > 2 else 0))
     return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0
-
-
-_STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
-
-
-def update_bytes(recipe: Recipe) -> float:
-    """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read, the
-    parameter written."""
-    state = 8 * _STATE_PASSES[recipe.optimizer]
-    master = 8 if recipe.master_weights else 2
-    clipping = GRADIENT_BYTES[recipe.gradient_dtype]
-    once = state + master + GRADIENT_BYTES[recipe.gradient_dtype] + 2
-    return (once if recipe.fused else UNFUSED_UPDATE * once) + clipping
-
-
-UNFUSED_UPDATE = 3
-"""How often an optimizer that runs operator by operator moves what a fused one moves once: AdamW's decay, two moments,
-denominator and update are about 90 bytes an element in place of 30 (torch.optim, for-each implementation)."""
 
 
 def model_flops(sections: Mapping[str, SectionPrice], blocks: Sequence[str], recipe: Recipe) -> float:

@@ -16,10 +16,12 @@ from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from cost_models.step import StepModel, fitted
 from passes.combine_layouts import combined
 from passes.pipeline_stages import share_out
+from passes.price_ends import WEIGHT_BYTES
 from passes.price_memory import memory_price
 from passes.price_model import CountedModel, PricedModel, RecipeKind
-from passes.price_recipe import WEIGHT_BYTES, model_flops, recipe_groups, step_price
+from passes.price_recipe import model_flops, step_price
 from passes.propagate_axis import AxisLayout
+from passes.recipe_groups import recipe_groups
 
 
 def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None) -> Plan:

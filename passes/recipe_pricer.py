@@ -28,19 +28,12 @@ from passes.bound_recipes import (
 )
 from passes.fold_program import AFTER, BEFORE
 from passes.pipeline_stages import Stage, schedule_name, share_out
+from passes.price_ends import EndWork, end_work
 from passes.price_memory import memory_price, state_bytes
 from passes.price_model import CountedModel
-from passes.price_recipe import (
-    EndWork,
-    Groups,
-    accumulation_bytes,
-    end_work,
-    recipe_groups,
-    send_time,
-    sharded_time,
-    step_price,
-)
+from passes.price_recipe import accumulation_bytes, send_time, sharded_time, step_price
 from passes.price_sections import EXPERT, SectionPrice, SectionSizes
+from passes.recipe_groups import Groups, recipe_groups
 from passes.recipe_space import Pipe, divisors
 
 _GATHERS = 3

@@ -10,7 +10,7 @@ from autoshard import Cluster, Recipe
 from passes.pipeline_stages import share_out
 from passes.price_memory import MemoryPrice, beside_tensors, memory_price
 from passes.price_model import PricedModel
-from passes.price_recipe import recipe_groups
+from passes.recipe_groups import recipe_groups
 from tests.passes.decoders import dense, folded
 
 PRICED = PricedModel(folded(dense(8)))

@@ -10,17 +10,8 @@ from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
 from passes.pipeline_stages import share_out
 from passes.price_model import PricedModel
-from passes.price_recipe import (
-    accumulation_bytes,
-    broadcasts_time,
-    exchange_times,
-    pieces,
-    products_time,
-    recipe_groups,
-    section_time,
-    sharded_time,
-    step_price,
-)
+from passes.price_recipe import accumulation_bytes, products_time, section_time, sharded_time, step_price
+from passes.recipe_groups import recipe_groups
 from tests.passes.decoders import dense, folded
 
 MODEL = StepModel()
@@ -37,15 +28,6 @@ def _seconds(recipe: Recipe, model: StepModel = MODEL) -> float:
     prices = PRICED.section_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
     return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster, model).time_s
-
-
-def test_groups_follow_megatrons_order_of_ranks() -> None:
-    """Tensor ranks are neighbours, then context and data; pipeline ranks are farthest."""
-    recipe = Recipe(data=4, tensor=4, pipeline=2)
-    groups = recipe_groups(recipe, _cluster(recipe))
-    assert (groups.tensor.size, groups.tensor.inter) == (4, None)
-    assert (groups.replicas.size, groups.replicas.per_node, groups.replicas.nodes) == (4, 2, 2)
-    assert groups.neighbours.inter is not None
 
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:
@@ -82,22 +64,6 @@ def test_overlap_hides_communication() -> None:
     assert hidden < shown
 
 
-def test_nothing_is_exchanged_among_one() -> None:
-    """One replica has nothing to reduce or to gather."""
-    recipe = Recipe(zero=1)
-    groups = recipe_groups(recipe, _cluster(recipe))
-    assert exchange_times(1e9, 0.0, recipe, groups, _cluster(recipe), MODEL) == (0.0, 0.0)
-
-
-def test_smaller_pieces_take_longer() -> None:
-    """Each collective has its own latency."""
-    few, many = (Recipe(data=64, bucket_bytes=size) for size in (10**9, 10**6))
-    groups = recipe_groups(few, _cluster(few))
-    assert pieces(10**9, many) == 1000
-    often, seldom = (exchange_times(1e8, 0.0, each, groups, _cluster(few), MODEL)[0] for each in (many, few))
-    assert often > seldom
-
-
 def test_gradients_are_summed_only_over_several_micro_batches() -> None:
     """A single micro-batch's gradients need no sum."""
     price = PRICED.section_prices(Recipe(), _cluster(Recipe()))["layers:0"]
@@ -112,23 +78,6 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
     price = PRICED.section_prices(recipe, cluster)["layers:0"]
     times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL, is_block=True)
     assert times.recompute_s == 0
-
-
-def test_whole_tensors_are_broadcast_by_as_many_ranks_as_there_are() -> None:
-    """More ranks make the way around longer; beyond one tensor a rank, no more messages."""
-    narrow, wide = (Recipe(data=size, zero=1, whole_tensors=True) for size in (16, 64))
-    few, many = (recipe_groups(recipe, _cluster(recipe)) for recipe in (narrow, wide))
-    assert broadcasts_time(1e9, 1000, wide, many, MODEL) > broadcasts_time(1e9, 1000, narrow, few, MODEL)
-    assert broadcasts_time(1e9, 64, wide, many, MODEL) == broadcasts_time(1e9, 1000, wide, many, MODEL)
-    assert broadcasts_time(1e9, 8, wide, many, MODEL) < broadcasts_time(1e9, 64, wide, many, MODEL)
-
-
-def test_whole_tensors_reduce_gradients_to_all() -> None:
-    """An all-reduce in place of a reduce-scatter takes longer."""
-    scattered, whole = (Recipe(data=16, zero=1, whole_tensors=flag) for flag in (False, True))
-    groups = recipe_groups(whole, _cluster(whole))
-    times = [exchange_times(1e9, 0.0, recipe, groups, _cluster(whole), MODEL)[0] for recipe in (scattered, whole)]
-    assert times[0] < times[1]
 
 
 def test_blocking_launches_add_the_host_to_the_device() -> None:

@@ -12,9 +12,10 @@ from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
 from passes.pipeline_stages import share_out
 from passes.price_model import PricedModel
-from passes.price_recipe import recipe_groups, sorting_time, step_price, traffic_time
+from passes.price_recipe import step_price
 from passes.price_sections import Traffic
 from passes.propagate_axis import MoveKind
+from passes.recipe_groups import recipe_groups, sorting_time, traffic_time
 from passes.recipe_plan import predict_recipe
 from tests.benchmarks.experts import Experts, MixtureOfExperts
 from tests.passes.decoders import Decoder, folded, sparse
