@@ -96,7 +96,7 @@ class _Shapes:
     Args:
         saved, core: kept for the backward; of these in attention's core.
         entering: from other sections.
-        made: by kernels.
+        made: by kernels; `shares`: of experts' weights (their gradients), of which a rank makes its experts' only.
         parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
     """
 
@@ -104,6 +104,7 @@ class _Shapes:
     core: Counter[Sized]
     entering: Counter[Sized]
     made: frozenset[Sized]
+    shares: frozenset[Sized]
     parameters: Counter[Sized]
     expert: Counter[Sized]
     tensors: int
@@ -253,6 +254,8 @@ def _axes_of(section: Section) -> tuple[str, ...]:
 
 def _shapes_of(section: Section) -> _Shapes:
     phases = (section.forward, section.backward)
+    made = frozenset(item for phase in phases for kernel in phase.kernels for item in kernel.outputs)
+    shares = frozenset(item for item in made if EXPERT in _axes_in([item]) and not any(item.step))
     dense, expert = Counter[Sized](), Counter[Sized]()
     for name, value in section.parameters.items():
         (expert if name in section.expert_parameters else dense)[value] += 1
@@ -260,7 +263,8 @@ def _shapes_of(section: Section) -> _Shapes:
         saved=Counter(_whole(item.value) for item in section.saved),
         core=Counter(_whole(item.value) for item in section.saved if item.is_core),
         entering=Counter(_whole(item) for item in section.entering),
-        made=frozenset(_whole(item) for phase in phases for kernel in phase.kernels for item in kernel.outputs),
+        made=frozenset(map(_whole, made - shares)),
+        shares=shares,
         parameters=dense,
         expert=expert,
         tensors=dense.total(),
@@ -274,7 +278,7 @@ def _whole(item: Sized) -> Sized:
 
 
 def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> tuple[int, int, int, int]:
-    """Bytes saved, of these in attention's core, entering, and of the largest value made."""
+    """Bytes saved, of these in attention's core, entering, and of the largest value made, but for experts' shares."""
 
     def total(items: Counter[Sized]) -> int:
         return sum(item.local_bytes(batch, sizes) * count for item, count in items.items())
@@ -288,11 +292,12 @@ def _section_sizes(shapes: _Shapes, held: tuple[int, int, int, int], sizes: Size
         return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
 
     saved_bytes, core_bytes, entering_bytes, largest_bytes = held
+    shares = (item.local_bytes(1, sizes) for item in shapes.shares)
     return SectionSizes(
         saved_bytes=saved_bytes,
         core_bytes=core_bytes,
         entering_bytes=entering_bytes,
-        largest_bytes=largest_bytes,
+        largest_bytes=max((largest_bytes, *shares)),
         parameters=elements(shapes.parameters),
         tensors=shapes.tensors,
         matrices=shapes.matrices,

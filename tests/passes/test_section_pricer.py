@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard import Recipe
 from cost_models.hardware import Cluster
 from passes.fold_program import AFTER, BEFORE
 from passes.price_model import PricedModel, RecipeKind
 from passes.price_sections import Busy, Setting, price_kernel
 from passes.section_pricer import SectionPricer
-from tests.passes.decoders import folded, sparse
+from tests.passes.decoders import HIDDEN, SEQUENCE, folded, sparse
 
 MODEL = PricedModel(folded(sparse())).counted
 DEVICE = Cluster("h100_sxm", 1, 8).device
@@ -41,3 +42,11 @@ def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
                 total += price_kernel(kernel, setting, sizes, "bf16" if is_block else "")
             assert asdict(found.busy) == pytest.approx(asdict(total))
             assert len(found.traffic) == len(phase.sent)
+
+
+def test_the_largest_gradient_of_experts_is_a_ranks_share() -> None:
+    """Of a stack of weights a rank makes the gradient of its own experts; tokens come from other ranks as they go."""
+    stack_bytes, token_bytes = 4 * HIDDEN * 2 * HIDDEN * 2, 2 * SEQUENCE * 2 * HIDDEN * 2
+    largest = [MODEL.section_sizes(Recipe(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].largest_bytes
+               for expert in (1, 2, 4)]  # fmt: skip
+    assert largest == [stack_bytes, stack_bytes // 2, max(stack_bytes // 4, token_bytes)]
