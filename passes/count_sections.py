@@ -8,13 +8,14 @@ Kernels are the program's calls, with these exceptions, which hold for the libra
 * a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
 * what depends on no input or parameter (position tables, causal masks) is made once, not per step;
 * with fused kernels, a chain of pointwise operators is one kernel, which a softmax or norm may end; intermediate values
-  are neither written nor saved, and the backward makes them again from the chain's operands.
+  are neither written nor saved, and the backward makes them again from the chain's operands. Modules that the recipe
+  names run operator by operator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,8 @@ class Kernel:
         arguments: positional arguments, see `cost_models.operators.work`.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
-        is_core: whether it belongs to attention's core, between its first and its last product.
+        is_core: whether it belongs to attention's core, between its first and its last product, or to other modules
+            that a selective recomputation names.
     """
 
     name: str
@@ -148,8 +150,19 @@ def _values_of(section: Section) -> Iterator[Sized]:
             yield from (*kernel.inputs, *kernel.outputs)
 
 
+def modules_of(node: fx.Node) -> Sequence[str]:
+    """The names on the path of the module that a node belongs to."""
+    return node.meta.get("module", "").split(".")
+
+
 def count_sections(
-    folded: FoldedProgram, space: SearchSpace, layouts: Mapping[str, AxisLayout], *, fused: bool
+    folded: FoldedProgram,
+    space: SearchSpace,
+    layouts: Mapping[str, AxisLayout],
+    *,
+    fused: bool,
+    unfused: frozenset[str] = frozenset(),
+    recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, Section]:
     """Every section of a folded program under the layouts of the axes.
 
@@ -158,8 +171,10 @@ def count_sections(
         space: its strategies on one axis.
         layouts: axis to its layout.
         fused: whether chains of memory-bound calls are one kernel.
+        unfused: names of modules in which they are not.
+        recomputed: names of modules whose calls are the core; none: attention's core is.
     """
-    counting = _Counting(folded, space, layouts, fused)
+    counting = _Counting(folded, space, layouts, fused, unfused, recomputed)
     return {name: counting.section(name) for name in folded.sections}
 
 
@@ -167,14 +182,20 @@ class _Counting:
     """What is known of a program's values, and how sections are made of it."""
 
     def __init__(
-        self, folded: FoldedProgram, space: SearchSpace, layouts: Mapping[str, AxisLayout], fused: bool
+        self,
+        folded: FoldedProgram,
+        space: SearchSpace,
+        layouts: Mapping[str, AxisLayout],
+        fused: bool,
+        unfused: frozenset[str],
+        again: frozenset[str],
     ) -> None:
-        self.folded, self.space, self.layouts, self.fused = folded, space, layouts, fused
+        self.folded, self.space, self.layouts, self.fused, self.unfused = folded, space, layouts, fused, unfused
         self.nodes = folded.single.nodes
         self.slots = {slot.node: slot for slot in folded.single.inputs}
         self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
         self.gradients = makers_of_outputs(folded)
-        self.core = attention_cores(folded)
+        self.core = self._calls_of(again) if again else attention_cores(folded)
         self.recomputed = self._cheap_values() if fused else frozenset()
         self.groups = self._groups()
 
@@ -208,6 +229,13 @@ class _Counting:
             for node in self.folded.single.graph.nodes
             if self.folded.section_of.get(node.name) == section and node.meta["phase"] == phase and self._works(node)
         ]
+
+    def _calls_of(self, modules: frozenset[str]) -> frozenset[str]:
+        """Forward calls in modules of such names."""
+        calls = (node for node in self.folded.single.graph.nodes if node.op == "call_function")
+        return frozenset(
+            node.name for node in calls if node.meta["phase"] == "forward" and not modules.isdisjoint(modules_of(node))
+        )
 
     def _works(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.name not in self.varying:
@@ -245,7 +273,10 @@ class _Counting:
         )
 
     def _is_pointwise(self, node: fx.Node) -> bool:
-        return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
+        return self._is_fusible(node) and node.target not in _ENDS and not is_layout(node)
+
+    def _is_fusible(self, node: fx.Node) -> bool:
+        return _is_memory_bound(node) and self.unfused.isdisjoint(modules_of(node))
 
     def _groups(self) -> dict[str, str]:
         """Call to the last call of its chain; itself where nothing is fused."""
@@ -268,7 +299,7 @@ class _Counting:
 
     def _joins(self, node: fx.Node, reader: fx.Node) -> bool:
         same = self.folded.section_of.get(node.name) == self.folded.section_of.get(reader.name)
-        return same and node.meta["phase"] == reader.meta["phase"] and _is_memory_bound(reader) and self._works(reader)
+        return same and node.meta["phase"] == reader.meta["phase"] and self._is_fusible(reader) and self._works(reader)
 
     # Kernels.
 

@@ -3,7 +3,8 @@
 * Parameters, gradients and optimizer state, each sharded as the ZeRO stage says. Under ZeRO-3 the shard is the master
   weight; two blocks' weights are gathered at a time.
 * Activations: what each micro-batch in flight keeps for its backward. With full recomputation that is what enters each
-  block, and once what a block keeps while its backward runs; with selective, all but attention's core.
+  block, and once what a block keeps while its backward runs; with selective, all but the core (attention's, or the
+  modules that it names).
 * What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
 * Workspace: the largest value that is made beside what is kept, twice (a value and its gradient), and the buffers of
   collectives.

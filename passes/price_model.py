@@ -18,13 +18,15 @@ from autoshard.ir.plan import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.combine_layouts import combine_layouts
-from passes.count_sections import Section, count_sections, splits_of
+from passes.count_sections import Section, count_sections, modules_of, splits_of
 from passes.enumerate_strategies import SearchSpace
 from passes.fold_program import AFTER, BEFORE, FoldedProgram
 from passes.price_sections import SectionPrice, SectionSizes
 from passes.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
+from passes.route_tokens import routed_calls
 from passes.section_pricer import SectionPricer
 
 
@@ -38,6 +40,8 @@ class RecipeKind:
     expert: bool
     expert_tensor: bool
     fused: bool
+    unfused: str | None = None
+    recompute_modules: str | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeKind:
@@ -49,6 +53,8 @@ class RecipeKind:
             recipe.expert > 1,
             recipe.expert_tensor > 1,
             recipe.fused,
+            recipe.unfused,
+            recipe.recompute_modules,
         )
 
 
@@ -142,8 +148,24 @@ class PricedModel:
     def sections(self, kind: RecipeKind) -> Mapping[str, Section]:
         """The sections under the layouts of a kind of recipe."""
         if kind not in self._sections:
-            self._sections[kind] = count_sections(self.folded, self.space, self.layouts(kind), fused=kind.fused)
+            self._sections[kind] = count_sections(
+                self.folded,
+                self.space,
+                self.layouts(kind),
+                fused=kind.fused,
+                unfused=self._modules("unfused", kind.unfused),
+                recomputed=self._modules("recompute_modules", kind.recompute_modules),
+            )
         return self._sections[kind]
+
+    def _modules(self, field_name: str, names: str | None) -> frozenset[str]:
+        """The modules that a field of a recipe names."""
+        found = frozenset(names.split("+")) if names else frozenset()
+        if missing := found - frozenset().union(*map(modules_of, self.folded.single.graph.nodes)):
+            raise RecipeError(
+                f"{field_name}={names!r} names {min(missing)!r}, but no module of the model that computes is called so."
+            )
+        return found
 
     def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""
@@ -177,7 +199,7 @@ class PricedModel:
                 for slot in self.folded.single.inputs_of(InputKind.INPUT)
                 if self.folded.single.nodes[slot.node].meta["val"].ndim > 1
             }
-            self._layouts["context"] = propagate_axis(self.space, Policy(inputs=inputs))
+            self._layouts["context"] = propagate_axis(self.space, Policy(inputs=inputs, routed=self._routed))
         return self._layouts["context"]
 
     def _tensor(self, kind: RecipeKind) -> AxisLayout:
@@ -185,9 +207,14 @@ class PricedModel:
         if key not in self._layouts:
             whole = {} if kind.expert_tensor else dict.fromkeys(self._experts(), WHOLE)
             sequence = self._context() if kind.sequence_parallel else None
-            policy = Policy(splits_parameters=True, parameters=whole, sequence=sequence)
+            routed = self._routed if sequence is not None and whole else {}
+            policy = Policy(splits_parameters=True, parameters=whole, sequence=sequence, routed=routed)
             self._layouts[key] = propagate_axis(self.space, policy)
         return self._layouts[key]
+
+    @cached_property
+    def _routed(self) -> dict[str, Strategy]:
+        return routed_calls(self.folded, AXIS)
 
     def _expert(self) -> AxisLayout:
         if "expert" not in self._layouts:

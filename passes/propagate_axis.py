@@ -93,6 +93,7 @@ class Policy:
         sequence: the layout of the context axis, along whose dims partial results are scattered and whole ones sliced;
             None: activations outside of split products stay whole.
         exchanges: moves between whole and split activations are all-to-alls: "whole" means each rank's own tokens.
+        routed: calls whose strategy is given, see `passes.route_tokens`.
     """
 
     inputs: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class Policy:
     parameters: Mapping[str, PartitionSpec] = field(default_factory=dict)
     sequence: AxisLayout | None = None
     exchanges: bool = False
+    routed: Mapping[str, Strategy] = field(default_factory=dict)
 
 
 def axis_space(program: Program) -> SearchSpace:
@@ -181,7 +183,9 @@ class _Propagation:
         if site.is_alias and len(read) == 1 and self.state[read[0]] is None and len(site.results) == 1:
             self._stay_free(site, read[0])
             return frozenset()
-        best = min(site.strategies, key=lambda strategy: self._cost(site, strategy, read))
+        best = self.policy.routed.get(site.name)
+        if best is None:
+            best = min(site.strategies, key=lambda strategy: self._cost(site, strategy, read))
         for key, need in zip(read, best.inputs, strict=True):
             blamed = self._bring(site, key, need)
             if blamed:

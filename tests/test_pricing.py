@@ -159,6 +159,13 @@ def test_experts_of_a_model_without_any_are_refused() -> None:
         _price(Recipe(data=2, expert=2))
 
 
+@pytest.mark.parametrize("field", ["unfused", "recompute_modules"])
+def test_modules_that_a_model_does_not_have_are_refused(field: str) -> None:
+    """The message names the field and the module."""
+    with pytest.raises(RecipeError, match=f"{field}='.*' names 'clamp', but no module"):
+        _price(Recipe(**{field: "clamp"}))  # type: ignore[arg-type]
+
+
 def test_more_stages_than_blocks_are_refused() -> None:
     """And stage_blocks must sum to the blocks."""
     with pytest.raises(RecipeError, match="16 stages cannot share 8 blocks"):

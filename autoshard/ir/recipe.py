@@ -41,7 +41,9 @@ class Recipe:
         split_ends: the embedding and the head each count as a block when blocks are shared out.
         micro_batch: sequences of one replica's forward.
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
-        recompute: what the backward computes again: "none"; "selective", attention's core; "full", every block.
+        recompute: what the backward computes again: "none"; "selective", some modules; "full", every block.
+        recompute_modules: what "selective" means: modules, by their own names joined by + ("act+norm"); None:
+            attention's core.
         early_stop: recomputing a block ends with the last value that its backward needs, before its last product
             (torch's checkpoints that are not reentrant).
         attention: the kernel of fused attention, by the device's names ("flash2"); None: the device's usual one.
@@ -69,6 +71,7 @@ class Recipe:
         whole_tensors: ZeRO-1 keeps each parameter whole on one rank: gradients are reduced to all, updated parameters
             broadcast one by one (InternEvo's hybrid optimizer), not scattered and gathered.
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
+        unfused: modules, by their own names joined by + ("clamp+bias"), whose operators run one by one all the same.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
 
@@ -96,6 +99,7 @@ class Recipe:
     micro_batch: int = 1
     global_batch: int | None = None
     recompute: str = "none"
+    recompute_modules: str | None = None
     early_stop: bool = False
     attention: str | None = None
     precision: str = "bf16"
@@ -115,6 +119,7 @@ class Recipe:
     listed_collectives: bool = False
     whole_tensors: bool = False
     fused: bool = True
+    unfused: str | None = None
     cuda_graph: bool = False
     blocking_launches: bool = False
 
@@ -182,7 +187,8 @@ class Recipe:
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
             ends = ", its ends split off" if self.split_ends else ""
             axes.append(f"pipeline {self.pipeline} ({self.schedule or '1f1b'}{stages}{ends})")
-        again = {"none": "", "selective": "; attention's core computed again", "full": "; blocks computed again"}
+        some = self.recompute_modules or "attention's core"
+        again = {"none": "", "selective": f"; {some} computed again", "full": "; blocks computed again"}
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
         return f"{', '.join(axes)}; {batches}{again[self.recompute]}"
 

@@ -19,6 +19,7 @@ class Experts:
         shared_ffn: of the expert that sees every token, 0 for none.
         dense_layers: blocks without experts, the first ones.
         biased: products of experts have biases, and their activation is clamped (gpt-oss; OpenAI 2025, model card).
+            What Megatron-LM runs operator by operator are modules of their own, `bias` and `clamp`.
     """
 
     count: int
@@ -39,9 +40,11 @@ class MixtureOfExperts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts.count, hidden, 2 * experts.ffn))
         self.down = nn.Parameter(torch.empty(experts.count, experts.ffn, hidden))
         self.shared = shared
+        self.act = ClampedUnit() if experts.biased else GatedUnit()
         if experts.biased:
             self.up_bias = nn.Parameter(torch.empty(experts.count, 1, 2 * experts.ffn))
             self.down_bias = nn.Parameter(torch.empty(experts.count, 1, hidden))
+            self.bias = SharedBias()
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)  # [T, H]
@@ -56,8 +59,7 @@ class MixtureOfExperts(nn.Module):
             shares = weights.flatten().index_select(0, F.pad(order, (0, missing)) if missing else order)
             mixed = self._apart(self._biased(grouped, shares.view(self.experts.count, -1, 1)), inverse).sum(1)
         else:
-            up, gate = torch.bmm(grouped, self.up).chunk(2, -1)
-            done = torch.bmm(F.silu(gate) * up, self.down)
+            done = torch.bmm(self.act(torch.bmm(grouped, self.up)), self.down)
             mixed = (self._apart(done, inverse) * weights.unsqueeze(-1)).sum(1)
         mixed = mixed.view(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x)
@@ -68,10 +70,46 @@ class MixtureOfExperts(nn.Module):
 
     def _biased(self, grouped: Tensor, shares: Tensor) -> Tensor:
         """Experts with biases, weighed [E, T * K / E, 1] as Megatron-LM does: hidden units and last biases."""
-        up, gate = torch.baddbmm(self.up_bias, grouped, self.up).chunk(2, -1)
-        up, gate = up.clamp(-_LIMIT, _LIMIT), gate.clamp(max=_LIMIT)
-        hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1) * shares
-        return torch.bmm(hidden, self.down) + self.down_bias * shares
+        hidden = self.act(torch.baddbmm(self.up_bias, grouped, self.up), shares)
+        return self.bias(torch.bmm(hidden, self.down), self.down_bias, shares)
+
+
+class GatedUnit(nn.Module):
+    """Halves of [..., 2 * F], one gating the other: [..., F]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class ClampedUnit(nn.Module):
+    """The gated unit of gpt-oss, weighed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamp = Clamp()
+
+    def forward(self, x: Tensor, shares: Tensor) -> Tensor:
+        up, gate = self.clamp(x).chunk(2, -1)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1) * shares
+
+
+class Clamp(nn.Module):
+    """The halves of gated units [..., 2 * F], clamped and joined (Megatron-LM's weighted_bias_quick_geglu_impl)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = x.chunk(2, -1)
+        return torch.cat((up.clamp(-_LIMIT, _LIMIT), gate.clamp(max=_LIMIT)), -1)
+
+
+class SharedBias(nn.Module):
+    """Results of experts [E, T, H] with as much of their biases [E, 1, H] as they count [E, T, 1].
+
+    Megatron-LM adds them expert by expert and joins the results (`TEGroupedMLP._apply_bias`); two halves move as much.
+    """
+
+    def forward(self, x: Tensor, bias: Tensor, shares: Tensor) -> Tensor:
+        return torch.cat((x + bias * shares).chunk(2, 1), 1)
 
 
 _LIMIT = 7.0

@@ -38,6 +38,9 @@ class Framework:
         separate_experts: see `Recipe` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
             products are "multi-stream + cuBLAS"; a graph of the whole iteration needs kernels that read counts on the
             device).
+        unfused: see `Recipe` (Megatron Core 0.15: `TEGroupedMLP._apply_bias` in transformer/moe/experts.py, and
+            `weighted_bias_quick_geglu_impl` in fusions/fused_bias_geglu.py; with a graph of the whole iteration one
+            kernel does all that: NVIDIA, Boosting MoE Training Throughput with Advanced Fusion Kernels, 2026-06-15).
     """
 
     dropout: float = 0.0
@@ -54,13 +57,14 @@ class Framework:
     whole_tensors: bool = False
     blocking_launches: bool = False
     separate_experts: bool = False
+    unfused: str | None = None
 
 
 _MEGATRON_2020 = Framework(
     dropout=0.1, overlap_gradients=False, overlap_parameters=False, overlap_tensor=False, gradient_dtype=None
 )
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
-_MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True)
+_MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True, unfused="clamp+bias")
 FRAMEWORKS: Mapping[str, Framework] = {
     "mosaicml": Framework(fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton"),
     "bigscience": replace(_MEGATRON_2020, blocking_launches=True),
@@ -81,6 +85,7 @@ _DEVICES = {
 }  # fmt: skip
 _FABRICS = {"A800-80GB": "nvlink3_nvswitch_a800", "V100-32GB": "nvlink2_nvswitch",
             "GB200-186GB": "nvlink5_nvl72", "GB300-288GB": "nvlink5_nvl72"}  # fmt: skip
+_MODULES = {"layernorm": "attention_norm+ffn_norm", "moe_act": "act", "mla_up_proj": "q_up+kv_up"}
 _NETWORKS = {"A100": "infiniband_hdr200", "A800": "infiniband_hdr200", "V100": "infiniband_edr100"}
 
 
@@ -123,13 +128,18 @@ def model_shape(row: Row) -> DecoderShape:
         window=model["sliding_window"]["window"] if model.get("sliding_window") else None,
         experts=None if moe is None else Experts(
             moe["n_experts"], moe["topk"], moe["moe_ffn"], moe["shared_ffn"], moe["dense_layers"],
-            biased=model["name"].startswith("gpt-oss"),
+            biased=_is_biased(row),
         ),
         latent=None if mla is None else Latent(
             mla["q_lora"], mla["kv_lora"], mla["qk_nope"], mla["qk_rope"], mla["v_dim"]
         ),
         mtp_layers=(moe or {}).get("mtp_layers") or 0,
     )  # fmt: skip
+
+
+def _is_biased(row: Row) -> bool:
+    """Whether experts have biases and clamps."""
+    return row["model"]["name"].startswith("gpt-oss")
 
 
 def recipe_of(row: Row) -> Recipe:
@@ -153,6 +163,7 @@ def recipe_of(row: Row) -> Recipe:
         micro_batch=row["micro_batch"],
         global_batch=row["global_batch"],
         recompute=_recompute(row["recompute"]),
+        recompute_modules=_recompute_modules(row["recompute"]),
         precision=_precision(row),
         gradient_dtype=_gradient_dtype(row, framework),
         overlap_gradients=framework.overlap_gradients,
@@ -168,6 +179,7 @@ def recipe_of(row: Row) -> Recipe:
         merged_dispatch=plan.get("moe_dispatcher") in ("deepep", "hybridep"),
         separate_experts=framework.separate_experts and plan.get("cuda_graph") != "full_iteration",
         fused=framework.fused,
+        unfused=framework.unfused if _is_biased(row) and plan.get("cuda_graph") != "full_iteration" else None,
         whole_tensors=framework.whole_tensors and plan["zero_stage"] == 1,
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
@@ -182,8 +194,15 @@ def _precision(row: Row) -> str:
 
 
 def _recompute(said: str | None) -> str:
-    """Recomputation of single modules saves memory, and costs little: it counts as none."""
+    if _recompute_modules(said):
+        return "selective"
     return said if said in ("full", "selective") else "none"
+
+
+def _recompute_modules(said: str | None) -> str | None:
+    """Our names of the modules that a row names; those without one are a few of many layers."""
+    named = said.removeprefix("modules:").split("+") if said and said.startswith("modules:") else []
+    return "+".join(_MODULES[name] for name in named if name in _MODULES) or None
 
 
 def _gradient_dtype(row: Row, framework: Framework) -> str:

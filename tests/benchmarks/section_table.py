@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sections"
 _CODE = (
     *("passes/canonicalize.py", "passes/fold_program.py", "passes/propagate_axis.py", "passes/count_sections.py"),
-    *("passes/trace_values.py", "tests/benchmarks/decoder.py"),
+    *("passes/trace_values.py", "passes/route_tokens.py", "tests/benchmarks/decoder.py"),
 )
 
 _Counts = tuple[tuple[str, ...], int, Mapping[str, Section]]
