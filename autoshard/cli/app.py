@@ -42,6 +42,9 @@ console = Console(highlight=False)
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 """The dtype of a model whose recipes are searched, if it is not bfloat16: recipes are of models in that of products."""
 
+_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt."""
+
 _Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")]
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
 _Batch = Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")]
@@ -60,13 +63,12 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of table
 def main() -> None:
     """Run the command line; what a user did wrong ends in one sentence and exit status 1."""
     try:
-        app(standalone_mode=False)
+        if app(standalone_mode=False) == _INTERRUPTED:
+            _fail("interrupted before there was anything to print.")
     except (AutoshardError, CostModelError) as error:
         _fail(str(error))
     except TyperException as error:
         _fail(error.format_message())
-    except typer.Abort:
-        _fail("interrupted before there was anything to print.")
 
 
 def _fail(sentence: str) -> None:

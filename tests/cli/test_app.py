@@ -111,6 +111,19 @@ def test_a_mistake_is_one_sentence(
     assert len(error.strip().splitlines()) == 1
 
 
+def test_ctrl_c_before_there_is_a_plan_is_one_sentence(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for a mistake."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoshard.api.plan", interrupted)
+    assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x2") == 1
+    assert "interrupted before there was anything to print" in capsys.readouterr().err
+
+
 def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str) -> None:
     """`price` prints the plan of a recipe; a recipe for other devices is one sentence."""
     command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8")
