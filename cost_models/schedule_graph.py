@@ -292,7 +292,7 @@ def _order(waits: _Waits, nodes: Integers, actions: _Actions) -> Integers:
     slots = np.zeros(len(nodes), dtype=np.int64)  # of a node that is a slot, its number from 1 on
     slots[actions.slot_nodes] = np.arange(1, len(actions.slot_nodes) + 1)
     keys = np.zeros(len(nodes), dtype=np.int64)
-    order = _slot_order(_needed_slots(waits, nodes, slots, actions), int((actions.slot_ranks == 0).sum()))
+    order = _slot_order(_needed_slots(waits, nodes, slots, actions))
     keys[actions.slot_nodes[order]] = np.arange(1, len(order) + 1)
     end = len(nodes) - sum(len(table) for table in waits.others)
     for table in waits.others:
@@ -312,8 +312,8 @@ def _needed_slots(waits: _Waits, nodes: Integers, slots: Integers, actions: _Act
     return [(), *zip(*(column.tolist() for column in used), strict=True)]
 
 
-def _slot_order(needs: Sequence[Sequence[int]], roots: int) -> list[int]:
-    """All slots, each after those that it needs: the first `roots` in turn, then the others; numbered from 0 on."""
+def _slot_order(needs: Sequence[Sequence[int]]) -> list[int]:
+    """All slots, from 0 on: in turn (those of rank 0 come first), but each after those that it needs."""
     seen = [True] + [False] * (len(needs) - 1)
     order, waiting = list[int](), list[int]()
     add, wait, resume = order.append, waiting.append, waiting.pop
