@@ -302,14 +302,17 @@ def _order(waits: _Waits, nodes: Integers, actions: _Actions) -> Integers:
 
 
 def _needed_slots(waits: _Waits, nodes: Integers, slots: Integers, actions: _Actions) -> list[tuple[int, ...]]:
-    """By slot, the slots that it waits for, itself or its transfers, numbered from 1 on; 0 for none."""
-    firsts, seconds = nodes[waits.transfers, 0], nodes[waits.transfers, 1]
+    """By slot, the slots that it waits for, itself or its transfers, each once, numbered from 1 on; 0 for none."""
     columns = [slots[actions.begins]]
-    for transfer, first, second in zip(waits.transfers.T, firsts.T, seconds.T, strict=True):
-        columns.append(np.where(slots[transfer] > 0, slots[transfer], slots[first]))
-        columns.append(np.where(slots[transfer] > 0, 0, slots[second]))
-    used = [column for column in columns if column.any()]
-    return [(), *zip(*(column.tolist() for column in used), strict=True)]
+    for transfer in waits.transfers.T:
+        is_slot = slots[transfer] > 0
+        for needed in (np.where(is_slot, transfer, nodes[transfer, 0]), np.where(is_slot, 0, nodes[transfer, 1])):
+            column = slots[needed]
+            for other in columns:
+                column[column == other] = 0
+            columns.append(column)
+    used = [column.tolist() for column in columns if column.any()]
+    return [(), *zip(*used, strict=True)]
 
 
 def _slot_order(needs: Sequence[Sequence[int]]) -> list[int]:
