@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.kernels.offload import TRANSFERS
 from autoshard.rules.enumeration import Strategy
 from passes.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.elided import NOTHING_ELIDED, Elided, tie
@@ -144,10 +145,7 @@ def build_problem(
     for name, number in classes.items():
         members[number].append(name)
     sites = space.sites
-    costs = [
-        prices.call_times(sites[group[0]], sites[group[0]].strategies) * sum(counts.get(name, 1) for name in group)
-        for group in members
-    ]
+    costs = [_call_times(group, sites, counts, prices) for group in members]
     tables: dict[tuple[_Places, int], Floats] = {}
     edges, edge_between = [], {}
     for key, (link, count) in _alike_links(space, classes, elided).items():
@@ -164,6 +162,24 @@ def build_problem(
     memory = MemoryTables(space, Transients(space.mesh, prices.step_price))
     groups = tuple(map(tuple, members))
     return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided)
+
+
+def _call_times(group: Sequence[str], sites: Mapping[str, Site], counts: Mapping[str, int], prices: Prices) -> Floats:
+    """Seconds of all calls of a variable by its option."""
+    times = [
+        prices.call_times(sites[names[0]], sites[names[0]].strategies) * sum(counts.get(name, 1) for name in names)
+        for names in _by_call(group, sites)
+    ]
+    return np.sum(times, axis=0)
+
+
+def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
+    """The sites of a variable by what they call: its own, and copies to the host and back."""
+    found: dict[Any, list[str]] = {}
+    for name in group:
+        node = sites[name].node
+        found.setdefault(node.target if node is not None and node.target in TRANSFERS else None, []).append(name)
+    return found.values()
 
 
 def _alike_links(space: SearchSpace, classes: Mapping[str, int], elided: Elided) -> dict[_EdgeKey, tuple[Link, int]]:

@@ -27,7 +27,7 @@ from passes.elided_lifetimes import Key, elided_intervals
 from passes.enumerate_strategies import Site, leaves_program
 from passes.insert_hubs import is_gradient_hub
 from passes.liveness import GRADIENT, UPDATE, Interval
-from passes.memory_tables import differs, traced_value
+from passes.memory_tables import differs, is_on_host, traced_value
 from passes.price import local_bytes
 from passes.transients import LocalForm, Moved, Transients
 
@@ -264,6 +264,8 @@ class _Walk:
         self._new((index, "whole"), "activations", size, point + 1, liveness.points - 1)
 
     def _local_bytes(self, site: Site, result: int) -> int:
+        if is_on_host(site):
+            return 0
         spec = self.planning.strategy(site.name, self.choice).outputs[result]
         return local_bytes(site.results[result], spec, self.planning.space.mesh)
 

@@ -192,7 +192,7 @@ class PlanFormulas:
         return shorten(self.request.model, kept=None).lists
 
     def _program(self, plan: Plan, sizes: tuple[InputSize, ...]) -> SymbolicProgram:
-        key = (sizes, plan.recompute.nodes)
+        key = (sizes, plan.recompute.nodes, plan.offload.nodes)
         if key not in self._programs:
             found = symbolic_program(sizes, lambda point: self._trace(plan, sizes, point), self._lists)
             digest = found.program.digest()

@@ -13,6 +13,7 @@ import torch
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import tensor_values
 from autoshard.ir.spec import PartitionSpec
+from autoshard.kernels.offload import to_host
 from passes.assignment import Floats
 from passes.enumerate_strategies import Link, SearchSpace, Site, ValueInfo, needs_of, specs_of
 from passes.liveness import Held, OnLink
@@ -39,6 +40,8 @@ class MemoryTables:
     def of_value(self, name: str, result: int, copies: float = 1.0) -> Table:
         """Bytes of a result by the option of its site, times `copies`."""
         site = self.space.sites[name]
+        if is_on_host(site):
+            return self._nothing(len(site.strategies))
         key = (site.results[result], id(site.strategies), result, copies)
         if key not in self._tables:
             sizes = local_bytes_of(site.results[result], specs_of(site, result), self.space.mesh)
@@ -58,10 +61,19 @@ class MemoryTables:
         """Bytes of what a link keeps, by the options of its tail and head or of its head: see `Held`."""
         link = self.space.links[kept.link]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
+        if is_on_host(tail):
+            return self._nothing(len(tail.strategies), len(head.strategies))
         value = tail.results[link.result]
         key = (value, id(tail.strategies), link.result, id(head.strategies), link.operand, kept.held)
         if key not in self._tables:
             self._tables[key] = self._link_table(link, kept.held)
+        return self._tables[key]
+
+    def _nothing(self, *options: int) -> Table:
+        """The table of what takes no memory of the device."""
+        key = ("nothing", *options)
+        if key not in self._tables:
+            self._tables[key] = Table(np.zeros(options))
         return self._tables[key]
 
     def _link_table(self, link: Link, held: Held) -> Table:
@@ -69,6 +81,10 @@ class MemoryTables:
         value, mesh = tail.results[link.result], self.space.mesh
         sources, targets = specs_of(tail, link.result), needs_of(head, link)
         before, after = _most_bytes_of(value, sources, mesh)[:, None], _most_bytes_of(value, targets, mesh)
+        if is_on_host(head) and held is Held.VALUE:
+            return Table(np.broadcast_to(after, (len(sources), len(targets))))
+        if is_on_host(head):
+            return self._nothing(len(sources), len(targets))
         whole = float(math.prod(value.shape) * value.itemsize)
         moved = differs(sources, targets, mesh)
         gathered = differs((_WHOLE,), targets, mesh)[0]
@@ -103,6 +119,11 @@ class MemoryTables:
             return self.transients.of_reshard(Moved(traced, sources[row], targets[column]), freed=freed)
 
         return Table(np.where(moved, np.nan, 0.0), find)
+
+
+def is_on_host(site: Site) -> bool:
+    """Whether a site's value lies on the host; it goes there as its owner has it, without a reshard."""
+    return site.node is not None and site.node.target is to_host
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:

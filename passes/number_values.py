@@ -2,8 +2,8 @@
 
 Two nodes have the same number if they call the same operator on operands with the same numbers and on equal
 literals (Alpern, Wegman, Zadeck 1988). Operators that draw from a generator have a number for each call. Constants
-are equal if their bytes are; hubs are their operands. Numbers count from 0 in the order of the graph, so an operand's
-number is below its users'.
+are equal if their bytes are; hubs, and copies to and from the host, are their operands. Numbers count from 0 in the
+order of the graph, so an operand's number is below its users'.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.kernels.offload import TRANSFERS
 from autoshard.rules.hub import hub
 
 Key = tuple[Any, ...]
@@ -55,9 +56,9 @@ class Numbering:
         """Number one node whose operands have numbers; `graph_module` holds its constants."""
         if node.op == "get_attr":
             return self.add(node, constant_key(graph_module, node))
-        if node.target is hub:
+        if node.target is hub or node.target in TRANSFERS:
             operand = node.args[0]
-            assert isinstance(operand, fx.Node), "a hub has one operand"
+            assert isinstance(operand, fx.Node), "an identity has one operand"
             self.numbers[node] = self.numbers[operand]
             return self.numbers[node]
         return self.add(node, call_key(node.op, node.target, node.args, node.kwargs, self.numbers.__getitem__))

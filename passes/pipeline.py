@@ -12,6 +12,7 @@ import numpy as np
 
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.plan import NodePlan, Plan
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
@@ -36,7 +37,8 @@ from passes.name_layouts import plan_of_parameter
 from passes.predict import TODAY, Runtime, predict
 from passes.price import Prices, StepPrice
 from passes.recompute import InsertRecompute
-from passes.recompute_search import solve_jointly
+from passes.recompute_problem import Again
+from passes.recompute_search import JointSolution, solve_jointly, with_again
 from passes.search import Search
 from passes.search_control import ALL_PLANS, SearchControl
 from passes.split_phases import SplitPhases
@@ -69,6 +71,7 @@ class PlanOptions:
         micro_batches: how many of them a training step has; the program is that of one.
         runtime: what the prediction is of: what runs today, or a runtime that overlaps; see `passes.predict`.
         recompute: whether values of the forward may be computed again in the backward where memory is short.
+        offload: whether, then, they may also lie in the host's memory until the backward.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 
@@ -82,6 +85,7 @@ class PlanOptions:
     micro_batches: int = 1
     runtime: Runtime = TODAY
     recompute: bool = True
+    offload: bool = True
     control: SearchControl = field(default_factory=SearchControl)
 
 
@@ -93,12 +97,14 @@ class Decision:
         planning: the planning problem of the program as it will run, with what is recomputed.
         solution: one option per variable of `planning`.
         recompute: what is recomputed.
+        offload: what is offloaded.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
     """
 
     planning: PlanningProblem
     solution: Solution
     recompute: Recompute
+    offload: Offload
     baselines: Mapping[str, Solution | None]
 
 
@@ -132,6 +138,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     return replace(
         plan,
         recompute=found.recompute,
+        offload=found.offload,
         baselines=costs,
         search_time_s=time.monotonic() - start,
         was_interrupted=options.control.is_stopped,
@@ -150,16 +157,29 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     start = [found for found in baselines.values() if found is not None]
     options.control.problem = ALL_PLANS
     if not options.recompute or planning.elided.sites:
-        return Decision(planning, search(planning, allowed, start), NO_RECOMPUTE, baselines)
-    found = solve_jointly(planning, search, allowed, start)
-    choice = found.solution.choice
-    recompute = Recompute(
-        found.nodes,
-        found.candidates,
-        saved_bytes=int(planning.usage(choice).max() - found.planning.usage(choice).max()),
-        time_s=found.solution.cost - planning.assignment.cost_of(choice),
-    )
-    return Decision(found.planning, found.solution, recompute if found.nodes else NO_RECOMPUTE, baselines)
+        return Decision(planning, search(planning, allowed, start), NO_RECOMPUTE, NO_OFFLOAD, baselines)
+    found = solve_jointly(planning, search, allowed, start, offload=options.offload)
+    return Decision(found.planning, found.solution, *_savings(planning, found), baselines)
+
+
+def _savings(planning: PlanningProblem, found: JointSolution) -> tuple[Recompute, Offload]:
+    """What recomputation and offload do, each beside the other."""
+    choice, again = found.solution.choice, found.again
+
+    def without(left: Again) -> tuple[int, float]:
+        """Bytes that the peak has less, and seconds that the step takes more, than with what is left alone."""
+        other = with_again(planning, left)
+        peaks = [int(item.usage(choice).max()) for item in (other, found.planning)]
+        costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]
+        return peaks[0] - peaks[1], costs[1] - costs[0]
+
+    recompute, offload = NO_RECOMPUTE, NO_OFFLOAD
+    if again.recomputed:
+        recompute = Recompute(again.recomputed, found.recomputable, *without(replace(again, recomputed=())))
+    if again.offloaded:
+        host = int(found.host_bytes)
+        offload = Offload(again.offloaded, found.offloadable, host, *without(replace(again, offloaded=())))
+    return recompute, offload
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
@@ -188,7 +208,7 @@ def _run(passes: Sequence[Callable[[Any], Any]], program: Any, on_pass: OnPass |
 
 def prepare_for(program: Program, plan: Plan) -> Program:
     """The program in the form that a plan is for, with what it recomputes; `PlanMismatchError` if it is of another."""
-    return InsertRecompute(plan.recompute.nodes)(prepare(program))
+    return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepare(program))
 
 
 def lower_program(
@@ -213,7 +233,7 @@ def lower_program(
         PlanMismatchError: the plan is of another program.
     """
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
-    passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes))
+    passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes, plan.offload.nodes))
     prepared = prepare_for(program, plan) if on_pass is None else _run(passes, program, on_pass)
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     if not with_kernels:

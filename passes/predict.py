@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.ir.offload import LABEL
 from autoshard.ir.plan import Prediction
 from autoshard.ir.program import InputKind
 from autoshard.ir.recompute import PHASE
@@ -92,7 +93,7 @@ def predict(
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
     """Parts of the step: computation by phase, copies of reshards, communication that is waited for, the host."""
     phases = {name: seconds for name, seconds in times.compute_s.items() if name != COPIES}
-    parts = {phase if phase == PHASE else f"{phase} compute": seconds for phase, seconds in phases.items()}
+    parts = {phase if phase in (PHASE, LABEL) else f"{phase} compute": seconds for phase, seconds in phases.items()}
     parts[COPIES] = times.compute_s.get(COPIES, 0.0)
     for axis in planning.space.mesh.axis_names:
         parts[f"communication over {axis}"] = times.exposed_s.get(axis, 0.0)

@@ -19,6 +19,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import describe
 from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
 from autoshard.ir.spec import PartitionSpec
+from autoshard.kernels.offload import TRANSFERS, to_host
 from autoshard.rules.emit_local import fills
 from autoshard.rules.enumeration import Split, Strategy
 from autoshard.rules.hub import hub
@@ -91,10 +92,25 @@ class Prices:
         node = site.node
         if node is None or node.op != "call_function" or node.target is hub:
             return np.zeros(len(strategies))
+        if node.target in TRANSFERS:
+            return self._transfer_times(site, strategies)
         operands = [_info(operand.meta["val"]) for operand in operands_of(node)]
         arguments = tuple(fx.map_arg(node.args, lambda argument: None))
         call = (str(node.target), repr(arguments))
         return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
+
+    def _transfer_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
+        """Seconds of a copy to or from the host under each strategy; computation waits for it."""
+        assert site.node is not None, "calls have nodes"
+        device = self.cluster.device
+        time = device.to_host_time if site.node.target is to_host else device.from_host_time
+        specs = tuple(strategy.outputs[0] for strategy in strategies)
+        return np.array([time(size) for size in local_bytes_of(site.results[0], specs, self.mesh).tolist()])
+
+    def host_times(self, sizes: Floats) -> Floats:
+        """Seconds of a copy to the host and back of values of so many bytes."""
+        device = self.cluster.device
+        return np.array([device.to_host_time(size) + device.from_host_time(size) for size in sizes.tolist()])
 
     def _call_time(
         self,

@@ -1,4 +1,4 @@
-"""Which values of the forward might be recomputed in the backward, and where.
+"""Which values of the forward might be recomputed in the backward, or offloaded until then, and where.
 
 A site of the forward has a *keeping*: what becomes of its value once the forward has used it.
 
@@ -6,7 +6,9 @@ A site of the forward has a *keeping*: what becomes of its value once the forwar
   recomputation;
 * KEPT: though the backward does not read it itself, it stays for the recomputation of what is made of it;
 * EARLY, LATE: it is freed after the forward and recomputed; LATE just before it is first read in the backward, EARLY
-  before the backward first reads anything of its segment that may be recomputed.
+  before the backward first reads anything of its segment that may be recomputed;
+* HOST_EARLY, HOST_LATE: it goes to the host, and is freed after the forward; it comes back just before the backward
+  first reads it, or, EARLY, before any recomputation might.
 
 A segment is a repeated block, or a run of sites between blocks. What is made of a value in one segment is thus
 recomputed from values that enter the segment, and no recomputation reaches through several segments.
@@ -14,6 +16,7 @@ recomputed from values that enter the segment, and no recomputation reaches thro
 What may be recomputed is pure, draws no number from a generator, and neither leaves the program nor is read by an
 optimizer's update. Keepings are given where they can matter: to values that the backward reads and that are not
 negligibly small, and, from there up, to operands that it does not read, which would be kept or recomputed for these.
+What may be offloaded are such values, and such operands as cannot be recomputed: no views, nor what is one of an input.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from functools import cached_property
 
 import torch
 
+from passes.canonicalize import is_view
 from passes.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 from passes.liveness import UPDATE
 from passes.number_values import draws_numbers
@@ -43,9 +47,14 @@ class Keeping(Enum):
     KEPT = "kept"
     EARLY = "early"
     LATE = "late"
+    HOST_EARLY = "on the host, back early"
+    HOST_LATE = "on the host, back late"
 
 
 RECOMPUTED = (Keeping.EARLY, Keeping.LATE)
+OFFLOADED = (Keeping.HOST_EARLY, Keeping.HOST_LATE)
+AGAIN = (*RECOMPUTED, *OFFLOADED)
+"""Keepings under which a value is freed after the forward, and there again in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class RecomputeOptions:
 
     Args:
         keepings: variable to what may become of the values of its sites; absent ones are kept as they are read.
-        anchors: site to the site before which it is recomputed, for each way to recompute it.
+        anchors: site to the site before which it is there again, for each keeping that says so; in program order.
         late: sites of the forward whose values the backward reads, as they are or by way of its own views.
     """
 
@@ -66,16 +75,23 @@ class RecomputeOptions:
         """Whether a site's value stays in memory from the forward to the backward."""
         return keeping is Keeping.KEPT or (keeping is Keeping.AS_READ and name in self.late)
 
+    def candidates(self, keepings: Collection[Keeping]) -> int:
+        """How many sites might have one of some keepings."""
+        return sum(not found.keys().isdisjoint(keepings) for found in self.anchors.values())
 
-def find_options(space: SearchSpace, classes: Mapping[str, int], least_share: float = LEAST_SHARE) -> RecomputeOptions:
+
+def find_options(
+    space: SearchSpace, classes: Mapping[str, int], least_share: float = LEAST_SHARE, *, offload: bool = False
+) -> RecomputeOptions:
     """The keepings that are worth considering, the same for all sites of a variable.
 
     Args:
         space: the search space of a program without recomputation.
         classes: site name to variable.
         least_share: see `LEAST_SHARE`.
+        offload: whether values may go to the host.
     """
-    return _Finding(space, classes, least_share).run()
+    return _Finding(space, classes, least_share, offload).run()
 
 
 @dataclass
@@ -83,6 +99,7 @@ class _Finding:
     space: SearchSpace
     classes: Mapping[str, int]
     least_share: float
+    offload: bool
     readers: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
     operands: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
 
@@ -138,9 +155,11 @@ class _Finding:
         pure = {number for number, names in members.items() if all(name in self.pure for name in names)}
         remade, held = self._needed(members, pure)
         anchors = self._anchors([name for number in remade for name in members[number]])
+        moved = self._moved(members, held) if self.offload else set[int]()
+        anchors = self._with_host_anchors([name for number in moved for name in members[number]], anchors)
         keepings: dict[int, tuple[Keeping, ...]] = {}
-        for number in sorted(remade | held):
-            keepings[number] = self._keepings(members[number], anchors, may_be_remade=number in remade)
+        for number in sorted(remade | held | moved):
+            keepings[number] = self._keepings(members[number], anchors)
         return RecomputeOptions(
             {number: found for number, found in keepings.items() if len(found) > 1}, anchors, frozenset(self.first_read)
         )
@@ -169,6 +188,19 @@ class _Finding:
     def _is_unread(self, name: str) -> bool:
         return name not in self.first_read
 
+    def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
+        """The variables that are worth offloading."""
+        movable = {number for number, names in members.items() if all(map(self._may_move, names))}
+        return set(self._worthwhile(members, movable)) | (held & movable)
+
+    def _may_move(self, name: str) -> bool:
+        """Whether a value may come back from the host for all that reads it behind the forward, and owns its memory."""
+        node = self.space.sites[name].node
+        assert node is not None, "calls have nodes"
+        is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
+        is_alias = is_view(node) or (self.space.sites[name].is_alias and is_of_input)
+        return not is_alias and all(map(self._may_be_remade, self.readers[name]))
+
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
         """Variables whose values the backward reads, and which are not small."""
         sizes = {
@@ -191,6 +223,33 @@ class _Finding:
             for name, point in reversed(late.items())
         }
 
+    def _with_host_anchors(
+        self, moved: Collection[str], anchors: Mapping[str, Mapping[Keeping, str]]
+    ) -> dict[str, dict[Keeping, str]]:
+        """`anchors`, and where what is offloaded comes back; in program order."""
+        moved = set(moved)
+        found: dict[str, dict[Keeping, str]] = {}
+        for name in self.forward:
+            item = dict(anchors.get(name, {}))
+            if name in moved:
+                item |= self._host_anchors(name, anchors)
+            if item:
+                found[name] = item
+        return found
+
+    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[Keeping, str]]) -> dict[Keeping, str]:
+        """Before which sites a value comes back: it is first read by the backward itself, or by a recomputation."""
+        direct = [link.head for link in self.readers[name] if self._is_late(link)]
+        clones = [anchors[link.head] for link in self.readers[name] if Keeping.EARLY in anchors.get(link.head, {})]
+        late = direct or [clone[Keeping.LATE] for clone in clones]
+        early = direct + [clone[Keeping.EARLY] for clone in clones]
+        if not early:
+            return {}
+        return {
+            Keeping.HOST_EARLY: min(early, key=self.order.__getitem__),
+            Keeping.HOST_LATE: min(late, key=self.order.__getitem__),
+        }
+
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
         """Where the backward first reads values, or else recomputes what is made of them; last sites first."""
         found: dict[str, int] = {}
@@ -202,18 +261,16 @@ class _Finding:
                     found[name] = self.first_read[name] if name in self.first_read else min(after)
         return found
 
-    def _keepings(
-        self, names: Sequence[str], anchors: Mapping[str, Mapping[Keeping, str]], *, may_be_remade: bool
-    ) -> tuple[Keeping, ...]:
+    def _keepings(self, names: Sequence[str], anchors: Mapping[str, Mapping[Keeping, str]]) -> tuple[Keeping, ...]:
         """What may become of alike values: only what may become of each of them."""
         found = [Keeping.AS_READ]
         if any(self._is_unread(name) for name in names):
             found.append(Keeping.KEPT)
-        if not may_be_remade or not all(name in anchors for name in names):
-            return tuple(found)
-        found.append(Keeping.EARLY)
-        if any(anchors[name][Keeping.LATE] != anchors[name][Keeping.EARLY] for name in names):
-            found.append(Keeping.LATE)
+        for early, late in (RECOMPUTED, OFFLOADED):
+            if all(early in anchors.get(name, {}) for name in names):
+                found.append(early)
+                if any(anchors[name][late] != anchors[name][early] for name in names):
+                    found.append(late)
         return tuple(found)
 
 

@@ -5,11 +5,12 @@ Beside what the problem without recomputation has (`recompute_options` says what
 * time: a call that is recomputed runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`);
 * what is recomputed needs its operands: each is held from the forward, or recomputed before it, or enters the program.
   Pairs of keepings for which this is not so cost infinity (`_fits_together`);
+* what is offloaded costs the time of its copies there and back, which nothing hides, and needs nothing to come back;
 * memory (`items`): that of the program in which each value is followed, behind the forward, by another one that all the
   rest of the step reads (`_split`), and by all that might be recomputed. Of the first kind nothing depends on keepings;
-  a second one is there from the end of the first if the value is held, and from the recomputation if it is recomputed;
-  what a recomputation needs beside that is there if it happens. A view that is held or recomputed takes nothing as long
-  as what it views is there too, and is not resharded on the way.
+  a second one is there from the end of the first if the value is held, from the recomputation if it is recomputed, and
+  from the fetch if it is offloaded; what a recomputation needs beside that is there if it happens. A view that is held
+  or recomputed takes nothing as long as what it views is there too, and is not resharded on the way.
 
 So there still is one option per variable, costs join two of them, and memory is linear in items. A last use counts
 every recomputation that might read the value, chosen or not. So the memory is never less than that of the program which
@@ -26,6 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard.ir.offload import OffloadedNode
 from autoshard.ir.recompute import RecomputedNode
 from passes.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.build_assignment import PlanningProblem, row_of
@@ -33,7 +35,8 @@ from passes.enumerate_strategies import Link, SearchSpace, Site, leaves_program,
 from passes.liveness import Held, Interval, Liveness, OnLink
 from passes.memory_tables import MemoryTables, differs
 from passes.memory_usage import Item, MemoryUsage, Table
-from passes.recompute_options import RECOMPUTED, Keeping, RecomputeOptions
+from passes.price import local_bytes_of
+from passes.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recompute_split import SplitSpace, split_space
 
 
@@ -77,32 +80,39 @@ class RecomputeProblem:
         sizes = (len(cost) for cost in self.planning.assignment.costs)
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
-    def recomputed(self, choice: Sequence[int]) -> tuple[RecomputedNode, ...]:
-        """The nodes that a choice recomputes, in program order: where that makes memory, and something reads it."""
+    def again(self, choice: Sequence[int]) -> Again:
+        """What a choice recomputes and offloads, in program order: where that makes memory, and something reads it."""
         made = self._made_again(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
             readers[link.tail].append(link)
-        found: dict[str, RecomputedNode] = {}
+        recomputed: dict[str, RecomputedNode] = {}
+        offloaded: list[OffloadedNode] = []
         for name in reversed(made):
-            if any(link.head in found or _is_late(self.space.sites[link.head], link) for link in readers[name]):
-                node = self.space.sites[name].node
+            if any(link.head in recomputed or _is_late(self.space.sites[link.head], link) for link in readers[name]):
+                node, keeping = self.space.sites[name].node, made[name]
                 assert node is not None, "calls have nodes"
-                found[name] = RecomputedNode(name, made[name], node.meta.get("module", ""))
-        return tuple(reversed(found.values()))
+                place = (name, self.options.anchors[name][keeping], node.meta.get("module", ""))
+                if keeping in RECOMPUTED:
+                    recomputed[name] = RecomputedNode(*place)
+                else:
+                    offloaded.append(OffloadedNode(*place))
+        return Again(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
-    def _made_again(self, choice: Sequence[int]) -> dict[str, str]:
-        """What is recomputed, and before what; without views of what is held as it lies, which are held with it."""
+    def _made_again(self, choice: Sequence[int]) -> dict[str, Keeping]:
+        """What is there again; without views to recompute of what is held as it lies, which are held with it."""
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
-        found: dict[str, str] = {}
-        for name, before in self.options.anchors.items():
+        found: dict[str, Keeping] = {}
+        for name in self.options.anchors:
             keeping = self._keeping(name, choice)
-            if keeping in RECOMPUTED and not (
-                self.space.sites[name].is_alias
+            is_held = (
+                keeping in RECOMPUTED
+                and self.space.sites[name].is_alias
                 and viewed[name].tail not in found
                 and not self._is_moved(viewed[name], choice)
-            ):
-                found[name] = before[keeping]
+            )
+            if keeping in AGAIN and not is_held:
+                found[name] = keeping
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
@@ -120,6 +130,21 @@ class RecomputeProblem:
 
 
 _AS_READ = (Keeping.AS_READ,)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a program has again in the backward instead of keeping it, in program order."""
+
+    recomputed: tuple[RecomputedNode, ...] = ()
+    offloaded: tuple[OffloadedNode, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.recomputed or self.offloaded)
+
+
+NOTHING_AGAIN = Again()
+"""All that the backward reads is kept."""
 
 
 def _is_late(head: Site, link: Link) -> bool:
@@ -153,8 +178,35 @@ class _Building:
     def costs(self) -> Iterator[Floats]:
         for variable, cost in enumerate(self.planning.assignment.costs):
             runs = [cost * _runs(keeping) for keeping in self.keepings(variable)]
+            if any(keeping in OFFLOADED for keeping in self.keepings(variable)):
+                copies = self._copy_times(variable)
+                runs = [
+                    run + copies if keeping in OFFLOADED else run
+                    for run, keeping in zip(runs, self.keepings(variable), strict=True)
+                ]
             fits = np.diagonal(self.allowed.get((variable, variable), np.ones((len(runs), len(runs)), dtype=bool)))
             yield np.concatenate([np.where(fit, run, np.inf) for run, fit in zip(runs, fits, strict=True)])
+
+    def _copy_times(self, variable: int) -> Floats:
+        """Seconds of the copies to the host and back of all values of a variable, [options]."""
+        total = np.zeros(len(self.planning.assignment.costs[variable]))
+        for name in self.planning.members[variable]:
+            site = self.planning.space.sites[name]
+            for result in self.read_again[name]:
+                sizes = local_bytes_of(site.results[result], specs_of(site, result), self.planning.space.mesh)
+                total += self.planning.prices.host_times(sizes)
+        return total
+
+    @cached_property
+    def read_again(self) -> dict[str, set[int]]:
+        """The results of each site that the backward reads, or what it may recompute."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for link in self.planning.space.links:
+            head = self.planning.space.sites[link.head]
+            is_recomputed = any(keeping in RECOMPUTED for keeping in self.keepings_of(link.head))
+            if _is_late(head, link) or is_recomputed:
+                found[link.tail].add(link.result)
+        return found
 
     def edges(self) -> Iterator[Edge]:
         for edge in self.planning.assignment.edges:
@@ -186,7 +238,7 @@ class _Building:
     def _fits_together(self, link: Link, tail: Keeping, head: Keeping) -> bool:
         if head not in RECOMPUTED or self.planning.space.sites[link.tail].is_input:
             return True
-        if tail in RECOMPUTED:
+        if tail in AGAIN:
             before, after = self.split.again[link.tail, tail], self.split.again[link.head, head]
             return self.liveness.calls[before] < self.liveness.calls[after]
         return self.options.holds(link.tail, tail)
@@ -214,7 +266,7 @@ class _Building:
             if not self._is_of_view_again(kept):
                 yield self._on_link(kept)
         for name, point in self.liveness.calls.items():
-            if name not in self.split.late.values():
+            if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
                 yield self._item(Interval(point, point), self.memory.of_call(name), (name,))
         for name in self.split.late:
             yield from self._late_items(name)
@@ -244,19 +296,29 @@ class _Building:
             held = Held.RESHARD
         kept = dataclasses.replace(kept, held=held)
         names = (link.head,) if held.is_of_head else (link.tail, link.head)
+        if held is Held.VALUE and link.tail in self.split.late:
+            return self._value_until_freed(kept, link)
         return self._item(kept.interval, self.memory.on_link(kept), names)
+
+    def _value_until_freed(self, kept: OnLink, link: Link) -> Item:
+        """A value of the forward at its last use there, which its second life counts where it is held."""
+        freed = tuple(not self.options.holds(link.tail, keeping) for keeping in self.keepings_of(link.tail))
+        origin, want = self.split.origin(link.head)
+        there = tuple(want is None or keeping is want for keeping in self.keepings_of(origin))
+        variables = (self.planning.classes[link.tail], self.planning.classes[origin])
+        return self._item_under(kept.interval, self.memory.on_link(kept), variables, (freed, there))
 
     def _late_items(self, name: str) -> Iterator[Item]:
         """A value behind the forward, under each keeping."""
         for result in range(len(self.planning.space.sites[name].results)):
             for keeping in self.keepings_of(name):
-                if keeping in RECOMPUTED or self.options.holds(name, keeping):
+                if keeping in AGAIN or self.options.holds(name, keeping):
                     yield from self._late_item(name, result, keeping)
 
     def _late_item(self, name: str, result: int, keeping: Keeping) -> Iterator[Item]:
         start, end = self._start(name, keeping), self._end(name, result)
         table = self.memory.of_value(name, result)
-        above = self.viewed.get(name)
+        above = None if keeping in OFFLOADED else self.viewed.get(name)
         covered = start - 1 if above is None else min(end, self._end_of_viewed(above))
         if above is not None and start <= covered:
             yield self._covered_item(Interval(start, covered), table, above, keeping)
@@ -312,7 +374,7 @@ class _Building:
 
     def _start(self, name: str, keeping: Keeping) -> int:
         """From which point a value behind the forward is counted."""
-        if keeping in RECOMPUTED:
+        if keeping in AGAIN:
             return self.liveness.calls[self.split.again[name, keeping]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
@@ -338,7 +400,7 @@ class _Building:
         rows = []
         for kept in self.keepings_of(link.tail):
             covers = tail.is_input or self.options.holds(link.tail, kept)
-            covers = covers or (kept in RECOMPUTED and keeping in RECOMPUTED)
+            covers = covers or (kept in AGAIN and keeping in RECOMPUTED)
             rows.append(np.where(moved, table.sizes, 0.0) if covers else np.broadcast_to(table.sizes, moved.shape))
         there = [other is keeping for other in self.keepings_of(link.head)]
         sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])

@@ -2,7 +2,8 @@
 
 What a site of the forward yields is read by the forward alone. Behind the forward stands, for each site that may be
 kept one way or another, one that yields the same value for all that reads it later (`late`); and where a site may be
-recomputed stands one that reads what this takes (`again`). Lifetimes of this space are those of the two lives, and of
+recomputed, or come back from the host, stands one that reads what this takes (`again`), which is nothing for what comes
+back. Lifetimes of this space are those of the two lives, and of
 what recomputation needs.
 """
 
@@ -18,7 +19,7 @@ from torch import fx
 
 from autoshard.ir.recompute import PHASE
 from passes.enumerate_strategies import Link, SearchSpace, Site, leaves_program
-from passes.recompute_options import RECOMPUTED, Keeping, RecomputeOptions
+from passes.recompute_options import AGAIN, RECOMPUTED, Keeping, RecomputeOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class SplitSpace:
     Args:
         space: the sites and links; the first links are those of the original space, in order.
         late: site to the one that yields its value behind the forward.
-        again: site and keeping to the one that recomputes it.
+        again: site and keeping to the one that recomputes it, or fetches it from the host.
         sources: the sites of `late` and `again`, to their originals and how these are kept (None: either way).
     """
 
@@ -50,7 +51,7 @@ def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[
         (name, keeping): f"{name}, {keeping.value} again"
         for name in kept
         for keeping in options.keepings[classes[name]]
-        if keeping in RECOMPUTED
+        if keeping in AGAIN
     }
     sources = {copy: (name, None) for name, copy in late.items()}
     sources |= {copy: (name, keeping) for (name, keeping), copy in again.items()}

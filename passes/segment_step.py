@@ -7,6 +7,7 @@ resharded as soon as it is computed. Segments are the parts of `step_layout`; pa
   else "node"); its copies are computation behind them, or before them where the result leaves the program.
 * What is resharded of a parameter, or of what is computed from parameters alone, or of an input, is early: it needs
   nothing of the step.
+* Copies to and from the host are computation: what follows waits for them, as `compile` runs them.
 * Collectives inside a call's rewrite come behind its computation, and what follows waits for them.
 """
 
@@ -18,7 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.ir.offload import LABEL
 from autoshard.ir.reshard import plan_reshard
+from autoshard.kernels.offload import TRANSFERS
 from cost_models.streams import Op, Segment
 from passes.build_assignment import PlanningProblem
 from passes.enumerate_strategies import Link, Site
@@ -72,8 +75,8 @@ class _Costs:
     def call(self, name: str) -> _Call:
         """The cost of a call, found once for each option of its variable and kept with the problem."""
         number = self.planning.classes[name]
-        known: dict[tuple[int, int], _Call] = self.planning.derived.setdefault("calls", {})
-        key = (number, self.choice[number])
+        known: dict[tuple[int, int, int], _Call] = self.planning.derived.setdefault("calls", {})
+        key = (self.planning.space.sites[name].call, number, self.choice[number])
         if key not in known:
             known[key] = self._price_call(name)
         return known[key]
@@ -140,7 +143,7 @@ class _Writing:
         behind = [self.made[link.tail] for link in links if link.tail in self.made]
         call = self.costs.call(site.name)
         if call.seconds > 0:
-            self._add(Op(site.name, site.phase, call.seconds))
+            self._add(Op(site.name, _label(site), call.seconds))
             behind.append(len(self.ops) - 1)
         if call.sent:
             last = self._write_chain(call.sent, tuple(behind[-1:]))
@@ -185,6 +188,11 @@ class _Writing:
 
     def _add(self, op: Op) -> None:
         self.ops.append(op)
+
+
+def _label(site: Site) -> str:
+    """What the time of a call counts as."""
+    return LABEL if site.node is not None and site.node.target in TRANSFERS else site.phase
 
 
 def segment_step(planning: PlanningProblem, choice: Sequence[int], *, shares: bool = True) -> list[Segment]:

@@ -1,7 +1,7 @@
 """Count the bytes of a rank's storages while a graph of local operators runs: each from its making to its last use.
 
 An operator's results take memory from its run to the last use of them or of a view of them, as graphs run where each
-value is freed after its last use. What a kernel allocates inside is not seen.
+value is freed after its last use. What a kernel allocates inside is not seen; what lies on the host takes none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+
+from autoshard.kernels.offload import to_host
 
 Storage = tuple[int, ...]
 """The numbers of the storages of one value: several for an operator with several results."""
@@ -66,6 +68,8 @@ class Storages:
 
     def _made(self, node: fx.Node, where: dict[fx.Node, Storage]) -> Storage:
         """The storages of a node's results: new ones, or those that it views."""
+        if node.target is to_host:
+            return self.new(0)
         value = node.meta.get("val")
         operands = [operand for operand in node.all_input_nodes if where.get(operand)]
         if node.target is operator.getitem and operands:

@@ -57,8 +57,9 @@ def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation
 def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
     found = []
     counts = planning.counts()
-    for group in planning.members:
-        site = planning.space.sites[group[0]]
+    for members in planning.members:
+        site = planning.space.sites[members[0]]
+        group = [name for name in members if planning.space.sites[name].call == site.call]
         if site.node is None or site.node.op != "call_function" or site.rule is None or not operands_of(site.node):
             continue
         values = [operand.meta["val"] for operand in operands_of(site.node)]

@@ -29,6 +29,7 @@ from autoshard.ir.program import OWNERS, InputSlot, OutputKind, OutputSlot, Prog
 from autoshard.rules.registry import author_of_rule, inferred_operators
 from passes.derive_values import Derivation
 from passes.number_values import draws_numbers
+from passes.verify_offload import verify_offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ def verify_program(program: Program, lowered: LoweredProgram) -> VerificationRep
     """
     start = time.monotonic()
     _check_slots(program, lowered)
+    verify_offload(lowered.graph_module.graph)
     derivation = Derivation(program, lowered)
     derivation.run()
     _check_nodes(derivation)

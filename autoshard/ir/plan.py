@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.printer import render_plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
@@ -26,11 +27,11 @@ from autoshard.ir.trace import Trace
 if TYPE_CHECKING:
     import sympy
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
-version 4 the recipe, and recomputation."""
+version 4 the recipe, and recomputation; version 5 offload."""
 
-_READABLE_VERSIONS = (1, 2, 3, 4)
+_READABLE_VERSIONS = (1, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ class Plan:
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
             model's own types.
         recompute: what of the forward is computed again in the backward; such nodes are in `nodes` twice.
+        offload: what of the forward lies on the host until the backward; its copies there and back are in `nodes` too.
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
         repeats: blocks that are not among `nodes`, as they lie like the ones behind them; all else is of the whole
@@ -207,6 +209,7 @@ class Plan:
     memory_budget: int | None = None
     precision: str | None = None
     recompute: Recompute = NO_RECOMPUTE
+    offload: Offload = NO_OFFLOAD
     baselines: Mapping[str, float | None] = field(default_factory=dict)
     replicated_operators: tuple[tuple[str, str], ...] = ()
     operators: tuple[OperatorCoverage, ...] = ()
@@ -250,6 +253,11 @@ class Plan:
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
         """The nodes of the forward that the backward computes again, by the module that issued them."""
         return self.recompute.by_module
+
+    @property
+    def offloaded(self) -> Mapping[str, tuple[str, ...]]:
+        """The nodes of the forward whose values lie on the host until the backward, by the module that issued them."""
+        return self.offload.by_module
 
     @property
     def gap(self) -> float | None:
@@ -403,6 +411,7 @@ class Plan:
             "lower_bound": self.lower_bound,
             "search_time_s": self.search_time_s,
             "recompute": self.recompute.to_json(),
+            "offload": self.offload.to_json(),
             "baselines": dict(self.baselines),
             "recipe": None if self.recipe is None else asdict(self.recipe),
             "was_interrupted": self.was_interrupted,
@@ -438,6 +447,7 @@ class Plan:
             memory_budget=data["memory_budget"],
             precision=data.get("precision"),
             recompute=Recompute.from_json(data["recompute"]) if "recompute" in data else NO_RECOMPUTE,
+            offload=Offload.from_json(data["offload"]) if "offload" in data else NO_OFFLOAD,
             baselines=data["baselines"],
             recipe=None if data.get("recipe") is None else Recipe(**data["recipe"]),
             was_interrupted=data.get("was_interrupted", False),

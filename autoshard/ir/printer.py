@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from autoshard.ir.offload import Offload
     from autoshard.ir.plan import ParameterPlan, Plan
     from autoshard.ir.recompute import Recompute
 
@@ -45,6 +46,7 @@ def summary(plan: Plan) -> str:
         + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
         + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
         + _recompute(plan.recompute)
+        + _offload(plan.offload)
     )
 
 
@@ -74,9 +76,20 @@ def _recompute(recompute: Recompute) -> str:
     """What is recomputed, and what that saves and costs, as a line of its own."""
     if not recompute.nodes:
         return ""
-    saved, time = format_bytes(recompute.saved_bytes), format_time(recompute.time_s)
-    modules = ", ".join(dict.fromkeys(any_block(node.module) or "the model" for node in recompute.nodes))
-    return f"\nRecompute: {len(recompute.nodes)} of {recompute.candidates} nodes, {saved} saved for {time}: {modules}."
+    return f"\nRecompute: {_saving(recompute)}."
+
+
+def _offload(offload: Offload) -> str:
+    """What is offloaded, and what that saves and costs, as a line of its own."""
+    if not offload.nodes:
+        return ""
+    return f"\nOffload: {_saving(offload)}; {format_bytes(offload.host_bytes)} on the host for each device."
+
+
+def _saving(item: Recompute | Offload) -> str:
+    saved, time = format_bytes(item.saved_bytes), format_time(item.time_s)
+    modules = ", ".join(dict.fromkeys(any_block(node.module) or "the model" for node in item.nodes))
+    return f"{len(item.nodes)} of {item.candidates} nodes, {saved} saved for {time}: {modules}"
 
 
 def _interval(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     losses,
     matmul,
     normalisation,
+    offload,
     optimizers,
     pointwise,
     pooling,

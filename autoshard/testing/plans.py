@@ -13,6 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS, effective_precision
 from autoshard.ir.program import Program
@@ -21,20 +22,21 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.testing.blocks import Draw
 from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
-from cost_models.hardware import Cluster
+from cost_models.device import HostLink
+from cost_models.hardware import Cluster, node_type
 from passes.assignment import Assignment
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.enumerate_strategies import EnumerateStrategies, Site, operands_of
 from passes.liveness import find_lifetimes
 from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.price import Prices
-from passes.recompute_options import find_options
+from passes.recompute_options import OFFLOADED, RECOMPUTED, find_options
 from passes.recompute_problem import build_recompute_problem
-from passes.recompute_search import with_recompute
+from passes.recompute_search import host_bytes, with_again
 
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
-    """Legal plans of a program: for each node any strategy that its rule admits; half of them recompute.
+    """Legal plans of a program: for each node any strategy that its rule admits; half of them recompute and offload.
 
     Args:
         program: a drawn program, which is traced, or a traced one.
@@ -89,7 +91,10 @@ def _uneven_splits(mesh: Mesh, site: Site, strategy: Strategy) -> int:
 
 
 def _laptop(mesh: Mesh) -> Cluster:
-    return Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)
+    """What plans are drawn for: with a host link, so that they offload too."""
+    node = node_type("cpu_laptop")
+    linked = dataclasses.replace(node.device, host_link=HostLink(1e10, 1e10))
+    return Cluster(node.with_device(linked), nodes=1, devices_per_node=mesh.size)
 
 
 def _unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> PlanningProblem:
@@ -110,18 +115,23 @@ def _decide(
     planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int], *, recompute: bool = False
 ) -> Plan:
     """Decide the variables in program order, each among the options that its neighbours so far leave."""
-    every = find_options(planning.space, planning.classes, least_share=0.0)
+    has_host = cluster.device.host_link is not None
+    every = find_options(planning.space, planning.classes, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, keepings={})
     problem = build_recompute_problem(planning, options)
     choice: dict[int, int] = {}
     for variable in range(len(problem.assignment.costs)):
         choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))
     decided = tuple(choice[variable] for variable in range(len(choice)))
-    nodes, strategies = problem.recomputed(decided), problem.without_keepings(decided)
-    running = with_recompute(planning, nodes)
+    again, strategies = problem.again(decided), problem.without_keepings(decided)
+    running = with_again(planning, again)
     cost = running.assignment.cost_of(strategies)
     plan = plan_of_choice(running, strategies, cost, None, cluster, PlanOptions())
-    return dataclasses.replace(plan, recompute=Recompute(nodes, len(options.anchors)))
+    return dataclasses.replace(
+        plan,
+        recompute=Recompute(again.recomputed, options.candidates(RECOMPUTED)),
+        offload=Offload(again.offloaded, options.candidates(OFFLOADED), int(host_bytes(running, strategies))),
+    )
 
 
 def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:

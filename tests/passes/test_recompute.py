@@ -12,13 +12,15 @@ from torch import fx, nn
 from autoshard.errors import PlanMismatchError, VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import Plan
+from autoshard.ir.offload import Offload, OffloadedNode
+from autoshard.ir.plan import NodePlan, Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE, Recompute, RecomputedNode
+from autoshard.kernels.offload import from_host, to_host
 from autoshard.testing.plans import most_split_plan
 from autoshard.tracing import trace
 from passes.pipeline import lower_program, prepare
-from passes.recompute import InsertRecompute, original_of
+from passes.recompute import InsertRecompute, moved_by, original_of
 from passes.split_phases import SplitPhases
 from passes.verify_phases import verify_phases
 from passes.verify_preparation import verify_preparation
@@ -55,17 +57,21 @@ ALL = tuple(again(name, "pow_2") for name in ("mm", "exp", "hub_1", "dropout", "
 
 
 @cache
-def lowered_with(nodes: tuple[RecomputedNode, ...]) -> PhasedProgram:
+def lowered_with(nodes: tuple[RecomputedNode, ...], moved: tuple[OffloadedNode, ...] = ()) -> PhasedProgram:
     """The phases of a plan with as many splits as there are."""
-    program = InsertRecompute(nodes)(prepare(traced()))
-    return lower_program(traced(), dataclasses.replace(split_plan(program), recompute=Recompute(nodes)))
+    program = InsertRecompute(nodes, moved)(prepare(traced()))
+    plan = dataclasses.replace(split_plan(program), recompute=Recompute(nodes), offload=Offload(moved))
+    return lower_program(traced(), plan)
 
 
 def split_plan(program: Program) -> Plan:
     """A plan of the traced program, as one of `program`, whose clones have the specs of their originals."""
     plan = most_split_plan(traced(), MESH)
-    named = {node.name: original_of(node) or node.name for node in program.graph.nodes}
+    named = {node.name: moved_by(node) or original_of(node) or node.name for node in program.graph.nodes}
     nodes = {name: plan.nodes[original] for name, original in named.items() if original in plan.nodes}
+    for node in program.graph.nodes:
+        if moved_by(node) is not None:
+            nodes[node.name] = NodePlan(nodes[node.name].outputs, nodes[node.name].outputs)
     return dataclasses.replace(plan, nodes=nodes, program_digest=program.digest())
 
 
@@ -120,6 +126,45 @@ def test_clones_run_in_the_backward() -> None:
     assert "aten.exp.default" not in calls(plain.backward)
 
 
+# Offload.
+
+MOVED = (OffloadedNode("hub_1", "mul_2", ""), OffloadedNode("hub_2", "pow_2", ""))
+"""What the backward reads of the forward comes back from the host."""
+PRODUCT = (OffloadedNode("mm", "mul_2", ""),)
+"""What is recomputed is made of."""
+
+
+def test_copies_stand_where_values_are_made_and_read() -> None:
+    """To the host behind the call, and back before its first reader in the backward, which reads what came back."""
+    program = InsertRecompute((), MOVED)(prepare(traced()))
+    names = list(program.nodes)
+    assert names.index("hub_1_host") == names.index("hub_1") + 1
+    assert names.index("hub_1_back") == names.index("mul_2") - 1
+    assert program.nodes["hub_1_host"].meta["phase"] == "forward"
+    assert program.nodes["hub_1_back"].meta["phase"] == PHASE
+    assert {moved_by(program.nodes[name]) for name in ("hub_1_host", "hub_1_back")} == {"hub_1"}
+    for item in MOVED:
+        assert {reader.meta["phase"] for reader in program.nodes[item.name].users} == {"forward"}
+
+
+def test_clones_read_what_comes_back() -> None:
+    """A recomputation of what is made of an offloaded value comes behind it; the other order is refused."""
+    program = InsertRecompute(ONE, PRODUCT)(prepare(traced()))
+    assert program.nodes["exp_again"].args == (program.nodes["mm_back"],)
+    with pytest.raises(PlanMismatchError, match="recomputes 'exp' before its operand 'mm'"):
+        InsertRecompute(tuple(again(name, "pow_2") for name in ("exp", "hub_1")), PRODUCT)(prepare(traced()))
+
+
+def test_the_forward_keeps_what_lies_on_the_host() -> None:
+    """Of what is offloaded it hands over the copies, which take no memory of the device."""
+    phased = lowered_with((), MOVED)
+    nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
+    kept = [nodes[name] for name in phased.saved if nodes[name].op == "call_function"]
+    assert [node.target for node in kept] == [to_host, to_host]
+    backward = [node.target for node in phased.backward.graph.nodes]
+    assert backward.count(from_host) == 2
+
+
 # Verification.
 
 
@@ -129,11 +174,46 @@ def verify(phased: PhasedProgram) -> None:
     verify_phases(phased)
 
 
-@pytest.mark.parametrize("nodes", [ONE, ALL])
-def test_what_is_recomputed_is_proven(nodes: tuple[RecomputedNode, ...]) -> None:
-    """The three proofs hold, the second even beside the program without clones."""
-    verify(lowered_with(nodes))
-    verify_program(lowered_with(nodes).lowered.traced, lowered_with(nodes).lowered)
+@pytest.mark.parametrize(
+    ("nodes", "moved"), [(ONE, ()), (ALL, ()), ((), MOVED), (ONE, (OffloadedNode("mm", "mul_2", ""),))]
+)
+def test_what_is_there_again_is_proven(nodes: tuple[RecomputedNode, ...], moved: tuple[OffloadedNode, ...]) -> None:
+    """The three proofs hold, the second even beside the program without clones and copies."""
+    verify(lowered_with(nodes, moved))
+    verify_program(lowered_with(nodes, moved).lowered.traced, lowered_with(nodes, moved).lowered)
+
+
+def fetch_another_value(graph: fx.Graph) -> None:
+    first, second = (node for node in graph.nodes if node.target is from_host)
+    first.args = second.args
+
+
+def fetch_what_never_left(graph: fx.Graph) -> None:
+    back = next(node for node in graph.nodes if node.target is from_host)
+    back.args = back.args[0].args
+
+
+def read_on_the_host(graph: fx.Graph) -> None:
+    back = next(node for node in graph.nodes if node.target is from_host)
+    reader = next(iter(back.users))
+    reader.replace_input_with(back, back.args[0])
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (fetch_another_value, "is part of no proof"),
+        (fetch_what_never_left, "which does not lie on the host"),
+        (read_on_the_host, "which lies on the host"),
+    ],
+)
+def test_a_wrong_copy_is_refused(mutate: object, message: str) -> None:
+    """Another value's copy, a copy of what is on the device, or a call on what is not."""
+    lowered = lowered_with((), MOVED).lowered
+    module = copy_of(lowered.graph_module)
+    mutate(module.graph)  # type: ignore[operator]
+    with pytest.raises(VerificationError, match=message):
+        verify_program(prepare(traced()), dataclasses.replace(lowered, graph_module=module))
 
 
 def clone_of(graph: fx.Graph, target: str) -> fx.Node:
@@ -216,7 +296,7 @@ def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
     [
         ((again("exp", "nowhere"),), "a node 'nowhere' that this program does not compute"),
         ((again("p_weight", "mul_2"),), "a node 'p_weight' that this program does not compute"),
-        ((again("exp", "t"), again("hub_1", "t")), "recomputes 'hub_1' before 't', but 'mul_2' reads it earlier"),
+        ((again("exp", "t"), again("hub_1", "t")), "has 'hub_1' again before 't', but 'mul_2' reads it earlier"),
         ((again("exp", "pow_2"), again("mm", "mul_2")), "recomputes 'exp' before its operand 'mm'"),
     ],
 )

@@ -1,0 +1,65 @@
+"""What of a program lies in the host's memory between the forward and the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LABEL = "offload"
+"""What the time of copies to and from the host counts as in a prediction's breakdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedNode:
+    """A node of the forward whose value goes to the host when it is made, and comes back for the backward.
+
+    Args:
+        name: the node.
+        before: the node of the backward just before which it comes back.
+        module: the module that issued it.
+    """
+
+    name: str
+    before: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The nodes of a plan that are offloaded, in program order, and what that does.
+
+    Args:
+        nodes: the nodes.
+        candidates: how many nodes the search might have offloaded.
+        host_bytes: what lies in the host's memory at the end of the forward, for each rank.
+        saved_bytes: by how much the peak would be larger without, all else alike, on each rank.
+        time_s: what the copies add to the objective, seconds.
+    """
+
+    nodes: tuple[OffloadedNode, ...] = ()
+    candidates: int = 0
+    host_bytes: int = 0
+    saved_bytes: int = 0
+    time_s: float = 0.0
+
+    @property
+    def by_module(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the nodes by the module that issued them."""
+        found: dict[str, tuple[str, ...]] = {}
+        for node in self.nodes:
+            found[node.module] = (*found.get(node.module, ()), node.name)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Offload:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "nodes": tuple(OffloadedNode(**node) for node in data["nodes"])})
+
+
+NO_OFFLOAD = Offload()
+"""Nothing leaves the device."""

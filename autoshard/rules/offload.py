@@ -1,0 +1,15 @@
+"""Moving a value to the host's memory and back: each rank moves the piece, or the addend, that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.kernels.offload import TRANSFERS
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import sharding_rule
+
+
+@sharding_rule(*TRANSFERS)
+def _transfer(x: Any) -> Rule:
+    dims = tuple((f"d{index}",) for index in range(x.ndim))
+    return Rule(([dims], [dims]), transparent=True)

@@ -1,0 +1,79 @@
+"""Under the tightest memory budgets values lie on the host between forward and backward; training equals one device."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, DoesNotFitError, Mesh, Plan
+from autoshard.kernels.offload import to_host
+from tests.passes.blocks import Blocks
+from tests.passes.lowered_memory import peak_bytes
+
+PAIR = Mesh({"data": 2})
+
+
+def model_and_input() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Blocks(8, 1), torch.randn(16, 32, 8)
+
+
+@cache
+def tightest_plan() -> Plan:
+    """The plan for two H100s with the smallest memory that one fits in."""
+    model, x = model_and_input()
+    asked = {"example_inputs": (x,), "precision": None}
+    cluster = Cluster("h100_sxm", 1, 2)
+    with pytest.raises(DoesNotFitError) as caught:
+        autoshard.plan(model, cluster, memory_budget=1000, **asked)
+    smallest = caught.value.smallest_bytes
+    plan = autoshard.plan(model, cluster, memory_budget=smallest, **asked)
+    assert plan.predicted.peak_memory_bytes <= smallest
+    return plan
+
+
+def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Losses of three steps, and the parameters then."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def test_training_equals_one_device() -> None:
+    """Loss and parameters of three steps, on the simulator; what the forward keeps is what lies on the host."""
+    plan = tightest_plan()
+    assert plan.offload.nodes
+    model, x = model_and_input()
+    sharded = autoshard.compile(model, PAIR, plan=plan, example_inputs=(x,))
+    assert isinstance(sharded, autoshard.ShardedModule)
+    assert sharded.program is not None
+    phased = sharded.program.phased
+    saved = [node for node in phased.lowered.graph_module.graph.nodes if node.name in phased.saved]
+    assert any(node.target is to_host for node in saved)
+    assert peak_bytes(phased) == plan.predicted.peak_memory_bytes
+    expected = train(*model_and_input())
+    for mine, theirs in zip(train(sharded, x), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_plan_says_what_it_offloads_and_is_saved(tmp_path: Path) -> None:
+    """In its text and breakdown, by module, and still when it is read again."""
+    plan = tightest_plan()
+    assert f"Offload: {len(plan.offload.nodes)} of {plan.offload.candidates} nodes" in str(plan)
+    assert plan.predicted.breakdown["offload"] == pytest.approx(plan.offload.time_s)
+    assert sum(map(len, plan.offloaded.values())) == len(plan.offload.nodes)
+    assert plan.offload.host_bytes > 0
+    assert plan.offload.saved_bytes > 0
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").offload == plan.offload
