@@ -139,8 +139,10 @@ def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], 
     return before[:, None] != after[None, :]
 
 
-def _most_bytes_of(value: ValueInfo, specs: Sequence[PartitionSpec], mesh: Mesh) -> Floats:
+def _most_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> Floats:
     """The most bytes that a value takes under each spec, if it may be a copy: see `Transients.bytes_of_copy`."""
+    if all(size == 1 or size % mesh.size == 0 for size in value.shape):
+        return local_bytes_of(value, specs, mesh)
     return np.array([_most_bytes(value, spec, mesh) for spec in specs])
 
 

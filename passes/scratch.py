@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,10 +48,11 @@ def emitted_reshard(
     `as_traced`: the dims of what is resharded lie in memory in the order that those of the traced value have.
     """
     graph = fx.Graph()
-    tracer = LocalTracer(graph, value.fake_mode)  # type: ignore[attr-defined]
+    tracer = LocalTracer(graph, nullcontext())  # meta tensors know all that counts, and are made sooner than fake ones
     shape = tuple(value.shape)
     order = sorted(range(len(shape)), key=lambda dim: -value.stride(dim)) if as_traced else None
-    local = tracer.placeholder("value", value, steps[0].source.local_shape(shape, mesh), order)
+    like = torch.empty((), dtype=value.dtype, device="meta")
+    local = tracer.placeholder("value", like, steps[0].source.local_shape(shape, mesh), order)
     graph.output((emit_reshard(local, steps, shape, mesh, dtype=value.dtype).node,))
     return graph
 
