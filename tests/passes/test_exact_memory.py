@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -81,3 +83,19 @@ def test_gradients_grow_and_activations_shrink_in_the_backward() -> None:
     assert start["gradients"] == 0
     assert end["gradients"] == end["parameters"]
     assert end["activations"] < middle["activations"]
+
+
+def test_another_axis_on_a_spec_takes_nothing_more() -> None:
+    """Of a parameter: where nothing is on its way, before the step and behind it, less is stored than was."""
+    planning = problem_of(blocks_program(count=1), SQUARE, state_bytes_per_parameter_byte=2.0)
+    choice = drawn_choice(planning, 0)
+    for name in planning.liveness.parameters:
+        variable = planning.classes[name]
+        specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
+        used = [
+            exact_memory(planning, [*choice[:variable], n, *choice[variable + 1 :]]).used() for n in range(len(specs))
+        ]
+        for one, two in permutations(range(len(specs)), 2):
+            if set(specs[one].axes) < set(specs[two].axes):
+                assert used[two][0] < used[one][0]
+                assert used[two][-1] < used[one][-1]
