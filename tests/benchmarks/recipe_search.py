@@ -47,6 +47,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 _LOWER = 0.8
 
+_TOO_LARGE = "does not fit alone"
+
 
 @dataclass(frozen=True, slots=True)
 class Compared:
@@ -80,11 +82,15 @@ class Compared:
 
     @property
     def cause(self) -> str:
-        """The fields that alone make at least half of the difference (of logarithms); "several" where none do."""
+        """The fields that alone make at least half of the difference (of logarithms); else less recomputation, if that
+        fits with other changes only; else "several"."""
         gains = {name: value for name, value in self.alone.items() if not isinstance(value, str)}
         best = min(gains, key=gains.__getitem__, default="")
         is_most = bool(best) and 2 * math.log(gains[best] / self.recipe_s) <= math.log(self.ratio)
-        return best if is_most else "several"
+        if is_most:
+            return best
+        kept = "computed again" in self.published and self.alone.get("recomputation") == _TOO_LARGE
+        return "recomputation, which fits with others only" if kept else "several"
 
     @property
     def holds(self) -> bool:
@@ -152,7 +158,7 @@ def changed_alone(search: RecipeProblem, recipe: Recipe, found: Recipe) -> dict[
             steps[name] = "not alone"
             continue
         fits = step.peak_memory_bytes <= search.memory_limit
-        steps[name] = step.step_time_s if fits else "does not fit alone"
+        steps[name] = step.step_time_s if fits else _TOO_LARGE
     return steps
 
 
