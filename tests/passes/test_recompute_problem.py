@@ -267,6 +267,20 @@ def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
     assert bool(again.recomputed) == (link is None)
 
 
+def test_stages_of_a_sweep_of_limits() -> None:
+    """From too little memory to plenty on two H100s: offload, recomputation, split values; time never rises."""
+    planning = planning_problem(sines(4), LINE, h100s(LINE), PlanOptions())
+    largest = float(planning.usage(Search()(planning).choice).max())
+    with pytest.raises(DoesNotFitError):
+        solve_jointly(planning, Search(0.3 * largest), {}, ())
+    found = [solve_jointly(planning, Search(share * largest), {}, ()) for share in (0.34, 0.45, 0.6, 1.0)]
+    stages = [(bool(item.again.recomputed), bool(item.again.offloaded)) for item in found]
+    assert stages == [(True, True), (True, False), (False, False), (False, False)]
+    costs = [item.solution.cost for item in found]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < costs[-2]
+
+
 def test_keepings() -> None:
     """What the backward reads may be recomputed; what it does not read, but what is made of it, may also be kept.
 

@@ -1,0 +1,138 @@
+"""What plans do as memory grows from far too small to plentiful: Llama-3-8B's width, 4 layers, AdamW in bf16, 8 H100s.
+
+Run: python -m tests.benchmarks.memory_sweep [--time-budget 20] [--shares 0.2 0.3 ...] [--sequence 4096] [--json]
+
+Limits are shares of what the fastest plan without a limit takes. The program is traced and enumerated once, with all
+its blocks; each limit is a search of its own, so where a row is slower than the one above, its gap is to explain it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from autoshard import Cluster, DoesNotFitError, Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.printer import format_bytes, format_time
+from autoshard.planner import Planner, update_of
+from autoshard.runtime.optimizer_state import named_optimizer
+from autoshard.runtime.sharded_module import Request
+from passes.build_assignment import PlanningProblem
+from passes.pipeline import Decision, PlanOptions, plan_of_choice, planning_problem, solve
+from tests.benchmarks.decoder import Decoder, DecoderShape
+
+MESH = Mesh({"data": 8})
+SHARES = (0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One limit: bytes, and what the plan does; seconds are None where nothing fits.
+
+    Args:
+        smallest_bytes: what would fit, where nothing does.
+        gap: how far the objective may be from the least one.
+        layouts: words for where parameters lie, with their shares.
+        recomputed, offloaded: of how many nodes that might be.
+    """
+
+    limit_bytes: float
+    smallest_bytes: int = 0
+    step_s: float | None = None
+    objective_s: float | None = None
+    gap: float | None = None
+    peak_bytes: int = 0
+    layouts: str = ""
+    recomputed: str = ""
+    offloaded: str = ""
+
+
+def model_problem(cluster: Cluster, sequence: int) -> PlanningProblem:
+    """The planning problem of a training step."""
+    shape = DecoderShape(
+        layers=4, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=True, vocab=128256,
+        sequence=sequence, tied=False, learned_positions=False, norm_bias=False, bias=False, dropout=0.0,
+        fused_attention=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Decoder(shape)
+        tokens = torch.zeros(MESH.size, sequence, dtype=torch.int64)
+    update = update_of(named_optimizer("adamw", model.parameters()), model, None, strict=True)
+    planner = Planner(cluster=cluster, precision="bf16")
+    program = planner.trace(Request(model, (tokens, tokens), {}, True, update=update))
+    return planning_problem(program, MESH, cluster, PlanOptions())
+
+
+def sweep(planning: PlanningProblem, shares: Sequence[float], time_budget_s: float) -> Iterator[Row]:
+    """A row for each share of what the fastest plan takes, the smallest first."""
+    options = PlanOptions(time_budget_s=time_budget_s)
+    largest = float(planning.usage(solve(planning, options, {}).solution.choice).max())
+    for share in sorted(shares):
+        within = replace(options, memory_budget=share * largest)
+        try:
+            yield _row(planning, within, solve(planning, within, {}))
+        except DoesNotFitError as error:
+            yield Row(share * largest, smallest_bytes=error.smallest_bytes)
+
+
+def _row(planning: PlanningProblem, options: PlanOptions, found: Decision) -> Row:
+    solution, cluster = found.solution, planning.prices.cluster
+    plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    return Row(
+        limit_bytes=options.memory_budget or 0.0,
+        step_s=plan.predicted.step_time_s,
+        objective_s=plan.objective,
+        gap=plan.gap,
+        peak_bytes=plan.predicted.peak_memory_bytes,
+        layouts=_layouts(plan),
+        recomputed=f"{len(found.recompute.nodes)} of {found.recompute.candidates}" if found.recompute.nodes else "",
+        offloaded=f"{len(found.offload.nodes)} of {found.offload.candidates}" if found.offload.nodes else "",
+    )
+
+
+def _layouts(plan: Plan) -> str:
+    total = sum(plan.layouts.values())
+    return ", ".join(f"{count / total:.0%} {words}" for words, count in list(plan.layouts.items())[:3])
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows for a person."""
+    found = Table("limit", "peak", "step", "objective", "gap", "layouts", "recomputed", "offloaded")
+    for row in rows:
+        if row.step_s is None or row.objective_s is None:
+            least = format_bytes(row.smallest_bytes)
+            found.add_row(format_bytes(row.limit_bytes), "-", f"does not fit, the least is {least}")
+            continue
+        times = (format_time(row.step_s), format_time(row.objective_s))
+        gap = "" if row.gap is None else f"{row.gap:.1%}"
+        sizes = (format_bytes(row.limit_bytes), format_bytes(row.peak_bytes))
+        found.add_row(*sizes, *times, gap, row.layouts, row.recomputed, row.offloaded)
+    return found
+
+
+def main() -> None:
+    """Sweep and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time-budget", type=float, default=20.0)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    console = Console()
+    rows = []
+    for row in sweep(model_problem(Cluster("h100_sxm"), asked.sequence), asked.shares, asked.time_budget):
+        rows.append(row)
+        if asked.json:
+            console.print_json(json.dumps(asdict(row)))
+    if not asked.json:
+        console.print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
