@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.kernels.kernel import Form
-from passes.number_values import LITERAL, OPERAND, Key, Numbering, call_key
-
-_COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
+from passes.number_values import LITERAL, OPERAND, Key, Numbering, call_key, mirrored_key
 
 Bindings = Mapping[fx.Node, Key]
 """Nodes of a pattern to what they stand for: an operand's number, or a literal."""
@@ -137,7 +134,7 @@ def _unify_operand(
             yield {**bindings, node: found}
     elif found[0] == OPERAND:
         key = numbering.key_of(found[1])
-        for wanted in _orders(node, pattern.keys[node]):
+        for wanted in _orders(pattern.keys[node]):
             for extended in _unify(pattern, numbering, wanted, key, bindings):
                 yield {**extended, node: found}
 
@@ -152,12 +149,12 @@ def _unify_all(
         yield from _unify_all(pattern, numbering, wanted[1:], found[1:], extended)
 
 
-def _orders(node: fx.Node, key: Key) -> Iterator[Key]:
+def _orders(key: Key) -> Iterator[Key]:
     """The structures of a call that compute the same."""
     yield key
-    if node.target in _COMMUTATIVE and len(node.args) == 2 and not node.kwargs:
-        kind, target, (word, first, second), kwargs = key
-        yield (kind, target, (word, second, first), kwargs)
+    mirrored = mirrored_key(key)
+    if mirrored is not None:
+        yield mirrored
 
 
 def _match(pattern: Pattern, bindings: Bindings) -> Match:

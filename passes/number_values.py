@@ -23,6 +23,8 @@ from autoshard.rules.hub import hub
 Key = tuple[Any, ...]
 """A call by structure: its kind and target, then its arguments; see `freeze`."""
 
+_COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
+
 
 @dataclass(slots=True)
 class Numbering:
@@ -42,18 +44,24 @@ class Numbering:
     _calls: list[Key] = field(default_factory=list)
     _draws: dict[Key, int] = field(default_factory=dict)
 
-    def add_graph(self, graph_module: fx.GraphModule) -> None:
-        """Number the nodes of a graph; its placeholders are equal by position."""
+    def add_graph(self, graph_module: fx.GraphModule, *, commuted: bool = False) -> None:
+        """Number the nodes of a graph; its placeholders are equal by position, `commuted` as for `add_node`."""
         placeholders = 0
         for node in graph_module.graph.nodes:
             if node.op == "placeholder":
                 self.add(node, ("placeholder", placeholders))
                 placeholders += 1
             elif node.op != "output":
-                self.add_node(node, graph_module)
+                self.add_node(node, graph_module, commuted=commuted)
 
-    def add_node(self, node: fx.Node, graph_module: fx.GraphModule) -> int:
-        """Number one node whose operands have numbers; `graph_module` holds its constants."""
+    def add_node(self, node: fx.Node, graph_module: fx.GraphModule, *, commuted: bool = False) -> int:
+        """Number one node whose operands have numbers.
+
+        Args:
+            node: the node.
+            graph_module: holds its constants.
+            commuted: a sum or product that is not known yet is that of its operands in the other order, if this is.
+        """
         if node.op == "get_attr":
             return self.add(node, constant_key(graph_module, node))
         if node.target is hub or node.target in TRANSFERS:
@@ -61,7 +69,9 @@ class Numbering:
             assert isinstance(operand, fx.Node), "an identity has one operand"
             self.numbers[node] = self.numbers[operand]
             return self.numbers[node]
-        return self.add(node, call_key(node.op, node.target, node.args, node.kwargs, self.numbers.__getitem__))
+        key = call_key(node.op, node.target, node.args, node.kwargs, self.numbers.__getitem__)
+        other = mirrored_key(key) if commuted and key not in self.keys else None
+        return self.add(node, other if other in self.keys else key)
 
     def key_of(self, number: int) -> Key:
         """The structure of the calls with this number."""
@@ -124,6 +134,15 @@ def draws_numbers(target: Any) -> bool:
 def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[Any], Any]) -> Key:
     """The structure of a call; `operand` gives what stands for a node or a proxy."""
     return (kind, target, freeze(args, operand), freeze(kwargs, operand) if kwargs else (DICT,))
+
+
+def mirrored_key(key: Key) -> Key | None:
+    """The structure of a sum or product with its two operands exchanged; None for other calls."""
+    _, target, args, kwargs = key
+    if target not in _COMMUTATIVE or len(args) != 3 or kwargs != (DICT,):
+        return None
+    word, first, second = args
+    return (*key[:2], (word, second, first), kwargs)
 
 
 def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:

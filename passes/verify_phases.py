@@ -7,7 +7,8 @@ the update from those of the values that the backward carries into it, and of th
 Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 
 Kernels are written out as the calls that they stand for first (`passes.expand_kernels`), so what is proven of phases
-with kernels is that these calls are the joint program's; that a kernel computes them is what its tests show.
+with kernels is that these calls are the joint program's, sums and products in either order of their operands; that a
+kernel computes them is what its tests show.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int],
     for node in graph_module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if joint.add_node(node, graph_module) >= known:
+        if joint.add_node(node, graph_module, commuted=True) >= known:
             raise VerificationError(
                 f"node {node.name!r} of the {phase} program, {node.format_node()}, is no call of the joint program; it "
                 f"comes from {node.meta.get('source') or 'an unknown line'}. Written by passes.split_phases."

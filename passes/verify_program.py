@@ -7,7 +7,9 @@ collective over another axis, a missing wait, another offset or a factor that is
 without a proof, and each such node is an error, even where no result depends on it.
 
 What is promised and checked: the slots are those of the traced program, in order; each result is held under its slot's
-spec; what belongs to a parameter, a buffer, an input or optimizer state (gradients, updates) lies as that does.
+spec; what belongs to a parameter, a buffer, an input or optimizer state (gradients, updates) lies as that does; what is
+added up over micro-batches is what the traced update reads of the backward (gradients, which are linear in the loss),
+whole or as addends of a sum.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import FunctionType
+from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
@@ -26,6 +29,7 @@ from autoshard.errors import InvalidSpecError, VerificationError
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.ir.spec import Reduction
 from autoshard.rules.registry import author_of_rule, inferred_operators
 from passes.derive_values import Derivation
 from passes.number_values import draws_numbers
@@ -56,6 +60,10 @@ class VerificationReport:
     assumptions: tuple[str, ...]
     seconds: float
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {**asdict(self), "mesh": dict(self.mesh.axes)}
+
     def __str__(self) -> str:
         calls = sum(self.rules.values())
         lines = [
@@ -72,12 +80,13 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def verify_program(program: Program, lowered: LoweredProgram) -> VerificationReport:
+def verify_program(program: Program, lowered: LoweredProgram, carried: Sequence[str] = ()) -> VerificationReport:
     """Prove that every result of `lowered` is that of `program`, under the spec that its slot promises.
 
     Args:
         program: the traced program in the form that was lowered: canonical, with hubs.
         lowered: the program of one rank.
+        carried: names of its values that are added up over micro-batches before the update reads them.
 
     Raises:
         VerificationError: it could not be shown; the message names the node, what was expected and what was derived,
@@ -90,6 +99,7 @@ def verify_program(program: Program, lowered: LoweredProgram) -> VerificationRep
     derivation.run()
     _check_nodes(derivation)
     _check_results(derivation)
+    _check_carried(derivation, carried)
     return VerificationReport(
         mesh=lowered.mesh,
         nodes=len(lowered.graph_module.graph.nodes) - 1,
@@ -166,6 +176,40 @@ def _check_results(derivation: Derivation) -> None:
             f"{_slot_text(slot.slot)} is promised as {traced.name!r} under {slot.spec!r}; what is returned, "
             f"{result!s}, was derived to hold {held}. The traced value comes from {_line(traced)}."
         )
+
+
+def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
+    """What is added up over micro-batches may be: its sum is what the traced update would read of the whole batch."""
+    nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
+    unknown = [name for name in carried if name not in nodes]
+    if unknown:
+        raise VerificationError(f"{unknown} are carried into the update, and the lowered program has no such values.")
+    addends = {number for number in _read_by_update(derivation) for number in _sums_of(derivation, number)}
+    for name in carried:
+        if derivation.local.numbers[nodes[name]] not in addends:
+            raise VerificationError(
+                f"node {name!r} of the lowered program is carried into the update, and so added up over micro-batches; "
+                f"it holds {_held_text(derivation, nodes[name])}, which is no sum that the traced update reads of the "
+                f"backward. It comes from {_line(nodes[name])}. Written by passes.lower or passes.split_phases."
+            )
+
+
+def _read_by_update(derivation: Derivation) -> set[int]:
+    """The traced values of the backward that the traced update reads."""
+    return {
+        derivation.traced.numbers[operand]
+        for node in derivation.program.graph.nodes
+        if node.meta.get("phase") == "update"
+        for operand in node.all_input_nodes
+        if operand.meta.get("phase") == "backward"
+    }
+
+
+def _sums_of(derivation: Derivation, number: int) -> Iterator[int]:
+    """The local values that hold a traced one whole, or as addends of a sum."""
+    for spec, held in derivation.holders[number].items():
+        if all(reduction is Reduction.SUM for _, reduction in spec.partial):
+            yield from held
 
 
 def _results(output: fx.Node) -> tuple[object, ...]:

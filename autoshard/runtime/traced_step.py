@@ -133,7 +133,13 @@ def _check_alike(first: Executable, other: Executable) -> None:
 
 def _check_sums(executable: Executable) -> None:
     """Gradients of micro-batches add up where they are sums or addends of sums, not maxima."""
-    nodes = {node.name: node for node in executable.phased.lowered.graph_module.graph.nodes}
+    lowered = executable.phased.lowered
+    nodes = {node.name: node for node in lowered.graph_module.graph.nodes}
     for name in executable.phased.carried:
         spec = nodes[name].meta["spec"]
-        assert all(reduction is Reduction.SUM for _, reduction in spec.partial), f"gradient {name} awaits {spec!r}"
+        pending = (reduction for axis, reduction in spec.partial if lowered.mesh.axis_size(axis) > 1)
+        if any(reduction is not Reduction.SUM for reduction in pending):
+            raise NotAvailableError(
+                f"micro_batches: the plan leaves gradient {name!r} as {spec!r}, and what awaits another reduction than "
+                "a sum does not add up. Plan again (leave plan= out), or leave micro_batches out."
+            )

@@ -110,6 +110,8 @@ class Copier:
 
     def _remember(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         copy.meta = {key: node.meta[key] for key in self._kept_meta if key in node.meta}
+        if node.target is _ATEN.native_batch_norm_backward.default:
+            copy.meta["val"] = _asked_for(node)
         self._copies[node] = copy
         return copy
 
@@ -171,6 +173,12 @@ def _memory_order(node: fx.Node) -> list[int] | None:
     value = operand.meta["val"]
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
     return order if value.dim() != 1 and value.permute(order).is_contiguous() else None
+
+
+def _asked_for(node: fx.Node) -> tuple[Tensor | None, ...]:
+    """The gradients that a batch norm's backward gives; its fake gives that of the input, asked for or not."""
+    mask: Any = node.args[-1]
+    return tuple(value if is_asked else None for value, is_asked in zip(node.meta["val"], mask, strict=True))
 
 
 def _base_name(node: fx.Node) -> str:

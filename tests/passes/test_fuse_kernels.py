@@ -16,12 +16,14 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec as P
+from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED
 from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 from autoshard.tracing import trace
 from passes.fuse_kernels import FuseKernels, fused_calls
 from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.verify_passes import verify_pass
 from passes.verify_phases import verify_phases
 from tests.passes.blocks import Blocks, h100s
 
@@ -193,6 +195,31 @@ def test_what_is_read_elsewhere_stays() -> None:
     fused = FuseKernels()(lowered)
     assert "autoshard.triton_gated.default" not in fused_calls(fused.graph_module)
     _check_equal(lowered, fused)
+
+
+def test_products_in_either_order_verify() -> None:
+    """up act(gate) is act(gate) up: a kernel that matched the one is proven where the program has the other."""
+
+    class Reversed(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.norm(x)
+            return (self.up(h) * F.silu(self.gate(h))).square().mean()
+
+    program = trace(Reversed("silu"), (torch.randn(2, 3, 8),), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    phased = lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+    assert "autoshard.triton_gated.default" in fused_calls(phased.forward)
+    verify_phases(phased)
+
+
+@pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
+def test_every_form_says_what_each_argument_is(kernel: FusedKernel) -> None:
+    """An argument that is neither a variable of the form nor a constant of it could be anything, and verify."""
+    for form in kernel.forms:
+        shapes = [(2, 3, 8)] if form.dims is None else [tuple(range(2, 2 + form.dims))]
+        for shape in shapes:
+            constants = form.constants(torch.empty(shape))
+            assert set(kernel.parameters) <= {*form.variables, *constants}
 
 
 def test_every_form_has_the_kernels_results() -> None:
