@@ -4,7 +4,7 @@
 would.
 """
 
-from autoshard.api import compile, plan, verify
+from autoshard.api import compile, plan, prove, verify
 from autoshard.cluster import Cluster
 from autoshard.errors import (
     AutoshardError,
@@ -60,6 +60,7 @@ __all__ = [
     "infer_rule",
     "plan",
     "price",
+    "prove",
     "sharding_rule",
     "vectorise",
     "verify",

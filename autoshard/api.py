@@ -228,9 +228,7 @@ def plan(
     args, kwargs = split_inputs(example_inputs)
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update if grad else None)
-    target = Mesh.from_device_mesh(mesh_or_cluster) if isinstance(mesh_or_cluster, DeviceMesh) else mesh_or_cluster
-    meshes = [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else candidate_meshes(target)
-    program, found = planner.plan_call(request, meshes)
+    program, found = planner.plan_call(request, _meshes_of(mesh_or_cluster, mesh))
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
     return replace(found, formulas=formulas, alternatives=planner.alternatives(program, found.mesh))
 
@@ -255,11 +253,62 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
     last = sharded.program
     if last is None:
         raise TraceError("verify(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
-    for program in sharded.programs:
-        verify_phases(program.phased)
-    lowered = [program.phased.lowered for program in sharded.programs]
-    reports = [verify_program(item.traced, item) for item in lowered]
-    return reports[lowered.index(last.phased.lowered)]
+    phases = [program.phased for program in sharded.programs]
+    for phased in phases:
+        verify_phases(phased)
+    is_added_up = isinstance(compiled, TrainStep) and compiled.micro_batches > 1
+    reports = [
+        verify_program(item.lowered.traced, item.lowered, item.carried if is_added_up else ()) for item in phases
+    ]
+    return reports[phases.index(last.phased)]
+
+
+def prove(
+    model: nn.Module,
+    target: DeviceMesh | Mesh | Cluster | Plan,
+    *,
+    example_inputs: ExampleInputs,
+    mesh: Mesh | None = None,
+    optimizer: str | torch.optim.Optimizer | None = None,
+    max_grad_norm: float | None = None,
+    loss_fn: LossFunction | None = None,
+    memory_budget: int | None = None,
+    precision: str | None = "bf16",
+    time_budget_s: float = 60.0,
+) -> VerificationReport:
+    """Plan a call, lower it to the program of each rank, and prove that; nothing is run, and the model may be on meta.
+
+    Args:
+        target: where to plan for, as `plan` takes it; or a plan, which is proven as it is, in its own precision.
+        others: see `plan`.
+
+    Raises:
+        VerificationError: it could not be shown that the program computes what the model does.
+        AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
+    """
+    fixed = target if isinstance(target, Plan) else None
+    if isinstance(optimizer, str):
+        optimizer = named_optimizer(optimizer, model.parameters())
+    update = _update_for(model, optimizer, max_grad_norm, fixed, strict=False)
+    grad = any(parameter.requires_grad for parameter in model.parameters())
+    args, kwargs = split_inputs(example_inputs)
+    request = Request(model, args, kwargs, grad, update=update if grad else None)
+    planner = Planner(
+        cluster=target if isinstance(target, Cluster) else None,
+        fixed=fixed,
+        loss_fn=loss_fn,
+        precision=effective_precision(model, precision) if fixed is None else fixed.precision,
+        memory_budget=memory_budget,
+        state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
+        time_budget_s=time_budget_s,
+    )
+    return planner.prove(request, () if fixed is not None else _meshes_of(target, mesh))
+
+
+def _meshes_of(target: Any, mesh: Mesh | None) -> list[Mesh]:
+    """The meshes that a plan may be for."""
+    target = Mesh.from_device_mesh(target) if isinstance(target, DeviceMesh) else target
+    return [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else list(candidate_meshes(target))
 
 
 def _check_model(model: nn.Module) -> None:

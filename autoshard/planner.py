@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from passes.explain import PlanAlternatives
     from passes.pipeline import PlanOptions
     from passes.search_control import SearchControl
+    from passes.verify_program import VerificationReport
+
+T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -93,11 +96,17 @@ class Planner:
         from passes.constraints import constrained_outputs
 
         start = time.perf_counter()
-        program = self._trace_together(request, engine)
+        program = _together(
+            engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": made.digest()}
+        )
         chosen = engine.share(lambda: self._plan_for(program, request, engine.mesh))
-        phased = self._lower(program, chosen)
+        phased = _together(
+            engine,
+            "lowering",
+            lambda: self._lower(program, chosen)[0],
+            lambda made: {"compiled program": _digest(made)},
+        )
         sharded_outputs = constrained_outputs(program, self.constraints)
-        engine.agree(lambda: {"compiled program": _digest(phased), "traced program": program.digest()})
         _LOGGER.info(
             "compiled %s for %s in %.1f s, predicted step time %.3g s",
             request.signature,
@@ -242,19 +251,19 @@ class Planner:
         """What to price for."""
         return self.cluster if self.cluster is not None else local_cluster(mesh)
 
-    def _trace_together(self, request: Request, engine: Engine) -> Program:
-        """Trace on each rank; if one cannot, all raise."""
-        program: Program | None = None
-        failure: AutoshardError | None = None
-        try:
-            program = self.trace(request)
-        except AutoshardError as error:
-            failure = error
-        engine.agree(lambda: {"tracing": "succeeded" if failure is None else f"failed ({failure})"})
-        if program is None:
-            assert failure is not None
-            raise failure
-        return program
+    def prove(self, request: Request, meshes: Sequence[Mesh]) -> VerificationReport:
+        """The proof of the program that a call would run by its plan, which is the fastest on any of some meshes.
+
+        Raises:
+            VerificationError: it could not be shown that the program equals the traced one.
+        """
+        planner = self if self.fixed is not None else replace(self, made=self.plan_call(request, meshes)[1])
+        known = planner.fixed or planner.made
+        assert known is not None, "one of the two was given or made"
+        program = self.trace(request)
+        report = replace(planner, verify=True)._lower(program, planner._plan_for(program, request, known.mesh))[1]
+        assert report is not None, "the planner verifies"
+        return report
 
     def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         from passes.expand_plan import expand_for
@@ -312,7 +321,8 @@ class Planner:
             _LOGGER.debug("the plan is not of this call: %s", error)
             return None
 
-    def _lower(self, program: Program, chosen: Plan) -> PhasedProgram:
+    def _lower(self, program: Program, chosen: Plan) -> tuple[PhasedProgram, VerificationReport | None]:
+        """The program of one rank, and the proof that it equals the traced one, if it is to be proven."""
         from passes.pipeline import lower_program
         from passes.verify_passes import verify_pass
         from passes.verify_phases import verify_phases
@@ -322,12 +332,13 @@ class Planner:
         cluster = self.cluster_for(chosen.mesh)
         on_pass = verify_pass if _verifies_each_pass() else None
         phased = lower_program(program, chosen, cluster, with_kernels=self.with_kernels, on_pass=on_pass)
-        if self.verify:
-            prepared = phased.lowered.traced
-            verify_preparation(program, prepared)
-            _LOGGER.debug("%s", verify_program(prepared, phased.lowered))
-            verify_phases(phased)
-        return phased
+        if not self.verify:
+            return phased, None
+        verify_preparation(program, phased.lowered.traced)
+        report = verify_program(phased.lowered.traced, phased.lowered, phased.carried if self.micro_batches > 1 else ())
+        verify_phases(phased)
+        _LOGGER.debug("%s", report)
+        return phased, report
 
     def _constraints_of(self, program: Program) -> dict[str, PartitionSpec]:
         """The constraints, without those on outputs that this program (an evaluation, say) does not have."""
@@ -337,6 +348,27 @@ class Planner:
             for pattern, spec in self.constraints.items()
             if not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs)
         }
+
+
+def _together(engine: Engine, step: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+    """What each rank makes by itself, if all can, and of what is made the same `facts` hold.
+
+    Raises:
+        RankMismatchError: on every rank, if only some can, or the facts differ.
+        AutoshardError: what `make` raises, if it does so on every rank.
+    """
+    made: T | None = None
+    failure: AutoshardError | None = None
+    try:
+        made = make()
+    except AutoshardError as error:
+        failure = error
+    found = {} if made is None else facts(made)
+    engine.agree(lambda: {step: "succeeded" if failure is None else f"failed ({failure})", **found})
+    if made is None:
+        assert failure is not None
+        raise failure
+    return made
 
 
 def refuse_scaling(precision: str | None) -> None:

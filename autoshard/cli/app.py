@@ -208,6 +208,39 @@ def price(
 
 
 @app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="As for plan.")],
+    cluster: Annotated[
+        str | None, typer.Option(help="Plan for this cluster, as plan does, and prove the plan.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Prove this plan, which plan --out or Plan.save wrote.")] = None,
+    mesh: _Axes = None,
+    batch: _Batch = 8,
+    seq: _Seq = 1024,
+    precision: _Precision = "bf16",
+    optimizer: _Optimizer = "adamw",
+    memory_gib: _MemoryGib = None,
+    time_budget_s: _TimeBudget = 60.0,
+    as_json: _Json = False,
+) -> None:
+    """Prove that the program which a plan gives each rank computes what the model does; nothing is run."""
+    if (cluster is None) == (plan is None):
+        raise AutoshardError(f"verify {model}: pass --cluster, to plan and prove that, or --plan with a saved plan.")
+    loaded = load_model(model, batch=batch, seq=seq)
+    found = api.prove(
+        loaded.model,
+        Plan.load(_existing(str(plan))) if cluster is None else parse_cluster(cluster),
+        example_inputs=loaded.inputs,
+        mesh=None if mesh is None else parse_mesh(mesh),
+        optimizer=optimizer,
+        precision=precision,
+        memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
+        time_budget_s=time_budget_s,
+    )
+    _show(found.to_json() if as_json else str(found))
+
+
+@app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="Write the measured cluster here; use it as --cluster FILE.")],
     ranks: Annotated[int | None, typer.Option(help="Local processes; default: one a GPU, or two on a CPU.")] = None,

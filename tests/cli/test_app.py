@@ -2,12 +2,17 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
 import autoshard
 from autoshard import cli
+from passes.lower import Lower
+from tests.passes.mutations import copy_of, scale_value
 
 _FILE = """
 import torch
@@ -164,3 +169,53 @@ def test_report(
     ):
         assert _run(monkeypatch, "report", *arguments) == 1
         assert sentence in capsys.readouterr().err
+
+
+def test_verify_prints_the_proof(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Of the plan that is found for a cluster: a whole training step."""
+    assert _run(monkeypatch, "verify", model, "--cluster", "h100_sxm:1x4", "--mesh", "data=4", "--seq", "16") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("verified: ")
+    assert "4 parameter_update" in text
+
+
+def test_verify_reads_a_plan(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """The proof as JSON is of the plan that was saved; a plan of other inputs is one sentence and status 1."""
+    saved = str(tmp_path / "plan.json")
+    arguments = ("--seq", "16", "--optimizer", "sgd")
+    assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x4", *arguments, "--out", saved) == 0
+    capsys.readouterr()
+    assert _run(monkeypatch, "verify", model, "--plan", saved, *arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == dict(autoshard.Plan.load(saved).mesh.axes)
+    assert found["results"]["parameter_update"] == 4
+    assert found["assumptions"] == []
+    assert _run(monkeypatch, "verify", model, "--plan", saved, "--seq", "32", "--optimizer", "sgd") == 1
+    assert "The plan is for inputs" in capsys.readouterr().err
+
+
+def test_verify_that_fails_has_status_1(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A pass that goes wrong is found."""
+    right = Lower.__call__
+
+    def wrong(self: Lower, program: Any) -> Any:
+        lowered = right(self, program)
+        module = copy_of(lowered.graph_module)
+        assert scale_value(module.graph, Random(0), lowered.mesh)
+        return replace(lowered, graph_module=module)
+
+    monkeypatch.setattr(Lower, "__call__", wrong)
+    assert _run(monkeypatch, "verify", model, "--cluster", "h100_sxm:1x4", "--mesh", "data=4", "--seq", "16") == 1
+    assert "is part of no proof" in capsys.readouterr().err
+
+
+def test_verify_is_told_what_to_prove(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A cluster or a plan."""
+    assert _run(monkeypatch, "verify", model) == 1
+    assert "pass --cluster, to plan and prove that, or --plan with a saved plan." in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""Ranks that would not run the same program all raise, and nobody waits for ever: with recomputation and bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import autoshard
+from autoshard import Mesh, PlanMismatchError, RankMismatchError
+from autoshard.planner import Planner
+from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.engine import SimulatorEngine
+from passes.lower import Lower
+from tests.end_to_end.models import MODELS
+from tests.end_to_end.training import assert_equal, train
+from tests.passes.mutations import copy_of, scale_value
+from tests.runtime.processes import report, run_checks
+
+PAIR = Mesh({"data": 2})
+NAMES = ("recomputed in bf16", "bf16", "f32")
+
+
+def make_plans(folder: Path) -> None:
+    """A plan in bfloat16 that recomputes, one in it that does not, and one in float32."""
+    model, inputs = MODELS["gpt2"]()
+    for name in NAMES[1:]:
+        autoshard.plan(model, PAIR, example_inputs=inputs, precision=name).save(folder / name)
+    fastest = autoshard.Plan.load(folder / "bf16")
+    budget = int(0.8 * fastest.predicted.peak_memory_bytes)
+    tight = autoshard.plan(model, PAIR, example_inputs=inputs, memory_budget=budget)
+    assert tight.recompute.nodes
+    assert tight.precision == "bf16"
+    tight.save(folder / NAMES[0])
+
+
+def compile_with(folder: Path, *names: str, verify: bool = True) -> Any:
+    """The model, each rank with the plan of its name."""
+    model, inputs = MODELS["gpt2"]()
+    name = names[dist.get_rank() % len(names)]
+    return autoshard.compile(model, PAIR, plan=folder / name, example_inputs=inputs, verify=verify)
+
+
+def check_training(folder: Path) -> None:
+    """What ranks compute by a plan that recomputes in bfloat16 is what the simulator computes by it."""
+    _, inputs = MODELS["gpt2"]()
+    found = train(compile_with(folder, NAMES[0]), inputs)
+    planner = Planner(fixed=autoshard.Plan.load(folder / NAMES[0]), precision="bf16")
+    simulated = autoshard.ShardedModule(MODELS["gpt2"]()[0], SimulatorEngine(PAIR), planner)
+    assert_equal(found, train(simulated, inputs))
+
+
+def check_plans_in_other_precisions(folder: Path) -> None:
+    """The traces differ, and both ranks say so before either lowers."""
+    with pytest.raises(RankMismatchError, match="Ranks disagree about traced program"):
+        compile_with(folder, NAMES[0], "f32")
+
+
+def check_the_first_plan_is_everyones(folder: Path) -> None:
+    """Ranks that hold other plans of one program follow the first rank's, with what it recomputes."""
+    sharded = compile_with(folder, NAMES[0], "bf16")
+    assert sharded.plan.recompute.nodes == autoshard.Plan.load(folder / NAMES[0]).recompute.nodes
+
+
+def check_a_rank_that_cannot_lower(folder: Path) -> None:
+    """Its error reaches the other one, which could."""
+
+    def refuse(self: Lower, program: Any) -> Any:
+        raise PlanMismatchError("not here")
+
+    with pytest.raises(
+        RankMismatchError, match=r"lowering: succeeded on ranks \[0\], failed \(not here\) on ranks \[1\]"
+    ):
+        with_lowering(refuse, partial(compile_with, folder, NAMES[0]))
+
+
+def check_programs_that_differ(folder: Path) -> None:
+    """One rank scales a value, and has not verified."""
+    right = Lower.__call__
+
+    def scaled(self: Lower, program: Any) -> Any:
+        lowered = right(self, program)
+        module = copy_of(lowered.graph_module)
+        assert scale_value(module.graph, Random(0), lowered.mesh)
+        return replace(lowered, graph_module=module)
+
+    with pytest.raises(RankMismatchError, match="Ranks disagree about compiled program"):
+        with_lowering(scaled, partial(compile_with, folder, NAMES[0], verify=False))
+
+
+def with_lowering(lower: Callable[[Lower, Any], Any], run: Callable[[], Any]) -> None:
+    """Run with another lowering on the last rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Lower, "__call__", lower)
+        run()
+
+
+def check_a_rank_that_never_comes() -> None:
+    """Who waits is told, after the time that is allowed."""
+    group = ControlGroup([0, 1], timeout=timedelta(seconds=2))
+    if dist.get_rank() == 0:
+        with pytest.raises(RankMismatchError, match=r"Rank 0 waited for all of ranks \[0, 1\].* and not all came"):
+            group.agree(lambda: {"compiled program": "mine"})
+
+
+CHECKS = {
+    "training": check_training,
+    "other precisions": check_plans_in_other_precisions,
+    "the first plan": check_the_first_plan_is_everyones,
+    "cannot lower": check_a_rank_that_cannot_lower,
+    "programs differ": check_programs_that_differ,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("plans")
+    make_plans(folder)
+    checks = {name: partial(check, folder) for name, check in CHECKS.items()}
+    return run_checks({**checks, "never comes": check_a_rank_that_never_comes}, ranks=2, deadline_s=300)
+
+
+@pytest.mark.parametrize("name", [*CHECKS, "never comes"])
+def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
+    """The check passes on every rank."""
+    report(outcomes, name)
