@@ -3,7 +3,8 @@
 #   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
 #   make test                  lint, types, and every test that is not slow (what CI runs)
 #   make test-all              the slow tests too
-#   make nightly               thirty thousand drawn pairs of a program and a plan, beside one device (a night)
+#   make nightly               thirty thousand drawn pairs of a program and a plan, beside one device; goes on where the
+#                              last run stopped (build/nightly)
 #   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make gpu-bench             each Triton kernel beside torch.compile and eager, on a machine with a GPU
@@ -66,7 +67,7 @@ test-all: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS)
 
 nightly: $(READY)
-	HYPOTHESIS_PROFILE=nightly $(PYTHON) -m pytest -q -n $(WORKERS) tests/end_to_end/test_any_plan.py
+	$(PYTHON) -m tests.nightly --jobs $(WORKERS)
 
 zoo: $(ZOO_READY)
 	$(PYTHON) -m tests.zoo --jobs $(WORKERS)

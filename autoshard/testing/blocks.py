@@ -5,7 +5,7 @@ To draw a new feature, write a function and add it to `BLOCKS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,14 @@ class SourceWriter:
 
     Args:
         batch, length, width: the shape of `h`.
+        rows: dim 0 of the inputs, `batch` for each micro-batch.
         embedding_width: width of `self.embed`, or None where there is no embedding.
     """
 
     batch: int
     length: int
     width: int
+    rows: int
     embedding_width: int | None = None
     _setup: list[str] = field(default_factory=list)
     _forward: list[str] = field(default_factory=list)
@@ -50,6 +52,12 @@ class SourceWriter:
         self._count += 1
         return self.attribute(f"{kind}_{self._count}", value)
 
+    def buffer(self, kind: str, value: str) -> str:
+        """Add a buffer with a name of its own; returns the expression that reads it."""
+        self._count += 1
+        self.statement(f"self.register_buffer('{kind}_{self._count}', {value})")
+        return f"self.{kind}_{self._count}"
+
     def weight(self, *shape: int) -> str:
         """Add a parameter of `shape` whose products keep the scale; returns the expression that reads it."""
         sizes = ", ".join(map(str, shape))
@@ -63,8 +71,8 @@ class SourceWriter:
         """Add a line to `forward`."""
         self._forward.append(line)
 
-    def source(self, seed: int) -> str:
-        """The whole program: imports, class, `model` and `inputs`."""
+    def source(self, seed: int, trailer: Sequence[str] = ()) -> str:
+        """The whole program: imports, class, `model` and `inputs`, then the lines of `trailer`."""
         return "\n".join(
             [
                 "import torch",
@@ -84,6 +92,7 @@ class SourceWriter:
                 f"torch.manual_seed({seed})",
                 "model = Drawn()",
                 f"inputs = ({''.join(f'{value}, ' for value in self._inputs.values())})",
+                *trailer,
                 "",
             ]
         )
@@ -230,6 +239,67 @@ def recurrent(draw: Draw, writer: SourceWriter) -> None:
     writer.width = hidden * (2 if both else 1)
 
 
+def experts(draw: Draw, writer: SourceWriter) -> None:
+    """A router that sends each position to its best experts, whose weights are batched or gathered; a residual.
+
+    What an expert adds goes to nothing where another one is about to take its place: where two are all but equally
+    good, rounding may choose either.
+    """
+    count, best, hidden = draw(st.sampled_from((4, 3))), draw(st.sampled_from((2, 3))), draw(st.sampled_from((8, 6)))
+    width = writer.width
+    router = writer.fresh("router", f"nn.Linear({width}, {count}, bias=False)")
+    up = writer.fresh("up", f"nn.Parameter(torch.randn({count}, {width}, {hidden}) / {width} ** 0.5)")
+    down = writer.fresh("down", f"nn.Parameter(torch.randn({count}, {hidden}, {width}) / {hidden} ** 0.5)")
+    writer.line(f"shares = {router}(h).softmax(-1)")
+    writer.line(f"best, chosen = shares.topk({best})")
+    writer.line("best = best - best[..., -1:]")
+    if draw(st.booleans()):
+        writer.line("best = torch.zeros_like(shares).scatter(-1, chosen, best)")
+        writer.line(f"inner = F.silu(torch.einsum('btd,edh->bteh', h, {up}))")
+        writer.line(f"done = torch.einsum('bteh,ehd->bted', inner, {down})")
+    else:
+        writer.line(f"inner = F.silu(torch.einsum('btd,btedh->bteh', h, {up}[chosen]))")
+        writer.line(f"done = torch.einsum('bteh,btehd->bted', inner, {down}[chosen])")
+    writer.line("h = h + (best.unsqueeze(-1) * done).sum(2)")
+
+
+def batch_norm(draw: Draw, writer: SourceWriter) -> None:
+    """A batch norm over the width, with or without running statistics and weights."""
+    affine, tracked = draw(st.booleans()), draw(st.booleans())
+    options = f"eps=0.01, affine={affine}, track_running_stats={tracked}"
+    layer = writer.fresh("batch_norm", f"nn.BatchNorm1d({writer.width}, {options})")
+    if draw(st.booleans()):
+        writer.line(f"h = {layer}(h.transpose(1, 2)).transpose(1, 2)")
+    else:
+        writer.line(f"h = {layer}(h.flatten(0, 1)).unflatten(0, ({writer.batch}, {writer.length}))")
+
+
+def running_mean(draw: Draw, writer: SourceWriter) -> None:
+    """A buffer that follows the mean of `h` in place, and shifts it."""
+    mean = writer.buffer("mean", f"torch.linspace(-1, 1, {writer.width})")
+    writer.line(f"{mean}.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)")
+    writer.line(f"h = h - {mean}")
+
+
+def constant_buffer(draw: Draw, writer: SourceWriter) -> None:
+    """A table that no call changes, added or multiplied."""
+    name = writer.buffer("table", f"torch.linspace(0.5, 1.5, {writer.length * writer.width})")
+    table = f"{name}.view({writer.length}, {writer.width})"
+    writer.line(draw(st.sampled_from(("h = h + {}", "h = h * {}"))).format(table))
+
+
+def tied(draw: Draw, writer: SourceWriter) -> None:
+    """Two layers of one weight, or one layer and its transpose."""
+    width = writer.width
+    first = writer.fresh("tied", f"nn.Linear({width}, {width}, bias={draw(st.booleans())})")
+    if draw(st.booleans()):
+        writer.line(f"h = torch.tanh({first}(h)) @ {first}.weight")
+        return
+    second = writer.fresh("tied", f"nn.Linear({width}, {width})")
+    writer.statement(f"{second}.weight = {first}.weight")
+    writer.line(f"h = {second}(torch.tanh({first}(h)))")
+
+
 def residual(draw: Draw, writer: SourceWriter) -> None:
     """A branch around one inner block."""
     width = writer.width
@@ -256,6 +326,11 @@ BLOCKS: tuple[Callable[[Draw, SourceWriter], None], ...] = (
     scale_and_shift,
     softmax,
     recurrent,
+    experts,
+    batch_norm,
+    running_mean,
+    constant_buffer,
+    tied,
     residual,
 )
 """Every block that `programs()` may draw."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,74 +13,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import api
-from autoshard.errors import VerificationError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.traced_step import find_loss
+from autoshard.runtime.train_step import TrainStep
+from autoshard.testing.report import TOLERANCE, CheckReport, compare
+from autoshard.testing.shrink import find_small_failure
+from autoshard.testing.whole_step import MakeOptimizer, WholeStep
 from autoshard.tracing.precision import run_in_precision
 
-ABSOLUTE_FLOOR = 1e-6
-"""Differences below this are rounding, whatever the scale of the values."""
-
-TOLERANCE = 1e-5
-"""Differences relative to the largest element of a value that are rounding in float32."""
-
-ROUNDING_FACTOR = 4.0
-"""A mesh sums in another order than one device; its rounding error may be this much larger."""
-
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One value on the mesh beside the same on one device.
-
-    Args:
-        name: "output:0", "gradient layers.0.weight", "parameter layers.0.weight".
-        difference: largest absolute difference of an element; infinite where one of the two is missing.
-        scale: largest absolute value of an element on one device.
-        rounding: largest error of one device itself, beside a more precise run of it; 0 where there was none.
-    """
-
-    name: str
-    difference: float
-    scale: float
-    rounding: float = 0.0
-
-    def is_close(self, tolerance: float) -> bool:
-        """Whether the difference is within `tolerance` of the scale, below the floor, or of the size of rounding."""
-        return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """What `check_plan` compared, and the plan that ran."""
-
-    plan: Plan
-    comparisons: tuple[Comparison, ...]
-    tolerance: float
-
-    @property
-    def differing(self) -> tuple[Comparison, ...]:
-        """The values that differ by more than rounding."""
-        return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the mesh computed what one device computes."""
-        return not self.differing
-
-    def raise_if_different(self) -> None:
-        """Raise `VerificationError` naming every value that differs."""
-        if not self.is_equal:
-            raise VerificationError(str(self))
-
-    def __str__(self) -> str:
-        if self.is_equal:
-            return f"{len(self.comparisons)} values on {self.plan.mesh} equal one device."
-        lines = [f"  {item.name}: off by {item.difference:.2e} at scale {item.scale:.2e}" for item in self.differing]
-        return "\n".join([f"values on {self.plan.mesh} that differ from one device:", *lines])
 
 
 def check_plan(
@@ -91,13 +36,16 @@ def check_plan(
     plan: Plan | None = None,
     steps: int = 1,
     tolerance: float | None = None,
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    whole_step: WholeStep | None = None,
     precise: torch.dtype | None = None,
     precision: str | None = None,
 ) -> CheckReport:
     """Train a copy of a model for some steps on simulated ranks and another on one device, and compare.
 
-    Compared are the outputs and gradients of the last step, and parameters and buffers after it.
+    Compared are the outputs and gradients of the last step, and parameters and buffers after it; of whole steps the
+    loss, and parameters, buffers and optimizer state. Where something differs, the program is shrunk to a few calls
+    that differ too (`CheckReport.small_failure`).
 
     Args:
         model: any module without randomness (put it in `eval()` if it has dropout); left as it is.
@@ -108,6 +56,8 @@ def check_plan(
         tolerance: largest difference relative to the largest element of each value; default: 1e-5, or the spacing of
             numbers at 1 in the type that is computed in, if it is narrower than float32: one rounding on either side.
         make_optimizer: from parameters to an optimizer; gradient descent at 0.01 if None.
+        whole_step: train by `autoshard.compile(..., optimizer=...)`, the update being part of the program; the model
+            returns its loss first. A plan is then one of a whole step, of one micro-batch.
         precise: run one device in this type as well, e.g. `torch.float64`, to learn how much it rounds: ill-conditioned
             values (gradients of nearly uniform attention) may then differ by that much. None: do not, or, where a
             precision is computed in, the model's own types.
@@ -115,25 +65,56 @@ def check_plan(
 
     Returns:
         A report; nothing is raised for values that differ (see `CheckReport.raise_if_different`).
+
+    Raises:
+        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer.
     """
-    make_optimizer = make_optimizer or _gradient_descent
+    if make_optimizer is not None and whole_step is not None:
+        raise NotAvailableError("make_optimizer= and whole_step= both name an optimizer; leave one of them out.")
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    training = _Training(args, kwargs, steps, make_optimizer or _gradient_descent, whole_step)
     alone, original = copy.deepcopy(model), copy.deepcopy(model)
-    sharded = api.compile(original, mesh, example_inputs=inputs, plan=plan, precision=precision)
-    if not isinstance(sharded, ShardedModule) or sharded.plan is None:
-        raise AssertionError("without an optimizer, compile gives a module, and with example inputs a plan")
-    rest = (args, kwargs, steps, make_optimizer)
+    optimized = {} if whole_step is None else _options_of(whole_step, original)
+    sharded = api.compile(original, mesh, example_inputs=inputs, plan=plan, precision=precision, **optimized)
+    if sharded.plan is None:
+        raise AssertionError("with example inputs there is a plan")
     name = sharded.plan.precision
     if name is None:
-        exact = {} if precise is None else _train_precisely(model, precise, *rest)
-        expected = _train(alone, *rest)
+        exact = {} if precise is None else _train_precisely(model, precise, training)
+        expected = _train(alone, alone, training)
     else:
-        exact = _train(copy.deepcopy(model), *rest) if precise is None else _train_precisely(model, precise, *rest)
-        expected = _train(alone, *rest, call=partial(run_in_precision, alone, PRECISIONS[name]))
-    actual = _train(sharded, *rest)
+        same = copy.deepcopy(model)
+        exact = _train(same, same, training) if precise is None else _train_precisely(model, precise, training)
+        expected = _train(alone, partial(run_in_precision, alone, PRECISIONS[name]), training)
+    actual = _run_steps(sharded, training) if isinstance(sharded, TrainStep) else _train(sharded, sharded, training)
     names = dict.fromkeys((*expected, *actual))
-    compared = tuple(_compare(item, actual.get(item), expected.get(item), exact.get(item)) for item in names)
-    return CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
+    compared = tuple(compare(item, actual.get(item), expected.get(item), exact.get(item)) for item in names)
+    report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
+    return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, inputs))
+
+
+def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, inputs: Inputs) -> str:
+    """Code that fails as the program of a call that differs."""
+    sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
+    program = sharded.program
+    if program is None or program.plan is None:
+        raise AssertionError("what differs has been compiled, by a plan")
+    leaves = enumerate(pytree.tree_leaves(((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})))
+    given = {("input", f"input:{index}"): leaf for index, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    given |= {("parameter", name): parameter.detach() for name, parameter in model.named_parameters()}
+    given |= {("buffer", name): buffer for name, buffer in model.named_buffers()}
+    return find_small_failure(program.phased.lowered.traced, program.plan, given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What to train on, for how long and by what."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    steps: int
+    make_optimizer: MakeOptimizer
+    whole_step: WholeStep | None
 
 
 def _tolerance(precision: str | None) -> float:
@@ -145,41 +126,87 @@ def _gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def _train(
-    network: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    steps: int,
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-    call: Callable[..., Any] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Train, and give what a user can see afterwards, by name; `call` runs the network, if not as it is."""
-    call = network if call is None else call
+def _options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
+    """What `compile` is told of a whole step."""
+    return {
+        "optimizer": whole_step.make_optimizer(model.parameters()),
+        "max_grad_norm": whole_step.max_grad_norm,
+        "micro_batches": whole_step.micro_batches,
+    }
+
+
+def _train(network: nn.Module, call: Callable[..., Any], training: _Training) -> dict[str, torch.Tensor]:
+    """Train, and give what a user can see afterwards, by name; `call` runs the network."""
+    if training.whole_step is not None:
+        return _train_whole(network, call, training, training.whole_step)
     has_gradients = any(parameter.requires_grad for parameter in network.parameters())
-    optimizer = make_optimizer(network.parameters()) if has_gradients else None
+    optimizer = training.make_optimizer(network.parameters()) if has_gradients else None
     seen: dict[str, torch.Tensor] = {}
-    for _ in range(steps):
-        outputs = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+    for _ in range(training.steps):
+        outputs = _tensors(call(*training.args, **training.kwargs))
         seen = {f"output:{index}": output.detach().clone() for index, output in enumerate(outputs)}
         if optimizer is not None:
             optimizer.zero_grad()
             _loss(outputs).backward()
             seen |= _gradients(network)
             optimizer.step()
-    seen |= {f"parameter {name}": parameter.detach() for name, parameter in network.named_parameters()}
+    return seen | _held_by(network)
+
+
+def _train_whole(
+    network: nn.Module, call: Callable[..., Any], training: _Training, whole_step: WholeStep
+) -> dict[str, torch.Tensor]:
+    """Train on one device as a whole step does: the mean over micro-batches, clipping, the update."""
+    optimizer = whole_step.make_optimizer(network.parameters())
+    seen: dict[str, torch.Tensor] = {}
+    for _ in range(training.steps):
+        losses = []
+        for args, kwargs in whole_step.cut(training.args, training.kwargs):
+            losses.append(find_loss(call(*args, **kwargs)) / whole_step.micro_batches)
+            losses[-1].backward()
+        seen["loss"] = torch.stack(losses).sum().detach()
+        if whole_step.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), whole_step.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | _held_by(network) | _state_of(optimizer, network)
+
+
+def _run_steps(step: TrainStep, training: _Training) -> dict[str, torch.Tensor]:
+    """Train on the mesh by whole steps."""
+    seen: dict[str, torch.Tensor] = {}
+    for _ in range(training.steps):
+        seen["loss"] = step(*training.args, **training.kwargs)
+    return seen | _held_by(step.sharded) | _state_of(step.optimizer, step.sharded)
+
+
+def _held_by(network: nn.Module) -> dict[str, torch.Tensor]:
+    seen = {f"parameter {name}": parameter.detach() for name, parameter in network.named_parameters()}
     return seen | {f"buffer {name}": buffer for name, buffer in network.named_buffers()}
 
 
-def _train_precisely(
-    model: nn.Module, dtype: torch.dtype, args: tuple[Any, ...], kwargs: Mapping[str, Any], *rest: Any
-) -> dict[str, torch.Tensor]:
+def _state_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"state {kind} {name}": torch.as_tensor(value)
+        for name, parameter in network.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def _train_precisely(model: nn.Module, dtype: torch.dtype, training: _Training) -> dict[str, torch.Tensor]:
     """`_train` of a copy of the model, it and its inputs in another floating type."""
 
     def convert(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    args, kwargs = pytree.tree_map(convert, (args, dict(kwargs)))
-    return _train(copy.deepcopy(model).to(dtype), args, kwargs, *rest)
+    args, kwargs = pytree.tree_map(convert, (training.args, dict(training.kwargs)))
+    precise = copy.deepcopy(model).to(dtype)
+    return _train(precise, precise, replace(training, args=args, kwargs=kwargs))
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
 def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
@@ -195,20 +222,3 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
 def _gradients(network: nn.Module) -> dict[str, torch.Tensor]:
     parameters = network.named_parameters()
     return {f"gradient {name}": parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
-
-
-def _compare(
-    name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, exact: torch.Tensor | None
-) -> Comparison:
-    if actual is None or expected is None or actual.shape != expected.shape:
-        return Comparison(name, float("inf"), 0.0)
-    if not expected.numel():
-        return Comparison(name, 0.0, 0.0)
-    rounding = 0.0 if exact is None else _distance(expected, exact)
-    return Comparison(name, _distance(actual, expected), float(expected.detach().double().abs().max()), rounding)
-
-
-def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of an element; infinite where one is not a number."""
-    difference = (first.detach().double() - second.detach().double()).abs().max()
-    return float(difference.nan_to_num(float("inf")))

@@ -6,10 +6,11 @@ Legal is any strategy of each node that its rule admits, and any recomputation o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
@@ -18,6 +19,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS, effective_precision
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import Recompute
+from autoshard.ir.spec import Reduction
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing.blocks import Draw
 from autoshard.testing.programs import DrawnProgram
@@ -27,7 +29,7 @@ from cost_models.hardware import Cluster, node_type
 from passes.assignment import Assignment
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.enumerate_strategies import EnumerateStrategies, Site, operands_of
-from passes.liveness import find_lifetimes
+from passes.liveness import UPDATE, find_lifetimes
 from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.price import Prices
 from passes.recompute_options import OFFLOADED, RECOMPUTED, find_options
@@ -43,13 +45,23 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
         mesh: the mesh to plan for; ranks are priced as shares of a laptop.
         precision: what the program computes in: a drawn one is traced so, a traced one has been.
     """
+    is_added_up = False
     if isinstance(program, DrawnProgram):
+        is_added_up = program.whole_step is not None and program.whole_step.micro_batches > 1
         precision = effective_precision(program.model, precision)
         dtype = None if precision is None else PRECISIONS[precision]
-        program = trace(program.model, program.inputs, compute_dtype=dtype)
+        program = _traced(program, dtype)
     cluster = _laptop(mesh)
-    drawn = st.composite(_draw_plan)(_unfolded_problem(program, mesh, cluster), cluster)
+    drawn = st.composite(_draw_plan)(_unfolded_problem(program, mesh, cluster), cluster, is_added_up)
     return drawn.map(lambda plan: dataclasses.replace(plan, precision=precision))
+
+
+def _traced(program: DrawnProgram, dtype: torch.dtype | None) -> Program:
+    """The program of a call, or of a micro-batch of a whole step."""
+    if program.whole_step is None:
+        return trace(program.model, program.inputs, compute_dtype=dtype)
+    args, _ = program.whole_step.cut(program.inputs, {})[0]
+    return trace(program.model, args, compute_dtype=dtype, update=program.whole_step.update(program.model))
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
@@ -60,7 +72,7 @@ def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], 
         site = planning.space.sites[planning.members[variable][0]]
         return int(max(options, key=lambda option: score(site, site.strategies[int(option)])))
 
-    return _decide(planning, _laptop(mesh), pick)
+    return decided_plan(planning, _laptop(mesh), pick)
 
 
 def most_uneven_plan(program: Program, mesh: Mesh) -> Plan:
@@ -104,17 +116,41 @@ def _unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Plannin
     return build_problem(space, Prices(cluster, mesh), find_lifetimes(space, 0.0), alone)
 
 
-def _draw_plan(draw: Draw, planning: PlanningProblem, cluster: Cluster) -> Plan:
-    def pick(_: int, options: np.ndarray) -> int:
+def _draw_plan(draw: Draw, planning: PlanningProblem, cluster: Cluster, is_added_up: bool) -> Plan:
+    gradients = _read_by_update(planning) if is_added_up else ()
+
+    def pick(variable: int, options: np.ndarray) -> int:
+        site = planning.space.sites[planning.members[variable][0]]
+        if site.name in gradients:
+            options = options[[_is_sum(site.strategies[option % len(site.strategies)]) for option in options]]
         return int(options[draw(st.integers(0, len(options) - 1))])
 
-    return _decide(planning, cluster, pick, recompute=draw(st.booleans()))
+    return decided_plan(planning, cluster, pick, recompute=draw(st.booleans()))
 
 
-def _decide(
+def _read_by_update(planning: PlanningProblem) -> Collection[str]:
+    """The sites whose results an update reads, which are added up over micro-batches."""
+    sites, links = planning.space.sites, planning.space.links
+    return {link.tail for link in links if sites[link.head].phase == UPDATE and sites[link.tail].phase != UPDATE}
+
+
+def _is_sum(strategy: Strategy) -> bool:
+    """Whether what is yielded is whole or awaits sums."""
+    return all(reduction is Reduction.SUM for spec in strategy.outputs for _, reduction in spec.partial)
+
+
+def decided_plan(
     planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int], *, recompute: bool = False
 ) -> Plan:
-    """Decide the variables in program order, each among the options that its neighbours so far leave."""
+    """The plan of a choice that is made in program order, each variable's among what its neighbours so far leave.
+
+    Args:
+        planning: a problem without recomputation.
+        cluster: what its ranks are priced as; values are offloaded only where it has a host link.
+        pick: from a variable and what it may be, one of these. With recomputation the strategies of a variable come
+            once for each keeping, those that keep its values first.
+        recompute: whether values may be recomputed or offloaded.
+    """
     has_host = cluster.device.host_link is not None
     every = find_options(planning.space, planning.classes, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, keepings={})

@@ -1,6 +1,7 @@
 """Hypothesis strategy for models: small `nn.Module`s with example inputs, drawn as source code.
 
-A drawn program is text that defines `model` and `inputs`; it is run to get them. So what Hypothesis prints
+A drawn program is text that defines `model` and `inputs`, and for a whole training step `whole_step`; it is run to get
+them. So what Hypothesis prints
 for a failing example can be pasted into a file and run. Between its blocks a drawn model holds one
 hidden value `h` of shape [batch, length, width]; a block (`autoshard.testing.blocks`) is a few lines that map
 it to another one. All values are float32 (tokens: int64) and of order one.
@@ -18,7 +19,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from autoshard.testing.blocks import BLOCKS, Draw, SourceWriter
+from autoshard.testing.blocks import BLOCKS, Draw, SourceWriter, scale_and_shift
+from autoshard.testing.whole_step import WholeStep
 
 _VOCABULARY = 16
 
@@ -29,31 +31,37 @@ class DrawnProgram:
 
     Args:
         model: the module; its parameters are the same for equal sources.
-        inputs: positional example inputs.
-        source: Python code that defines `model` and `inputs`.
+        inputs: positional example inputs; of a whole step those of all its micro-batches.
+        source: Python code that defines the others.
+        whole_step: how it is trained, if that is part of the program.
     """
 
     model: nn.Module
     inputs: tuple[torch.Tensor, ...]
     source: str
+    whole_step: WholeStep | None = None
 
     def __repr__(self) -> str:
         return f"\n{self.source}"
 
 
-def programs(*, max_blocks: int = 4, uneven: bool | None = None) -> st.SearchStrategy[DrawnProgram]:
+def programs(
+    *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False
+) -> st.SearchStrategy[DrawnProgram]:
     """Small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and a loss or none.
 
     Args:
         max_blocks: largest number of blocks between input and loss.
         uneven: whether some dims are no multiples of four; None draws it, rarely true.
+        whole_steps: whether programs are training steps: with a loss, an optimizer whose update is traced, clipping and
+            micro-batches; None draws it.
 
     Example:
         >>> from hypothesis import find
         >>> find(programs(max_blocks=0), lambda program: True).source.splitlines()[0]
         'import torch'
     """
-    return st.composite(_draw_program)(max_blocks, uneven)
+    return st.composite(_draw_program)(max_blocks, uneven, whole_steps)
 
 
 def run_source(source: str) -> DrawnProgram:
@@ -63,41 +71,73 @@ def run_source(source: str) -> DrawnProgram:
         >>> run_source("import torch\\nmodel = torch.nn.Identity()\\ninputs = (torch.ones(2),)").inputs
         (tensor([1., 1.]),)
     """
+    scope = run_code(source)
+    return DrawnProgram(scope["model"], tuple(scope["inputs"]), source, scope.get("whole_step"))
+
+
+def run_code(source: str) -> dict[str, Any]:
+    """The names that `source` defines; the global random state is left as it was."""
     filename = f"<drawn program {zlib.crc32(source.encode()):08x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope: dict[str, Any] = {"__name__": "drawn_program"}
     with torch.random.fork_rng(devices=[]):
         exec(compile(source, filename, "exec"), scope)
-    return DrawnProgram(scope["model"], tuple(scope["inputs"]), source)
+    return scope
 
 
-def _draw_program(draw: Draw, max_blocks: int, uneven: bool | None) -> DrawnProgram:
-    writer = _start(draw, uneven)
+def _draw_program(draw: Draw, max_blocks: int, uneven: bool | None, whole_steps: bool | None) -> DrawnProgram:
+    is_step = draw(st.booleans()) if whole_steps is None else whole_steps
+    parts = draw(st.sampled_from((1, 2))) if is_step else 1
+    writer = _start(draw, uneven, parts)
     draw(st.sampled_from(_ENTRIES))(draw, writer)
+    if is_step:
+        scale_and_shift(draw, writer)  # something to train
     for _ in range(draw(st.integers(0, max_blocks))):
         draw(st.sampled_from(BLOCKS))(draw, writer)
-    draw(st.sampled_from(_EXITS))(draw, writer)
-    return run_source(writer.source(seed=draw(st.integers(0, 3))))
+    draw(st.sampled_from(_LOSSES if is_step else (*_LOSSES, _exit_hidden)))(draw, writer)
+    return run_source(writer.source(draw(st.integers(0, 3)), _draw_step(draw, parts) if is_step else ()))
 
 
-def _start(draw: Draw, uneven: bool | None) -> SourceWriter:
+_OPTIMIZERS = (
+    "torch.optim.SGD, lr=0.05",
+    "torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01",
+    "torch.optim.Adam, lr=0.01, eps=0.01",
+    "torch.optim.AdamW, lr=0.01, eps=0.01",
+    "torch.optim.AdamW, lr=0.01, eps=0.01, amsgrad=True",
+)
+"""Without a large epsilon Adam divides noise by its own size where a gradient is all but zero."""
+
+
+def _draw_step(draw: Draw, parts: int) -> list[str]:
+    """The lines that define `whole_step`."""
+    optimizer, limit = draw(st.sampled_from(_OPTIMIZERS)), draw(st.sampled_from((None, 0.5)))
+    return [
+        "",
+        "from functools import partial",
+        "from autoshard.testing import WholeStep",
+        "",
+        f"whole_step = WholeStep(partial({optimizer}), max_grad_norm={limit}, micro_batches={parts})",
+    ]
+
+
+def _start(draw: Draw, uneven: bool | None, parts: int) -> SourceWriter:
     if uneven is None:
         uneven = draw(st.integers(0, 7)) == 7
     batch = draw(st.sampled_from((3, 6) if uneven else (4, 8)))
     length = draw(st.sampled_from((5, 6) if uneven else (4, 8)))
     width = draw(st.sampled_from((6, 12) if uneven else (8, 16)))
-    return SourceWriter(batch=batch, length=length, width=width)
+    return SourceWriter(batch=batch, length=length, width=width, rows=batch * parts)
 
 
 def _enter_features(draw: Draw, writer: SourceWriter) -> None:
     """The input is the hidden value itself."""
-    h = writer.input("x", f"torch.randn({writer.batch}, {writer.length}, {writer.width})")
+    h = writer.input("x", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"h = {h}")
 
 
 def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
     """The input is token ids; an embedding, perhaps one of positions too."""
-    tokens = writer.input("tokens", f"torch.randint(0, {_VOCABULARY}, ({writer.batch}, {writer.length}))")
+    tokens = writer.input("tokens", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("embed", f"nn.Embedding({_VOCABULARY}, {writer.width})")
     writer.embedding_width = writer.width
     writer.line(f"h = self.embed({tokens})")
@@ -113,13 +153,13 @@ def _exit_mean(draw: Draw, writer: SourceWriter) -> None:
 
 def _exit_squared_error(draw: Draw, writer: SourceWriter) -> None:
     """Mean squared error to a target."""
-    target = writer.input("target", f"torch.randn({writer.batch}, {writer.length}, {writer.width})")
+    target = writer.input("target", f"torch.randn({writer.rows}, {writer.length}, {writer.width})")
     writer.line(f"return F.mse_loss(h, {target})")
 
 
 def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
     """Cross-entropy over a vocabulary; the head is tied to the embedding where the widths allow it."""
-    target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.batch}, {writer.length}))")
+    target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("head", f"nn.Linear({writer.width}, {_VOCABULARY}, bias=False)")
     if writer.embedding_width == writer.width and draw(st.booleans()):
         writer.statement("self.head.weight = self.embed.weight")
@@ -138,4 +178,4 @@ def _exit_hidden(draw: Draw, writer: SourceWriter) -> None:
 
 _Step = Callable[[Draw, SourceWriter], None]
 _ENTRIES: tuple[_Step, ...] = (_enter_features, _enter_tokens)
-_EXITS: tuple[_Step, ...] = (_exit_mean, _exit_squared_error, _exit_cross_entropy, _exit_hidden)
+_LOSSES: tuple[_Step, ...] = (_exit_mean, _exit_squared_error, _exit_cross_entropy)

@@ -2,20 +2,25 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Mesh
-from autoshard.testing import check_plan, meshes, plans, programs
+from autoshard.testing import check_plan, programs
+from tests.end_to_end.drawn_pairs import any_plan, any_plan_of_a_whole_step
 
 
 @given(st.data())
 def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
     """Not only the chosen plan: every strategy of every node, on any mesh."""
-    mesh = data.draw(meshes(max_ranks=4, max_axes=2))
-    program = data.draw(programs())
-    plan = data.draw(plans(program, mesh))
-    check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()
+    any_plan(data)
+
+
+@given(st.data())
+@settings(max_examples=4)
+def test_any_legal_plan_of_a_whole_step_equals_one_device(data: st.DataObject) -> None:
+    """Loss, parameters, buffers and optimizer state after two steps, with clipping and micro-batches."""
+    any_plan_of_a_whole_step(data)
 
 
 @pytest.mark.parametrize("mesh", [Mesh({"data": 4}), Mesh({"data": 2, "model": 2})], ids=str)

@@ -1,0 +1,97 @@
+"""`check_calls`: run a few calls under given specs on the simulator beside one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoshard.errors import PlanMismatchError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy
+from autoshard.rules.hub import hub
+from autoshard.runtime.boundary import shard_all, unshard
+from autoshard.runtime.simulator import simulate
+from autoshard.testing.plans import greedy_plan
+from autoshard.testing.report import TOLERANCE, CheckReport, compare
+from autoshard.tracing import trace
+from passes.enumerate_strategies import Site, resolve
+from passes.pipeline import lower_program, prepare
+
+CallSpecs = tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]
+"""How a call takes its tensor operands, and gives its tensor results."""
+
+
+def check_calls(
+    model: nn.Module,
+    mesh: Mesh,
+    inputs: Sequence[Tensor],
+    given: Sequence[PartitionSpec],
+    calls: Sequence[CallSpecs],
+    *,
+    tolerance: float = TOLERANCE,
+) -> CheckReport:
+    """Run the calls that a model makes under given specs on simulated ranks, and compare its outputs with one device.
+
+    What `check_plan` prints of a failure is a call of this. Nothing is proven here, only run.
+
+    Args:
+        model: makes some calls of operators, and returns a tuple of tensors; without parameters.
+        mesh: the mesh to simulate.
+        inputs: its arguments.
+        given: how each of them lies.
+        calls: the specs of each call, in their order.
+        tolerance: largest difference relative to the largest element of each output.
+
+    Raises:
+        PlanMismatchError: the model makes another number of calls, or one has no such strategy.
+    """
+    with torch.no_grad():
+        program = trace(model, tuple(inputs), grad=False)
+    plan = _plan_of(program, mesh, given, calls)
+    lowered = lower_program(program, plan).lowered
+    values = dict(zip((f"input:{index}" for index in range(len(inputs))), inputs, strict=True))
+    pieces = [shard_all(values[slot.slot.name], slot.spec, mesh) for slot in lowered.inputs]
+    found = [
+        unshard(ranks, slot.spec, mesh, slot.shape)
+        for slot, ranks in zip(lowered.outputs, simulate(lowered.graph_module, mesh, pieces), strict=True)
+    ]
+    expected = model(*inputs)
+    pairs = enumerate(zip(found, expected, strict=True))
+    return CheckReport(plan, tuple(compare(f"output:{index}", *pair) for index, pair in pairs), tolerance)
+
+
+def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls: Sequence[CallSpecs]) -> Plan:
+    """The plan with these specs; where a value is resharded for several readers, each reshards it."""
+    nodes = list(prepare(program).graph.nodes)
+    wanted: dict[str, CallSpecs] = {
+        slot.node: ((), (given[int(slot.name.partition(":")[2])],)) for slot in program.inputs
+    }
+    made = [node for node in nodes if node.op == "call_function" and _is_own(node)]
+    if len(made) != len(calls):
+        raise PlanMismatchError(f"the model makes {len(made)} calls ({', '.join(map(str, made))}), not {len(calls)}.")
+    wanted |= {node.name: specs for node, specs in zip(made, calls, strict=True)}
+    for node in nodes:
+        if node.target is hub:
+            source, result = resolve(node.all_input_nodes[0])
+            spec = wanted[source.name][1][result]
+            wanted[node.name] = ((spec,), (spec,))
+    plan = greedy_plan(program, mesh, lambda site, strategy: float(_is_wanted(wanted, site, strategy)))
+    for name, (takes, gives) in wanted.items():
+        if plan.nodes[name].outputs != tuple(gives) or plan.nodes[name].inputs != tuple(takes):
+            raise PlanMismatchError(f"{name} cannot take {takes} and give {gives}; its rule admits no such strategy.")
+    return plan
+
+
+def _is_own(node: fx.Node) -> bool:
+    return node.target is not hub and getattr(node.target, "__name__", "") != "getitem"
+
+
+def _is_wanted(wanted: Mapping[str, CallSpecs], site: Site, strategy: Strategy) -> bool:
+    specs: Any = wanted.get(site.name)
+    return specs is not None and (strategy.inputs, strategy.outputs) == (tuple(specs[0]), tuple(specs[1]))

@@ -1,0 +1,99 @@
+"""What comparing a mesh with one device gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.errors import VerificationError
+from autoshard.ir.plan import Plan
+
+ABSOLUTE_FLOOR = 1e-6
+"""Differences below this are rounding, whatever the scale of the values."""
+
+TOLERANCE = 1e-5
+"""Differences relative to the largest element of a value that are rounding in float32."""
+
+ROUNDING_FACTOR = 4.0
+"""A mesh sums in another order than one device; its rounding error may be this much larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One value on the mesh beside the same on one device.
+
+    Args:
+        name: "output:0", "gradient layers.0.weight", "parameter layers.0.weight".
+        difference: largest absolute difference of an element; infinite where one of the two is missing.
+        scale: largest absolute value of an element on one device.
+        rounding: largest error of one device itself, beside a more precise run of it; 0 where there was none.
+    """
+
+    name: str
+    difference: float
+    scale: float
+    rounding: float = 0.0
+
+    def is_close(self, tolerance: float) -> bool:
+        """Whether the difference is within `tolerance` of the scale, below the floor, or of the size of rounding."""
+        return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What was compared, and the plan that ran.
+
+    Args:
+        plan: the plan.
+        comparisons: each value beside that of one device.
+        tolerance: see `Comparison.is_close`.
+        small_failure: where something differs, the shortest part of the program that was found to differ by itself, as
+            code to run; "" where there is none.
+    """
+
+    plan: Plan
+    comparisons: tuple[Comparison, ...]
+    tolerance: float
+    small_failure: str = ""
+
+    @property
+    def differing(self) -> tuple[Comparison, ...]:
+        """The values that differ by more than rounding."""
+        return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the mesh computed what one device computes."""
+        return not self.differing
+
+    def raise_if_different(self) -> None:
+        """Raise `VerificationError` naming every value that differs."""
+        if not self.is_equal:
+            raise VerificationError(str(self))
+
+    def __str__(self) -> str:
+        if self.is_equal:
+            return f"{len(self.comparisons)} values on {self.plan.mesh} equal one device."
+        lines = [f"  {item.name}: off by {item.difference:.2e} at scale {item.scale:.2e}" for item in self.differing]
+        if self.small_failure:
+            lines += ["A part of the program that differs by itself:", "", self.small_failure]
+        return "\n".join([f"values on {self.plan.mesh} that differ from one device:", *lines])
+
+
+def compare(
+    name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, exact: torch.Tensor | None = None
+) -> Comparison:
+    """One value beside that of one device; `exact` is what a more precise run gives."""
+    if actual is None or expected is None or actual.shape != expected.shape:
+        return Comparison(name, float("inf"), 0.0)
+    if not expected.numel():
+        return Comparison(name, 0.0, 0.0)
+    rounding = 0.0 if exact is None else _distance(expected, exact)
+    return Comparison(name, _distance(actual, expected), float(expected.detach().double().abs().max()), rounding)
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest difference of an element; infinite where one is not a number."""
+    difference = (first.detach().double() - second.detach().double()).abs().max()
+    return float(difference.nan_to_num(float("inf")))

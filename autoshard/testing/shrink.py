@@ -1,0 +1,237 @@
+"""Shrink a plan whose program computes other numbers than one device to a few calls, written as code to run.
+
+1. The program that failed is run on one device, and each value is recorded.
+2. Of its calls the shortest beginning is looked for that differs (bisection), of this the shortest ending, of this what
+   is left without one call after the other. Values that a part reads from outside are its inputs.
+3. A part is tried as it will be printed: as the source of a module that makes the calls, which is traced and planned
+   with the specs that the failing plan gave them, lowered, run on the simulator and held beside the module itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoshard.errors import AutoshardError
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, Program
+from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.hub import hub
+from autoshard.testing.calls import check_calls
+from autoshard.testing.programs import run_code
+from passes.enumerate_strategies import resolve
+
+_LITERAL_ELEMENTS = 64
+"""Integers that are printed one by one; of more only their range is kept."""
+
+Given = Mapping[tuple[str, str], Tensor]
+"""The values of a program's inputs by kind and name; of others some are drawn."""
+
+
+def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
+    """Code that fails as `plan` does, or "" where no part of the program differs by itself.
+
+    Args:
+        program: in the form that was lowered, with what the plan recomputes.
+        plan: of this program.
+        given: values of its inputs.
+    """
+    values = _record(program, given)
+    calls = [node for node in program.graph.nodes if _is_call(node)]
+    if not calls:
+        return ""
+    shrinking = _Shrinking(values, plan)
+    return shrinking.source(shrinking.smallest(calls)) if shrinking.differs(calls) else ""
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem and node.target is not hub
+
+
+def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
+    """Each value on one device."""
+    drawing = torch.Generator().manual_seed(0)
+    values = [
+        given[slot.kind, slot.name] if (slot.kind, slot.name) in given else _draw(slot.kind, node.meta["val"], drawing)
+        for slot, node in zip(program.inputs, program.graph.find_nodes(op="placeholder"), strict=True)
+    ]
+    interpreter = fx.Interpreter(program.graph_module, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(*values)
+    return interpreter.env
+
+
+def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
+    """A value for an input that nobody gave: tangents are normal, optimizer state and options between 0 and 1."""
+    if not like.is_floating_point():
+        return torch.ones(like.shape, dtype=like.dtype)
+    draw = torch.randn if kind is InputKind.TANGENT else torch.rand
+    return draw(like.shape, generator=drawing, dtype=torch.float64).to(like.dtype)
+
+
+@dataclass(slots=True)
+class _Shrinking:
+    values: Mapping[fx.Node, Any]
+    plan: Plan
+    known: dict[str, bool] = field(default_factory=dict)
+
+    def smallest(self, calls: Sequence[fx.Node]) -> Sequence[fx.Node]:
+        """A part of `calls`, which differ, that differs too."""
+        end = _first(len(calls), lambda count: self.differs(calls[: count + 1])) + 1
+        start = _first(end, lambda count: self.differs(calls[end - count - 1 : end])) + 1
+        found = list(calls[end - start : end])
+        for call in found[:-1]:
+            without = [item for item in found if item is not call]
+            if self.differs(without):
+                found = without
+        return found
+
+    def differs(self, calls: Sequence[fx.Node]) -> bool:
+        """Whether a part, run by itself under the plan's specs, computes other numbers than one device."""
+        source = self.source(calls)
+        if source not in self.known:
+            self.known[source] = _fails(source)
+        return self.known[source]
+
+    def source(self, calls: Sequence[fx.Node]) -> str:
+        """A part as code to run."""
+        part = _Part(calls)
+        specs = [self._spec(node) for node in part.inputs]
+        lines = [
+            "import torch",
+            "from torch import nn",
+            "",
+            "import autoshard",
+            "from autoshard import Mesh, P",
+            "from autoshard.testing import check_calls",
+            "",
+            "",
+            "class Small(nn.Module):",
+            f"    def forward(self, {', '.join(map(str, part.inputs))}):",
+            *(f"        {line}" for line in part.lines),
+            f"        return {_tuple_text(map(str, part.results))}",
+            "",
+            "",
+            "torch.manual_seed(0)",
+            "model = Small()",
+            f"inputs = {_tuple_text(_value_text(self.values[node]) for node in part.inputs)}",
+            f"mesh = Mesh({dict(self.plan.mesh.axes)})",
+            f"given = {_tuple_text(map(str, specs))}  # how the inputs lie",
+            "calls = (  # how each call takes its operands, and gives its results",
+            *(f"    ({self.plan.nodes[node.name].inputs}, {self.plan.nodes[node.name].outputs})," for node in calls),
+            ")",
+            'if __name__ == "__main__":',
+            "    check_calls(model, mesh, inputs, given, calls).raise_if_different()",
+            "",
+        ]
+        return "\n".join(lines)
+
+    def _spec(self, node: fx.Node) -> PartitionSpec:
+        """How the plan leaves a value where it is computed."""
+        source, result = resolve(node)
+        return PartitionSpec() if source.op == "get_attr" else self.plan.nodes[source.name].outputs[result]
+
+
+def _first(count: int, holds: Callable[[int], bool]) -> int:
+    """The first number for which something holds that holds for the last one, and that stays true once it is."""
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _fails(source: str) -> bool:
+    """Whether code runs and finds a difference."""
+    try:
+        part = run_code(source)
+        return not check_calls(*(part[name] for name in ("model", "mesh", "inputs", "given", "calls"))).is_equal
+    except (AutoshardError, RuntimeError, TypeError, ValueError, IndexError):
+        return False  # calls that cannot be made again by themselves are no answer
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some calls of a program as statements.
+
+    Args:
+        calls: in program order.
+        inputs: what they read from outside.
+        lines: the statements.
+        results: the values that none of them reads.
+    """
+
+    calls: Sequence[fx.Node]
+    inputs: list[fx.Node] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    results: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        read: set[fx.Node] = set()
+        made: list[fx.Node] = []
+        inside = set(self.calls)
+        for call in self.calls:
+            for operand in dict.fromkeys(map(_held, call.all_input_nodes)):
+                read.add(operand)
+                if resolve(operand)[0] not in inside and operand not in self.inputs:
+                    self.inputs.append(operand)
+            self.lines.append(f"{call} = {_call_text(call)}")
+            selected = [user for user in call.users if user.target is operator.getitem]
+            self.lines += [f"{user} = {call}[{user.args[1]}]" for user in selected]
+            made += selected if selected else [call]
+        self.results = [node for node in made if node not in read]
+
+
+def _tuple_text(items: Iterable[str]) -> str:
+    return f"({' '.join(f'{item},' for item in items)})"
+
+
+def _held(node: fx.Node) -> fx.Node:
+    """The node whose value it is, which is not a hub."""
+    while node.target is hub:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _call_text(node: fx.Node) -> str:
+    target: Any = node.target
+    assert isinstance(target, OpOverload), f"{target} is no operator"
+    arguments = [_argument_text(item) for item in node.args]
+    arguments += [f"{name}={_argument_text(item)}" for name, item in node.kwargs.items()]
+    return f"torch.ops.{target}({', '.join(arguments)})"
+
+
+def _argument_text(item: Any) -> str:
+    if isinstance(item, fx.Node):
+        return str(_held(item))
+    if isinstance(item, (list, tuple)):
+        return f"[{', '.join(map(_argument_text, item))}]"
+    if isinstance(item, torch.device):
+        return f"torch.{item!r}"
+    return f"float({str(item)!r})" if isinstance(item, float) and not _is_finite(item) else repr(item)
+
+
+def _is_finite(number: float) -> bool:
+    return number - number == 0
+
+
+def _value_text(value: Tensor) -> str:
+    """An expression for a value of the same kind: integers are kept, of real numbers shape, type and sign."""
+    shape = list(value.shape)
+    if value.dtype is torch.bool:
+        return f"torch.rand({shape}) > 0.5"
+    if not value.is_floating_point():
+        if value.numel() <= _LITERAL_ELEMENTS:
+            return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
+        return f"torch.randint({int(value.min())}, {int(value.max()) + 1}, {shape}, dtype={value.dtype})"
+    draw = "torch.rand({}) + 0.5" if bool((value > 0).all()) else "torch.randn({})"
+    return f"({draw.format(shape)}).to({value.dtype})"

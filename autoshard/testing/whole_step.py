@@ -1,0 +1,47 @@
+"""How a model is trained, where the whole step is one program: what `check_plan` and drawn programs say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.ir.update import Update
+from autoshard.runtime.traced_optimizer import describe_update, names_of
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """A training step: forward, backward, clipping and the update of an optimizer.
+
+    Args:
+        make_optimizer: from parameters to an optimizer whose update is traced (SGD, Adam, AdamW of torch.optim).
+        max_grad_norm: gradients are clipped to this norm, or None.
+        micro_batches: the batch, dim 0 of each input, is cut in so many equal parts.
+    """
+
+    make_optimizer: MakeOptimizer
+    max_grad_norm: float | None = None
+    micro_batches: int = 1
+
+    def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each micro-batch."""
+
+        def part(item: Any, index: int) -> Any:
+            is_cut = isinstance(item, torch.Tensor) and item.dim() > 0
+            return item.chunk(self.micro_batches)[index] if is_cut else item
+
+        return [
+            (tuple(part(item, index) for item in args), {name: part(item, index) for name, item in kwargs.items()})
+            for index in range(self.micro_batches)
+        ]
+
+    def update(self, model: nn.Module) -> Update:
+        """What the optimizer does with the gradients of a model, as data."""
+        optimizer = self.make_optimizer(model.parameters())
+        return describe_update(optimizer, names_of(model.named_parameters()), self.max_grad_norm)

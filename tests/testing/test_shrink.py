@@ -1,0 +1,99 @@
+"""A plan that computes other numbers is shrunk to code that runs by itself, and differs too."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, P, PlanMismatchError, VerificationError
+from autoshard.testing import check_calls, check_plan
+from autoshard.testing.plans import most_split_plan
+from autoshard.testing.programs import run_code
+from autoshard.tracing import trace
+
+MESH = Mesh({"data": 2})
+
+
+@torch.library.custom_op("autoshard_tests::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
+
+
+turned.register_fake(lambda x: torch.empty_like(x))
+turned.register_autograd(lambda context, grad: torch.ops.autoshard_tests.turned(grad))
+
+
+@autoshard.sharding_rule(torch.ops.autoshard_tests.turned.default)
+def turned_rule(x: torch.Tensor) -> str:
+    """A rule that is wrong: pieces cannot be turned one by one."""
+    return "n c -> n c"
+
+
+class Model(nn.Module):
+    """The operator with the wrong rule among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.ops.autoshard_tests.turned(torch.tanh(self.first(x)))
+        return (self.second(h) * x).square().mean()
+
+
+def test_a_failure_is_printed_as_a_few_calls(tmp_path: Path) -> None:
+    """The call under the wrong rule, in a script that ends in the same error; verification trusts the rule."""
+    model, inputs = Model(), (torch.randn(4, 8),)
+    plan = most_split_plan(trace(model, inputs), MESH)
+    report = check_plan(model, MESH, inputs, plan=plan)
+    assert not report.is_equal
+    code = report.small_failure
+    calls = [line.strip() for line in code.splitlines() if "torch.ops." in line]
+    assert len(calls) == 1
+    assert "torch.ops.autoshard_tests.turned.default(" in calls[0]
+    with pytest.raises(VerificationError, match="A part of the program that differs by itself"):
+        report.raise_if_different()
+    (tmp_path / "small.py").write_text(code)
+    with pytest.raises(VerificationError, match=r"values on Mesh\(data=2\) that differ from one device:"):
+        runpy.run_path(str(tmp_path / "small.py"), run_name="__main__")
+
+
+def test_what_is_equal_is_not_shrunk() -> None:
+    """The report of a right plan has no code."""
+    model, inputs = nn.Linear(8, 4), (torch.randn(4, 8),)
+    assert check_plan(model, MESH, inputs).small_failure == ""
+
+
+def test_calls_run_under_the_specs_that_are_given() -> None:
+    """A product that is split over what it sums, and a sum of what awaits one."""
+    scope = run_code(
+        """
+import torch
+from torch import nn
+from autoshard import P
+
+class Small(nn.Module):
+    def forward(self, x, w):
+        product = torch.ops.aten.mm.default(x, w)
+        return torch.ops.aten.neg.default(product), product
+
+model = Small()
+inputs = (torch.randn(4, 8), torch.randn(8, 6))
+partial = P(partial={"data": "sum"})
+calls = (((P(None, "data"), P("data")), (partial,)), ((partial,), (partial,)))
+"""
+    )
+    report = check_calls(scope["model"], MESH, scope["inputs"], (P(), P("data")), scope["calls"])
+    assert report.is_equal
+    assert report.plan.nodes["mm"].outputs == (P(partial={"data": "sum"}),)
+    with pytest.raises(PlanMismatchError, match=r"the model makes 2 calls \(mm, neg\), not 1."):
+        check_calls(scope["model"], MESH, scope["inputs"], (P(), P("data")), scope["calls"][:1])
+    wrong = (((P("data"), P("data")), (P(),)), scope["calls"][1])
+    with pytest.raises(PlanMismatchError, match=r"mm cannot take .* its rule admits no such strategy"):
+        check_calls(scope["model"], MESH, scope["inputs"], (P(), P("data")), wrong)
