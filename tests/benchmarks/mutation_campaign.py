@@ -1,18 +1,21 @@
 """Wrong programs beside the verifier: none that computes another number may be accepted, no right one refused.
 
-Run: python -m tests.benchmarks.mutation_campaign --count 5000 --seed 0 [--jobs 2] [--family gpt] [--folder FOLDER]
+Run: python -m tests.benchmarks.mutation_campaign --count 5000 --seed 0 [--jobs 2] [--family gpt] [--layout tensor ...]
+     [--folder FOLDER] [--out PAGE]
 
 Programs are `tests.passes.families` under `tests.passes.layouts`; mutants are drawn as `tests.passes.mutants` says. Of
-each mutant the verifier is asked first. What it accepts is run on the simulator beside the right program, in float64,
-on generic inputs with NaN in all padding, two micro-batches for mutants of phases; of what it refuses one in ten is
-run, to count how many of these change a number. A part is one program; its results are kept in FOLDER, and a part that
-is there already is not drawn again. The table is written to tests/benchmarks/results/mutation_campaign.md.
+each mutant the verifier is asked first. What it accepts is run on the simulator beside the right program, in float64 on
+generic inputs with NaN in all padding, two micro-batches for mutants of phases; of what it refuses one in ten is run,
+to count how many of these change a number. Programs with kernels or a precision run in float32 and bfloat16, and every
+rounding counts as a change. A part is one program; its results are kept in FOLDER, and a part that is there already is
+not drawn again. With --out a page is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -23,6 +26,8 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is decorated
 
 import torch
 from rich.console import Console
@@ -38,14 +43,13 @@ from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, phased_of, program_of
 from tests.passes.mutants import Mutant, Run, draw_mutant, run_of
 
-RESULTS = Path(__file__).parent / "results" / "mutation_campaign.md"
+RESULTS = "tests/benchmarks/results/mutation_campaign.md"
 SAMPLED = 10
 """Of refused mutants one in so many is run."""
 
 WITHOUT_COUNTERPART = {
     "micro-batches reordered": "the order of micro-batches is a loop of the runtime, not part of any program",
     "a bucket split wrong": "no pass makes buckets",
-    "wrong recompute input": "no plan of this campaign recomputes",
     "sends and receives out of order": "no program has pipeline stages yet",
 }
 """Mistakes that the verifier is asked to find and that no program of today can contain."""
@@ -104,9 +108,9 @@ def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0) -
 
 def prove(family: str, layout: str) -> tuple[PhasedProgram, Program, Run]:
     """A right program, which is proven, with its trace and what it computes of generic inputs."""
-    phased, traced = phased_of(family, layout), program_of(family, LAYOUTS[layout].updates)
+    phased, traced = phased_of(family, layout), program_of(family, layout)
     verify_preparation(traced, phased.lowered.traced)
-    verify_program(phased.lowered.traced, phased.lowered)
+    verify_program(phased.lowered.traced, phased.lowered, phased.carried)
     verify_phases(phased)
     torch.manual_seed(0)
     _, examples = FAMILIES[family]()
@@ -116,15 +120,16 @@ def prove(family: str, layout: str) -> tuple[PhasedProgram, Program, Run]:
 def main(arguments: list[str]) -> int:
     """Run the campaign; 0 if there is no hole."""
     options = _parser().parse_args(arguments)
-    parts = [(family, layout) for family, layout in product(FAMILIES, LAYOUTS) if options.family in ("", family)]
+    layouts = options.layout or list(LAYOUTS)
+    parts = [(family, layout) for family, layout in product(FAMILIES, layouts) if options.family in ("", family)]
     counts = [options.count // len(parts) + (index < options.count % len(parts)) for index in range(len(parts))]
     options.folder.mkdir(parents=True, exist_ok=True)
     work = partial(_attack_or_read, seed=options.seed, folder=options.folder)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         found = list(pool.map(work, *zip(*parts, strict=True), counts))
     Console(width=120).print(_by_kind(found), *(hole for part in found for hole in part.holes), sep="\n")
-    if not options.family:
-        RESULTS.write_text(report(found, options.seed))
+    if options.out is not None:
+        options.out.write_text(report(found, options.seed))
     return int(any(part.holes for part in found))
 
 
@@ -133,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=5000, help="mutants in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--family", default="", choices=("", *FAMILIES), help="only this one; no table is written")
+    parser.add_argument("--family", default="", choices=("", *FAMILIES), help="only this one")
+    parser.add_argument("--layout", nargs="*", choices=LAYOUTS, help="only these")
+    parser.add_argument("--out", type=Path, help=f"write a page, e.g. {RESULTS}")
     parser.add_argument("--folder", type=Path, default=Path("build/mutation_campaign"), help="where parts are kept")
     return parser
 
@@ -165,7 +172,8 @@ def report(parts: list[Part], seed: int) -> str:
         f"`python -m tests.benchmarks.mutation_campaign --count {sums['drawn']} --seed {seed}`, "
         f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}.",
         "",
-        f"{sums['drawn']} mutants of {len(parts)} programs ({len(FAMILIES)} families under {len(LAYOUTS)} layouts); "
+        f"{sums['drawn']} mutants of {len(parts)} programs ({len({part.family for part in parts})} families under "
+        f"{len({part.layout for part in parts})} layouts); "
         f"**{len(holes)} that compute another number were accepted**, and none of the {len(parts)} right programs was "
         f"refused. {sums['accepted']} were accepted and compute the same numbers. Of {sums['run']} refused ones that "
         f"were run, {sums['changing']} compute another number, and {sums['run'] - sums['changing']} do not. "

@@ -1,7 +1,8 @@
-"""Six kinds of plan that experts write by hand, for any small program on data x model.
+"""Ten kinds of plan that experts write by hand, for any small program on data x model.
 
 A layout says where parameters, optimizer state and inputs lie, by their shapes; all other values follow in program
-order: each call takes, of the strategies that move the least, one that splits the most.
+order: each call takes, of the strategies that move the least, one that splits the most. Some compute in a narrower
+type, recompute all that may be recomputed, or run fused kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, InputSlot, Program
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from autoshard.runtime.traced_optimizer import describe_update, names_of
+from autoshard.testing.plans import decided_plan
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.assignment import Edge
@@ -46,11 +49,19 @@ class Layout:
 
     Args:
         parameter, batch, state: where parameters, inputs and optimizer state lie; with state it is of a whole step.
+        dtype: of the model's parameters and inputs.
+        precision: what is computed in; None for the model's own types.
+        recomputes: whether all that may be recomputed is, as late as it may.
+        kernels: whether fused kernels stand in for operators; they take no float64.
     """
 
     parameter: Place
     batch: Place
     state: Place | None = None
+    dtype: torch.dtype = torch.float64
+    precision: str | None = None
+    recomputes: bool = False
+    kernels: bool = False
 
     @property
     def updates(self) -> bool:
@@ -103,46 +114,76 @@ LAYOUTS: Mapping[str, Layout] = {
     "tensor": Layout(_by_turns, _over_data),
     "tensor and sequence": Layout(_by_turns, _sequence),
     "two axes": Layout(_two_axes, _over_data, _two_axes),
+    "recomputed": Layout(_by_turns, _over_data, recomputes=True),
+    "mixed precision": Layout(_rows, _rows, _rows, torch.float32, "bf16"),
+    "kernels": Layout(_by_turns, _over_data, dtype=torch.float32, kernels=True),
+    "all together": Layout(_two_axes, _over_data, _two_axes, torch.float32, "bf16", recomputes=True, kernels=True),
 }
 
 
+def program_of(family: str, layout: str) -> Program:
+    """The traced program of a family, as a layout needs it: of forward and backward, or of a whole step."""
+    return _program_of(family, *_form(layout))
+
+
+def _form(layout: str) -> tuple[bool, torch.dtype, str | None]:
+    """What of a layout the trace depends on."""
+    found = LAYOUTS[layout]
+    return found.updates, found.dtype, found.precision
+
+
 @cache
-def program_of(family: str, updates: bool) -> Program:
-    """The traced program of a family: forward and backward, or a whole step."""
+def _program_of(family: str, updates: bool, dtype: torch.dtype, precision: str | None) -> Program:
     torch.manual_seed(0)
-    return traced_of(*FAMILIES[family](), updates=updates)
+    model, inputs = FAMILIES[family]()
+    inputs = tuple(item.to(dtype) if item.is_floating_point() else item for item in inputs)
+    return traced_of(model.to(dtype), inputs, updates=updates, precision=precision)
 
 
-def traced_of(model: nn.Module, inputs: tuple[Tensor, ...], *, updates: bool) -> Program:
+def traced_of(model: nn.Module, inputs: tuple[Tensor, ...], *, updates: bool, precision: str | None = None) -> Program:
     """The traced program of a call: forward and backward, or a whole step with AdamW and clipping."""
     update = None
     if updates:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         update = describe_update(optimizer, names_of(model.named_parameters()), max_grad_norm=1.0)
-    return trace(model, inputs, {}, update=update)
+    dtype = None if precision is None else PRECISIONS[precision]
+    return trace(model, inputs, {}, update=update, compute_dtype=dtype)
 
 
 @cache
 def phased_of(family: str, layout: str) -> PhasedProgram:
     """The lowered program of a family under a layout."""
-    updates = LAYOUTS[layout].updates
-    return lowered_under(LAYOUTS[layout], program_of(family, updates), _planning_of(family, updates))
+    planning = _planning_of(family, *_form(layout))
+    return lowered_under(LAYOUTS[layout], program_of(family, layout), planning)
 
 
 def lowered_under(layout: Layout, program: Program, planning: PlanningProblem | None = None) -> PhasedProgram:
     """The lowered program of any trace under a layout; `planning` is its problem, if it is known."""
-    return lower_program(program, plan_under(layout, planning or _planning(program)))
+    plan = plan_under(layout, planning or _planning(program))
+    return lower_program(program, plan, with_kernels=layout.kernels)
 
 
 def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
     """The plan of a program on any mesh of data and model, under a layout."""
     choice = _follow(planning, _placed(planning, layout))
+    if layout.recomputes:
+        return _recomputing(planning, choice)
     return plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions())
 
 
+def _recomputing(planning: PlanningProblem, choice: Sequence[int]) -> Plan:
+    """The plan of a choice of strategies that recomputes all that it may, the latest way where there are two."""
+
+    def latest(variable: int, options: np.ndarray) -> int:
+        count = len(planning.assignment.costs[variable])
+        return int(max(option for option in options if option % count == choice[variable]))
+
+    return decided_plan(planning, planning.prices.cluster, latest, recompute=True)
+
+
 @cache
-def _planning_of(family: str, updates: bool) -> PlanningProblem:
-    return _planning(program_of(family, updates))
+def _planning_of(family: str, updates: bool, dtype: torch.dtype, precision: str | None) -> PlanningProblem:
+    return _planning(_program_of(family, updates, dtype, precision))
 
 
 def _planning(program: Program) -> PlanningProblem:

@@ -1,11 +1,14 @@
 """Wrong programs: mutations lifted to what is compiled, each with the check that should refuse it and a run of it.
 
-A mutant is wrong at one of four places: in the joint program or its slots (`verify_program`), in the phases that it is
-cut into (`verify_phases`), or in the form that is lowered (`verify_preparation`).
+A mutant is wrong at one of five places: in the joint program, its slots or what of it is added up over micro-batches
+(`verify_program`), in the phases that it is cut into (`verify_phases`), or in the form that is lowered
+(`verify_preparation`).
 """
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -22,10 +25,12 @@ from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import P, PartitionSpec, Reduction
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
+from passes.split_phases import SplitPhases
 from passes.verify_phases import verify_phases
 from passes.verify_preparation import verify_preparation
 from passes.verify_program import verify_program
-from tests.passes.mutations import MUTATIONS, Mutation, copy_of
+from tests.passes.mutations import MUTATIONS, Mutation, copy_of, is_tensor, pick
+from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
 from tests.passes.training_mutations import TRAINING_MUTATIONS
 
 HYPER = torch.tensor([0.05, 0.9, 0.99, 1e-8, 0.1, 2.0], dtype=torch.float64)
@@ -45,6 +50,7 @@ class Place(StrEnum):
     PROGRAM = "program"
     SLOTS = "slots"
     PHASES = "phases"
+    MICRO_BATCHES = "micro-batches"
     PREPARATION = "preparation"
 
 
@@ -81,16 +87,17 @@ class Mutant:
         elif self.place is Place.PHASES:
             verify_phases(self.phased)
         else:
-            verify_program(self.prepared, self.phased.lowered)
+            verify_program(self.prepared, self.phased.lowered, self.phased.carried)
 
 
 # Making them.
 
 
 def draw_mutant(phased: PhasedProgram, random: Random) -> Mutant:
-    """One mutant of a program; kinds are equally likely, but for those that the program has no place for."""
+    """One mutant of a program: half of them of what rewrites put in, if there is such; kinds are equally likely."""
     while True:
-        mutant = mutate(phased, *random.choice(list(KINDS)), random)
+        kinds = KINDS if random.random() < 0.5 else OF_REWRITES
+        mutant = mutate(phased, *random.choice(list(kinds)), random)
         if mutant is not None:
             return mutant
 
@@ -179,6 +186,22 @@ def exchange_places(phased: PhasedProgram, random: Random) -> _Found | None:
     return f"{name}: {first} for {second}", replace(phased, **{name: tuple(indices)}), phased.lowered.traced
 
 
+def update_too_early(phased: PhasedProgram, random: Random) -> _Found | None:
+    """A call of the update that is made for each micro-batch: what is added up is made of gradients, not these."""
+    module = copy_of(phased.lowered.graph_module)
+
+    def is_first(node: fx.Node) -> bool:
+        given = [item for item in node.all_input_nodes if item.meta.get("phase") != "update"]
+        return node.meta.get("phase") == "update" and is_tensor(node) and node.all_input_nodes == given
+
+    node = pick(module.graph, random, is_first)
+    if node is None:
+        return None
+    node.meta["phase"] = "backward"
+    lowered = replace(phased.lowered, graph_module=fx.GraphModule(module, module.graph))
+    return f"{node} before the sum", SplitPhases()(lowered), phased.lowered.traced
+
+
 _INDICES = (
     "forward_inputs",
     "forward_outputs",
@@ -234,12 +257,22 @@ def _is_local(mutation: Mutation) -> bool:
 
 
 _GRAPH_MUTATIONS = (*MUTATIONS, *TRAINING_MUTATIONS)
+_OUTSIDE_KERNELS = [item for item in REWRITE_MUTATIONS if "kernel" not in item.__name__]
+OF_REWRITES: Mapping[tuple[Place, str], _Mutate] = {
+    **{(Place.PROGRAM, item.__name__): _in_program(item) for item in _OUTSIDE_KERNELS},
+    **{(Place.PHASES, item.__name__): _in_phase(item) for item in REWRITE_MUTATIONS},
+    **{(Place.PREPARATION, item.__name__): _in_preparation(item) for item in _OUTSIDE_KERNELS},
+}
+"""Mistakes in clones, casts and kernels; these stand in phases only."""
+
 KINDS: Mapping[tuple[Place, str], _Mutate] = {
     **{(Place.PROGRAM, item.__name__): _in_program(item) for item in _GRAPH_MUTATIONS},
     **{(Place.SLOTS, item.__name__): item for item in (promise_other_spec, exchange_slots)},
     **{(Place.PHASES, item.__name__): _in_phase(item) for item in _GRAPH_MUTATIONS[::3]},
     **{(Place.PHASES, item.__name__): item for item in (exchange_kept, exchange_places)},
     **{(Place.PREPARATION, item.__name__): _in_preparation(item) for item in _GRAPH_MUTATIONS if _is_local(item)},
+    (Place.MICRO_BATCHES, "update_too_early"): update_too_early,
+    **OF_REWRITES,
 }
 """Where a mutant may be wrong and by which mutation, and what makes it."""
 
@@ -265,11 +298,15 @@ class Run:
         if mutant.place not in self._expected:
             self._expected[mutant.place] = self.numbers(mutant.place, self.phased, self.phased.lowered.traced)
         expected = self._expected[mutant.place]
-        try:
-            found = self.numbers(mutant.place, mutant.phased, mutant.prepared)
-        except _FAILURES:
-            return True
-        return len(found) != len(expected) or not all(map(_is_close, found, expected))
+
+        def is_changed() -> bool:
+            try:
+                found = self.numbers(mutant.place, mutant.phased, mutant.prepared)
+            except _FAILURES:
+                return True
+            return len(found) != len(expected) or not all(map(_is_close, found, expected))
+
+        return _ask_child(is_changed)
 
     def numbers(self, place: Place, phased: PhasedProgram, prepared: Program) -> list[Tensor]:
         """All results; of every rank, if they should hold copies."""
@@ -278,7 +315,7 @@ class Run:
             return [ranks[0] for ranks in simulate(prepared.graph_module, _ONE, values)]
         lowered = phased.lowered
         given = [self._laid_out(lowered, batch) for batch in self.batches]
-        if place is Place.PHASES:
+        if place in (Place.PHASES, Place.MICRO_BATCHES):
             return _numbers_of(lowered, _run_step(phased, given))
         return _numbers_of(lowered, simulate(lowered.graph_module, lowered.mesh, given[0]))
 
@@ -291,6 +328,25 @@ class Run:
             shard_all(names[slot.slot.kind, slot.slot.name], slot.spec, lowered.mesh, padding=_poison(slot))
             for slot in lowered.inputs
         ]
+
+
+def _ask_child(question: Callable[[], bool]) -> bool:
+    """The answer of a process of its own; yes if that is killed: with wrong sizes operators write where they must not.
+
+    Raises:
+        RuntimeError: the question was not answered; its traceback is printed.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(int(question()))
+        except BaseException:  # noqa: BLE001  (the child must not go on as the parent)
+            traceback.print_exc()
+            os._exit(2)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status > 1:
+        raise RuntimeError("a mutant could not be held beside the right program; see the traceback above")
+    return status != 0
 
 
 def _poison(slot: LocalSlot) -> float:

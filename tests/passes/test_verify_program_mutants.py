@@ -14,8 +14,12 @@ from tests.benchmarks.mutation_campaign import attack, prove
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS
 from tests.passes.mutants import KINDS, Place, draw_mutant, mutate
+from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
 
-FEW = (("gpt", "tensor"), ("recommender", "ZeRO-3"), ("lstm", "ZeRO-1"), ("graph", "two axes"))
+FEW = (
+    ("gpt", "tensor"), ("recommender", "ZeRO-3"), ("lstm", "ZeRO-1"), ("graph", "two axes"), ("lstm", "recomputed"),
+    ("llama", "kernels"), ("lstm", "all together"),
+)  # fmt: skip
 """Programs that are quick to make."""
 
 
@@ -27,6 +31,21 @@ def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> No
     assert sum(part.drawn.values()) == 20
     assert sum(part.accepted.values()) < 10
     assert sum(part.changing.values()) >= 1
+
+
+@pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS])
+def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
+    """Wherever one of them changes numbers, in a program that recomputes in bfloat16, with kernels."""
+    phased, traced, run = prove("llama", "all together")
+    drawn = [
+        mutant
+        for place in (Place.PREPARATION, Place.PROGRAM, Place.PHASES)
+        for seed in range(4)
+        if (place, kind) in KINDS and (mutant := mutate(phased, place, kind, Random(seed)))
+    ]
+    accepted = [mutant for mutant in drawn if not mutant.is_refused(traced)]
+    assert len(drawn) > len(accepted)
+    assert [mutant.what for mutant in accepted if run.is_changed_by(mutant)] == []
 
 
 @pytest.mark.slow
@@ -46,8 +65,8 @@ def test_a_right_program_has_numbers_to_be_held_beside() -> None:
 
 
 def test_every_kind_of_mutation_can_be_made() -> None:
-    """On one of two programs at least; and equal seeds give equal mutants."""
-    programs = [prove(family, layout)[0] for family, layout in FEW[:2]]
+    """On one of some programs at least; and equal seeds give equal mutants."""
+    programs = [prove(family, layout)[0] for family, layout in (*FEW[:2], ("llama", "all together"))]
 
     def is_made(place: Place, kind: str) -> bool:
         return any(mutate(phased, place, kind, Random(seed)) for phased in programs for seed in range(8))

@@ -1,0 +1,173 @@
+"""Mutations of what recomputation, precisions and fused kernels put into a program. See `mutations`."""
+
+from __future__ import annotations
+
+import operator
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.recompute import PHASE
+from tests.passes.mutations import Mutation, alike, is_tensor, local_value, pick
+
+aten = torch.ops.aten
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SCALES = (aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor)
+_WORDS = {"silu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "silu", "tanh": "none", "none": "tanh"}
+"""Another value for each word among the arguments of kernels and activations."""
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    return node.meta.get("phase") == PHASE and is_tensor(node)
+
+
+def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A value is computed again from another one than it was made of."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+
+    def others(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        tensors = [item for item in order if is_tensor(item) and order[item] < order[node]]
+        operands = [item for item in node.all_input_nodes if is_tensor(item)]
+        return [(mine, other) for mine in operands for other in tensors if mine is not other and alike(mine, other)]
+
+    node = pick(graph, random, lambda node: _is_recomputed(node) and bool(others(node)))
+    if node is None:
+        return None
+    mine, other = random.choice(others(node))
+    node.replace_input_with(mine, other)
+    return f"{node} is recomputed from {other} for {mine}"
+
+
+def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """What should read a recomputed value reads one that was there before: of the forward, or what it is made of."""
+    node = pick(graph, random, lambda node: _is_recomputed(node) and bool(node.users))
+    if node is None:
+        return None
+    stale = []
+    for item in graph.nodes:
+        if item is node:
+            break
+        if is_tensor(item) and item.meta.get("phase") in ("forward", PHASE) and alike(item, node):
+            stale.append(item)
+    if not stale:
+        return None
+    other = random.choice(stale)
+    reader = random.choice(list(node.users))
+    reader.replace_input_with(node, other)
+    return f"{reader} reads {other} for {node}, which is recomputed"
+
+
+def _casts(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default and local_value(node).is_floating_point()
+
+
+def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A value goes on in the type that it had."""
+    node = pick(graph, random, _casts)
+    if node is None:
+        return None
+    (operand,) = node.all_input_nodes
+    node.replace_all_uses_with(operand)
+    graph.erase_node(node)
+    return f"dropped the cast {node} of {operand}"
+
+
+def cast_to_other_type(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A value is converted to another type than it should be."""
+    node = pick(graph, random, _casts)
+    if node is None:
+        return None
+    other = random.choice([dtype for dtype in _FLOATS if dtype is not node.kwargs.get("dtype")])
+    node.kwargs = {**node.kwargs, "dtype": other}
+    return f"{node} casts to {other}"
+
+
+def drop_loss_scale(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A scalar, the loss or its gradient, that is not scaled: a mean becomes a sum, a weight of a term is lost."""
+
+    def scales(node: fx.Node) -> bool:
+        operand = node.args[0] if node.args else None
+        return node.target in _SCALES and is_tensor(operand) and alike(node, operand) and local_value(node).dim() == 0
+
+    node = pick(graph, random, scales)
+    if node is None:
+        return None
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)
+    return f"{node} is left out"
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    return str(node.target).startswith("autoshard.triton_")
+
+
+def exchange_kernel_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Two operands of a kernel in each other's place."""
+
+    def pairs(node: fx.Node) -> list[tuple[int, int]]:
+        tensors = [index for index, item in enumerate(node.args) if is_tensor(item)]
+        return [
+            (left, right) for left in tensors for right in tensors
+            if left < right and node.args[left] is not node.args[right] and alike(node.args[left], node.args[right])  # type: ignore[arg-type]
+        ]  # fmt: skip
+
+    node = pick(graph, random, lambda node: _is_kernel(node) and bool(pairs(node)))
+    if node is None:
+        return None
+    left, right = random.choice(pairs(node))
+    args = list(node.args)
+    args[left], args[right] = args[right], args[left]
+    node.args = tuple(args)
+    return f"{node} with operands {left} and {right} exchanged"
+
+
+def change_kernel_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Another number or word among the arguments of a kernel: an epsilon, a scale, an activation, a flag."""
+
+    def constants(node: fx.Node) -> list[int]:
+        return [index for index, item in enumerate(node.args) if isinstance(item, (str, bool, int, float))]
+
+    node = pick(graph, random, lambda node: _is_kernel(node) and bool(constants(node)))
+    if node is None:
+        return None
+    index = random.choice(constants(node))
+    changed = _other(node.args[index], random)
+    what = f"{node}: argument {index} is {changed!r} instead of {node.args[index]!r}"
+    node.args = (*node.args[:index], changed, *node.args[index + 1 :])
+    return what
+
+
+def _other(item: Any, random: Random) -> Any:
+    if isinstance(item, str):
+        return _WORDS.get(item, f"not {item}")
+    return not item if isinstance(item, bool) else item + random.choice((1, -1))
+
+
+def exchange_kernel_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Another result of a kernel is read than the one that should be."""
+
+    def others(node: fx.Node) -> list[int]:
+        kernel = node.args[0] if node.target is operator.getitem else None
+        if not isinstance(kernel, fx.Node) or not _is_kernel(kernel):
+            return []
+        mine = local_value(node)
+        values = enumerate(kernel.meta["val"])
+        return [index for index, value in values if index != node.args[1] and getattr(value, "shape", ()) == mine.shape]
+
+    node = pick(graph, random, lambda node: bool(others(node)))
+    if node is None:
+        return None
+    index = random.choice(others(node))
+    what = f"{node} reads result {index} instead of {node.args[1]}"
+    node.args = (node.args[0], index)
+    return what
+
+
+REWRITE_MUTATIONS: tuple[Mutation, ...] = (
+    recompute_from_other_input, read_stale_value, drop_cast, cast_to_other_type, drop_loss_scale,
+    exchange_kernel_operands, change_kernel_constant, exchange_kernel_results,
+)  # fmt: skip
