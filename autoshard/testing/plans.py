@@ -88,6 +88,22 @@ def most_split_plan(program: Program, mesh: Mesh) -> Plan:
     return greedy_plan(program, mesh, _splits)
 
 
+def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
+    """A legal plan that recomputes what it may, as late as it may; of strategies, greedily, those that split most."""
+    planning = _unfolded_problem(program, mesh, _laptop(mesh))
+
+    def pick(variable: int, options: np.ndarray) -> int:
+        site = planning.space.sites[planning.members[variable][0]]
+        count = len(site.strategies)
+
+        def rank(option: int) -> tuple[int, int]:
+            return option // count, _splits(site, site.strategies[option % count])
+
+        return int(max(options, key=rank))
+
+    return decided_plan(planning, _laptop(mesh), pick, recompute=True)
+
+
 def _splits(_: Site, strategy: Strategy) -> int:
     """How many dims of operands and results axes split."""
     specs = (*strategy.inputs, *strategy.outputs)

@@ -1,7 +1,7 @@
 """Wrong programs beside the verifier: none that computes another number may be accepted, no right one refused.
 
 Run: python -m tests.benchmarks.mutation_campaign --count 5000 --seed 0 [--jobs 2] [--family gpt] [--layout tensor ...]
-     [--folder FOLDER] [--out PAGE]
+     [--folder FOLDER] [--kept] [--out PAGE]
 
 Programs are `tests.passes.families` under `tests.passes.layouts`; mutants are drawn as `tests.passes.mutants` says. Of
 each mutant the verifier is asked first. What it accepts is run on the simulator beside the right program, in float64 on
@@ -124,9 +124,12 @@ def main(arguments: list[str]) -> int:
     parts = [(family, layout) for family, layout in product(FAMILIES, layouts) if options.family in ("", family)]
     counts = [options.count // len(parts) + (index < options.count % len(parts)) for index in range(len(parts))]
     options.folder.mkdir(parents=True, exist_ok=True)
+    tasks = list(zip(parts, counts, strict=True))
+    if options.kept:
+        tasks = [(part, count) for part, count in tasks if _path(options.folder, *part, count, options.seed).exists()]
     work = partial(_attack_or_read, seed=options.seed, folder=options.folder)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(work, *zip(*parts, strict=True), counts))
+        found = list(pool.map(work, *zip(*((*part, count) for part, count in tasks), strict=True)))
     Console(width=120).print(_by_kind(found), *(hole for part in found for hole in part.holes), sep="\n")
     if options.out is not None:
         options.out.write_text(report(found, options.seed))
@@ -140,14 +143,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--family", default="", choices=("", *FAMILIES), help="only this one")
     parser.add_argument("--layout", nargs="*", choices=LAYOUTS, help="only these")
+    parser.add_argument("--kept", action="store_true", help="only of what is in the folder: draw no more")
     parser.add_argument("--out", type=Path, help=f"write a page, e.g. {RESULTS}")
     parser.add_argument("--folder", type=Path, default=Path("build/mutation_campaign"), help="where parts are kept")
     return parser
 
 
+def _path(folder: Path, family: str, layout: str, count: int, seed: int) -> Path:
+    return folder / f"{family}, {layout}, {count}, {seed}.json"
+
+
 def _attack_or_read(family: str, layout: str, count: int, *, seed: int, folder: Path) -> Part:
     torch.set_num_threads(1)
-    path = folder / f"{family}, {layout}, {count}, {seed}.json"
+    path = _path(folder, family, layout, count, seed)
     if not path.exists():
         part = attack(family, layout, count, seed)
         path.write_text(json.dumps({item.name: getattr(part, item.name) for item in fields(Part)}, indent=1))

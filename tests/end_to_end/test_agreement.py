@@ -11,15 +11,18 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import autoshard
 from autoshard import Mesh, PlanMismatchError, RankMismatchError
 from autoshard.planner import Planner
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.engine import SimulatorEngine
+from autoshard.testing.plans import most_recomputed_plan, most_split_plan
+from autoshard.tracing import trace
 from passes.lower import Lower
-from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import assert_equal, train
 from tests.passes.mutations import copy_of, scale_value
 from tests.runtime.processes import report, run_checks
@@ -28,33 +31,43 @@ PAIR = Mesh({"data": 2})
 NAMES = ("recomputed in bf16", "bf16", "f32")
 
 
+class Small(nn.Module):
+    """Two layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.down(nn.functional.gelu(self.up(x))).square().mean()}
+
+
+INPUTS = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
+
+
 def make_plans(folder: Path) -> None:
     """A plan in bfloat16 that recomputes, one in it that does not, and one in float32."""
-    model, inputs = MODELS["gpt2"]()
-    for name in NAMES[1:]:
-        autoshard.plan(model, PAIR, example_inputs=inputs, precision=name).save(folder / name)
-    fastest = autoshard.Plan.load(folder / "bf16")
-    budget = int(0.8 * fastest.predicted.peak_memory_bytes)
-    tight = autoshard.plan(model, PAIR, example_inputs=inputs, memory_budget=budget)
+    narrow = trace(Small(), (), INPUTS, compute_dtype=torch.bfloat16)
+    tight = most_recomputed_plan(narrow, PAIR)
     assert tight.recompute.nodes
-    assert tight.precision == "bf16"
-    tight.save(folder / NAMES[0])
+    plans = (tight, most_split_plan(narrow, PAIR), most_split_plan(trace(Small(), (), INPUTS), PAIR))
+    for name, plan, precision in zip(NAMES, plans, ("bf16", "bf16", None), strict=True):
+        replace(plan, precision=precision).save(folder / name)
 
 
 def compile_with(folder: Path, *names: str, verify: bool = True) -> Any:
     """The model, each rank with the plan of its name."""
-    model, inputs = MODELS["gpt2"]()
     name = names[dist.get_rank() % len(names)]
-    return autoshard.compile(model, PAIR, plan=folder / name, example_inputs=inputs, verify=verify)
+    return autoshard.compile(Small(), PAIR, plan=folder / name, example_inputs=INPUTS, verify=verify)
 
 
 def check_training(folder: Path) -> None:
     """What ranks compute by a plan that recomputes in bfloat16 is what the simulator computes by it."""
-    _, inputs = MODELS["gpt2"]()
-    found = train(compile_with(folder, NAMES[0]), inputs)
+    found = train(compile_with(folder, NAMES[0]), INPUTS)
     planner = Planner(fixed=autoshard.Plan.load(folder / NAMES[0]), precision="bf16")
-    simulated = autoshard.ShardedModule(MODELS["gpt2"]()[0], SimulatorEngine(PAIR), planner)
-    assert_equal(found, train(simulated, inputs))
+    simulated = autoshard.ShardedModule(Small(), SimulatorEngine(PAIR), planner)
+    assert_equal(found, train(simulated, INPUTS))
 
 
 def check_plans_in_other_precisions(folder: Path) -> None:
