@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.progress import interruptible, search_bar
+from autoshard.runtime.agreement import make_together
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.launch import share_among_processes, world_size
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from passes.pipeline import PlanOptions
     from passes.search_control import SearchControl
     from passes.verify_program import VerificationReport
-
-T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -96,11 +95,11 @@ class Planner:
         from passes.constraints import constrained_outputs
 
         start = time.perf_counter()
-        program = _together(
+        program = make_together(
             engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": made.digest()}
         )
         chosen = engine.share(lambda: self._plan_for(program, request, engine.mesh))
-        phased = _together(
+        phased = make_together(
             engine,
             "lowering",
             lambda: self._lower(program, chosen)[0],
@@ -348,27 +347,6 @@ class Planner:
             for pattern, spec in self.constraints.items()
             if not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs)
         }
-
-
-def _together(engine: Engine, step: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
-    """What each rank makes by itself, if all can, and of what is made the same `facts` hold.
-
-    Raises:
-        RankMismatchError: on every rank, if only some can, or the facts differ.
-        AutoshardError: what `make` raises, if it does so on every rank.
-    """
-    made: T | None = None
-    failure: AutoshardError | None = None
-    try:
-        made = make()
-    except AutoshardError as error:
-        failure = error
-    found = {} if made is None else facts(made)
-    engine.agree(lambda: {step: "succeeded" if failure is None else f"failed ({failure})", **found})
-    if made is None:
-        assert failure is not None
-        raise failure
-    return made
 
 
 def refuse_scaling(precision: str | None) -> None:

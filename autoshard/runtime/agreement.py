@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from autoshard.errors import AutoshardError, RankMismatchError
+from autoshard.runtime.engine import Engine
 
 T = TypeVar("T")
 
@@ -76,3 +77,24 @@ class ControlGroup:
 
 
 _SHOWN = 4
+
+
+def make_together(engine: Engine, step: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+    """What each rank makes by itself, if all can, and of what is made the same `facts` hold.
+
+    Raises:
+        RankMismatchError: on every rank, if only some can, or the facts differ.
+        AutoshardError: what `make` raises, if it does so on every rank.
+    """
+    made: T | None = None
+    failure: AutoshardError | None = None
+    try:
+        made = make()
+    except AutoshardError as error:
+        failure = error
+    found = {} if made is None else facts(made)
+    engine.agree(lambda: {step: "succeeded" if failure is None else f"failed ({failure})", **found})
+    if made is None:
+        assert failure is not None
+        raise failure
+    return made
