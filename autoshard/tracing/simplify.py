@@ -68,6 +68,8 @@ class Copier:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.node)
         if node.target is _ATEN.cat.default:
             args = (_without_empty(args[0]), *args[1:])
+        if node.target is _ATEN.native_batch_norm_backward.default:
+            args = (*args[:-1], [True, *args[-1][1:]])  # its fake gives the input's gradient, asked for or not
         order = _memory_order(node)
         if order is not None:
             return self._copy_strided(node, order, args, kwargs)
@@ -110,8 +112,6 @@ class Copier:
 
     def _remember(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         copy.meta = {key: node.meta[key] for key in self._kept_meta if key in node.meta}
-        if node.target is _ATEN.native_batch_norm_backward.default:
-            copy.meta["val"] = _asked_for(node)
         self._copies[node] = copy
         return copy
 
@@ -173,12 +173,6 @@ def _memory_order(node: fx.Node) -> list[int] | None:
     value = operand.meta["val"]
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
     return order if value.dim() != 1 and value.permute(order).is_contiguous() else None
-
-
-def _asked_for(node: fx.Node) -> tuple[Tensor | None, ...]:
-    """The gradients that a batch norm's backward gives; its fake gives that of the input, asked for or not."""
-    mask: Any = node.args[-1]
-    return tuple(value if is_asked else None for value, is_asked in zip(node.meta["val"], mask, strict=True))
 
 
 def _base_name(node: fx.Node) -> str:
