@@ -90,7 +90,8 @@ def most_split_plan(program: Program, mesh: Mesh) -> Plan:
 
 def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
     """A legal plan that recomputes what it may, as late as it may; of strategies, greedily, those that split most."""
-    planning = _unfolded_problem(program, mesh, _laptop(mesh))
+    cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)  # without a host to offload to
+    planning = _unfolded_problem(program, mesh, cluster)
 
     def pick(variable: int, options: np.ndarray) -> int:
         site = planning.space.sites[planning.members[variable][0]]
@@ -101,7 +102,7 @@ def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
 
         return int(max(options, key=rank))
 
-    return decided_plan(planning, _laptop(mesh), pick, recompute=True)
+    return decided_plan(planning, cluster, pick, recompute=True)
 
 
 def _splits(_: Site, strategy: Strategy) -> int:
