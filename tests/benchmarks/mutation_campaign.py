@@ -87,8 +87,10 @@ class Part:
             self.holes.append(f"{name}: {kind}: {mutant.what}")
 
 
-def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0) -> Part:
+def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0, sampled: int = SAMPLED) -> Part:
     """Draw mutants `first` to `first + count` of one program; the right program must be accepted.
+
+    Of refused mutants one in `sampled` is run.
 
     Raises:
         VerificationError: the right program was refused.
@@ -100,7 +102,7 @@ def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0) -
         name = f"{seed}, {family}, {layout}, {number}"
         mutant = draw_mutant(phased, Random(name))
         refused = mutant.is_refused(traced)
-        is_run = not refused or number % SAMPLED == 0
+        is_run = not refused or number % sampled == 0
         part.add(mutant, name, refused, run.is_changed_by(mutant) if is_run else None)
     part.seconds = time.perf_counter() - start
     return part
