@@ -119,10 +119,10 @@ class Transients:
 
     def local_form(self, site: Site, strategy: Strategy) -> LocalForm | None:
         """What a rank runs for a call; None where that is the call itself, or nothing at all."""
-        splits = strategy.splits(self.mesh)
-        if site.rule is None or not splits or (site.node is not None and site.node.target is hub):
+        if site.rule is None or (site.node is not None and site.node.target is hub):
             return None
-        if not (site.rule.local or fills(site.rule, splits, self.mesh)):
+        splits = strategy.splits(self.mesh)
+        if not splits or not (site.rule.local or fills(site.rule, splits, self.mesh)):
             return None
         key = (site.call, strategy)
         if key not in self._forms:

@@ -69,7 +69,7 @@ class Copier:
         if node.target is _ATEN.cat.default:
             args = (_without_empty(args[0]), *args[1:])
         if node.target is _ATEN.native_batch_norm_backward.default:
-            args = (*args[:-1], [True, *args[-1][1:]])  # its fake gives the input's gradient, asked for or not
+            args = _with_input_gradient(args)
         order = _memory_order(node)
         if order is not None:
             return self._copy_strided(node, order, args, kwargs)
@@ -181,6 +181,12 @@ def _base_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
     return str(getattr(target, "__name__", target))
+
+
+def _with_input_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of a batch norm's backward, the input's gradient asked for: its fake gives it in any case."""
+    *operands, asked = args
+    return (*operands, [True, *asked[1:]])
 
 
 def _without_empty(operands: Any) -> list[fx.Node]:
