@@ -81,7 +81,7 @@ class Search:
     time_budget_s: float = 60.0
     tolerance: float = 1e-3
     max_rounds: int = 100
-    most_parts: int = 40
+    most_parts: int = 12
     says_smallest: bool = True
     control: SearchControl = dataclasses.field(default_factory=SearchControl)
 

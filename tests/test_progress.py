@@ -61,6 +61,14 @@ def plan_pressing(
     return found
 
 
+@pytest.fixture(autouse=True)
+def _python_s_own_handler() -> Iterator[None]:
+    """SIGINT as Python handles it: where the tests run in the background of a shell it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=["HiGHS", "duality"])
 def gear(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of the search's two gears solves the problem."""
