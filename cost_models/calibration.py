@@ -35,8 +35,6 @@ from cost_models.topology import GroupLinks, Link, MeasuredCollective
 from cost_models.units import MIB
 
 MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 1024))
-PRODUCTS_SHARE = 4
-"""How much longer than other operators the products in float32 are measured: half of a step is made of them."""
 BETWEEN = (512, 768, 192)
 """The product between two collectives."""
 PRODUCTS = (1, 4, 2, 6, 1, 3, 5, 2)
@@ -167,6 +165,7 @@ def _mean_time(action: Callable[[], object], share_s: float) -> float:
 
 def _fixed_mean_time(action: Callable[[], object], runs: int) -> float:
     """Mean seconds over a fixed number of runs: collectives need the same count on every rank."""
+    action()
     _synchronize()
     distributed.barrier()
     start = time.perf_counter()
@@ -208,7 +207,7 @@ def _measure_device(
     measured: dict[str, float] = {}
     for name, action in actions.items():
         note.next(name)
-        measured[name] = _mean_time(action(), PRODUCTS_SHARE * share_s if name.startswith("matmul.f32") else share_s)
+        measured[name] = _mean_time(action(), share_s)
     measured["launch"] /= LAUNCHES
     return measured
 
@@ -277,15 +276,9 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
     trial = torch.tensor(_fixed_mean_time(lambda: turn(collective), 1), dtype=torch.float64, device=_place())
     distributed.all_reduce(trial, distributed.ReduceOp.MAX)
-    runs = max(1, min(25, int(share_s / trial.item() / 4)))
-    before, first, second, after = (
-        _fixed_mean_time(partial(turn, then), runs) for then in (_nothing, collective, collective, _nothing)
-    )  # in this order a machine that grows slower or faster meanwhile changes nothing
-    return max((first + second - before - after) / 2, 1e-6) / len(PRODUCTS)
-
-
-def _nothing() -> None:
-    """No collective."""
+    runs = max(1, min(50, int(share_s / trial.item() / 1.7)))
+    alone = _fixed_mean_time(lambda: turn(lambda: None), runs)
+    return max(_fixed_mean_time(lambda: turn(collective), runs) - alone, 1e-6) / len(PRODUCTS)
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -378,43 +371,35 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
 
 
 def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...]:
-    """Start, latency and bandwidth of each collective by least squares, none of them negative.
-
-    Errors are relative to the time, and for times under the median to that: the short ones are differences of long
-    ones, and mostly noise.
-    """
+    """Start, latency and bandwidth of each collective: least squares of relative errors, none of them negative."""
     samples = _samples(measured)
     found = []
     for name in dict.fromkeys(sample.collective for sample in samples):
         own = [sample for sample in samples if sample.collective == name]
-        typical = statistics.median(sample.seconds for sample in own)
-        scales = [max(sample.seconds, typical) for sample in own]
         columns = [(1.0, s.group - 1.0, (s.group - 1) / s.group * s.size_bytes) for s in own]
-        rows = [[value / scale for value in row] for row, scale in zip(columns, scales, strict=True)]
-        targets = [sample.seconds / scale for sample, scale in zip(own, scales, strict=True)]
+        rows = [[value / s.seconds for value in row] for s, row in zip(own, columns, strict=True)]
         used = (0, 1, 2) if len({s.group for s in own}) > 1 else (0, 2)
-        start, latency, per_byte = _non_negative(rows, targets, used)
+        start, latency, per_byte = _non_negative(rows, used)
         found.append(MeasuredCollective(name, start, latency, 1 / max(per_byte, 1e-12)))
     return tuple(found)
 
 
-def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float], used: Sequence[int]) -> list[float]:
-    """x >= 0 of least |rows @ x - targets|^2, with entries outside `used` 0: the best of all subsets without negatives.
+def _non_negative(rows: Sequence[Sequence[float]], used: Sequence[int]) -> list[float]:
+    """x >= 0 of least |rows @ x - 1|^2, with entries outside `used` 0: the best of all subsets without negatives.
 
     Units are made alike first, so that the least squares are well conditioned.
     """
     matrix = torch.tensor(rows, dtype=torch.float64)
-    wanted = torch.tensor(targets, dtype=torch.float64)[:, None]
     scale = matrix.abs().amax(0).clamp_min(1e-300)
     best, least = [0.0] * len(rows[0]), float("inf")
     for count in range(1, len(used) + 1):
         for subset in combinations(used, count):
             part = matrix[:, subset] / scale[list(subset)]
-            solution = torch.linalg.lstsq(part, wanted).solution
-            error = float((part @ solution - wanted).square().sum())
+            solution = torch.linalg.lstsq(part, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
+            error = float((part @ solution - 1).square().sum())
             if bool((solution >= 0).all()) and error < least:
                 least, best = error, [0.0] * len(rows[0])
-                for place, value in zip(subset, (solution[:, 0] / scale[list(subset)]).tolist(), strict=True):
+                for place, value in zip(subset, (solution / scale[list(subset)]).tolist(), strict=True):
                     best[place] = value
     return best
 

@@ -77,20 +77,6 @@ def test_a_bandwidth_that_hides_in_noise_stays_finite():
     assert _fit_link(measured, 2).bandwidth_bytes_per_s < 1e12
 
 
-def test_a_short_collective_lost_in_noise_leaves_the_bandwidth_alone():
-    """A time is a difference of longer ones: one of a small message may come out as nothing at all."""
-    curve = MeasuredCollective("all_to_all", 2e-3, 1e-3, 1e9)
-    measured = {
-        f"all_to_all.{n}.{size}": curve.seconds(size, n) for n in (2, 4) for size in (4096, 2**18, 2**21, 2**23)
-    }
-    measured |= {
-        f"{name}.{n}.{size}": 1e-3 for name in COLLECTIVES for n in (2, 4) for size in (4096, 2**23)
-    } | measured
-    found = _fit_link(measured | {"all_to_all.2.4096": 1e-6}, 4)
-    (noisy,) = (each for each in found.measured if each.name == "all_to_all")
-    assert noisy.seconds(2**23, 4) == pytest.approx(curve.seconds(2**23, 4), rel=0.1)
-
-
 def test_pooled_calibrations_are_the_fit_of_their_mean():
     """The rates of two passes, of which one was twice as slow throughout, are those of the mean time."""
     fast = calibrate(name="here", memory_bytes=2**30, budget_s=0.2)
