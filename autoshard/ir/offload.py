@@ -6,23 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autoshard.ir.brought_back import BroughtBack, by_module
+
 LABEL = "offload"
 """What the time of copies to and from the host counts as in a prediction's breakdown."""
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadedNode:
-    """A node of the forward whose value goes to the host when it is made, and comes back for the backward.
-
-    Args:
-        name: the node.
-        before: the node of the backward just before which it comes back.
-        module: the module that issued it.
-    """
-
-    name: str
-    before: str
-    module: str
+class OffloadedNode(BroughtBack):
+    """A node of the forward whose value goes to the host when it is made; `before` says when it comes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +38,7 @@ class Offload:
     @property
     def by_module(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the nodes by the module that issued them."""
-        found: dict[str, tuple[str, ...]] = {}
-        for node in self.nodes:
-            found[node.module] = (*found.get(node.module, ()), node.name)
-        return found
+        return by_module(self.nodes)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data."""

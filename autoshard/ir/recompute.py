@@ -6,23 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autoshard.ir.brought_back import BroughtBack, by_module
+
 PHASE = "recompute"
 """The phase of nodes that compute a value of the forward once more, for the backward; they run within the backward."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputedNode:
-    """A node of the forward that is run again.
-
-    Args:
-        name: the node.
-        before: the node of the backward just before which it runs again.
-        module: the module that issued it.
-    """
-
-    name: str
-    before: str
-    module: str
+class RecomputedNode(BroughtBack):
+    """A node of the forward that is run again; `before` says just before which node of the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +36,7 @@ class Recompute:
     @property
     def by_module(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the nodes by the module that issued them."""
-        found: dict[str, tuple[str, ...]] = {}
-        for node in self.nodes:
-            found[node.module] = (*found.get(node.module, ()), node.name)
-        return found
+        return by_module(self.nodes)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data."""
