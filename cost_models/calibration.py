@@ -163,18 +163,6 @@ def _mean_time(action: Callable[[], object], share_s: float) -> float:
     return (time.perf_counter() - start) / runs
 
 
-def _fixed_mean_time(action: Callable[[], object], runs: int) -> float:
-    """Mean seconds over a fixed number of runs: collectives need the same count on every rank."""
-    action()
-    _synchronize()
-    distributed.barrier()
-    start = time.perf_counter()
-    for _ in range(runs):
-        action()
-    _synchronize()
-    return (time.perf_counter() - start) / runs
-
-
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -262,23 +250,42 @@ def _measure_group(group: distributed.ProcessGroup, size: int, message: int, sha
 
 
 def _added_time(collective: Callable[[], object], product: Callable[[], object], share_s: float) -> float:
-    """Mean seconds that a collective adds to the products before it, on all ranks at once.
+    """Mean seconds that a collective adds to the products before it, on all ranks at once; at least its own error.
 
-    One run is one turn of `PRODUCTS`. A few say how many fit into the share, on the slowest rank: all ranks need the
-    same count.
+    One run is two turns of `PRODUCTS`, one without and one with the collective, the first of them changing: a machine
+    whose speed drifts changes both alike, and their difference is that of neighbours in time. One trial says how many
+    fit into the share, on the slowest rank: all ranks need the same count.
     """
-
-    def turn(then: Callable[[], object]) -> None:
-        for count in PRODUCTS:
-            for _ in range(count):
-                product()
-            then()
-
-    trial = torch.tensor(_fixed_mean_time(lambda: turn(collective), 1), dtype=torch.float64, device=_place())
+    turns = (partial(_turn_time, product, _nothing), partial(_turn_time, product, collective))
+    turns[1]()
+    trial = torch.tensor(sum(turn() for turn in turns), dtype=torch.float64, device=_place())
     distributed.all_reduce(trial, distributed.ReduceOp.MAX)
-    runs = max(1, min(50, int(share_s / trial.item() / 1.7)))
-    alone = _fixed_mean_time(lambda: turn(lambda: None), runs)
-    return max(_fixed_mean_time(lambda: turn(collective), runs) - alone, 1e-6) / len(PRODUCTS)
+    differences = torch.zeros(max(2, min(50, int(share_s / trial.item()))), dtype=torch.float64, device=_place())
+    for run in range(len(differences)):
+        order = (0, 1) if run % 2 == 0 else (1, 0)
+        seconds = {which: turns[which]() for which in order}
+        differences[run] = seconds[1] - seconds[0]
+    distributed.all_reduce(differences)
+    differences /= distributed.get_world_size() * len(PRODUCTS)
+    error = differences.std() / len(differences) ** 0.5
+    return max(differences.mean().item(), error.item(), 1e-9)
+
+
+def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
+    """Seconds of one turn of `PRODUCTS` with `then` after each group of them; all ranks begin it together."""
+    _synchronize()
+    distributed.barrier()
+    start = time.perf_counter()
+    for count in PRODUCTS:
+        for _ in range(count):
+            product()
+        then()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _nothing() -> None:
+    """No collective."""
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
