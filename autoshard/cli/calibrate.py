@@ -80,7 +80,7 @@ def _measure(budget_s: float) -> Calibration | None:
     return found if is_first else None
 
 
-ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (2, 4, 512, 64))
+ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (16, 4, 128, 64), (2, 4, 512, 64))
 ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
 
 
