@@ -17,10 +17,11 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.cluster import candidate_meshes
-from autoshard.errors import InvalidSpecError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
+from autoshard.ir.printer import format_bytes
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.planner import (
@@ -163,7 +164,7 @@ def plan(
     max_grad_norm: float | None = None,
     loss_fn: LossFunction | None = None,
     global_batch: int | None = None,
-    constraints: Mapping[str, PartitionSpec] | None = None,
+    constraints: Mapping[str, Any] | None = None,
     memory_budget: int | None = None,
     precision: str | None = "bf16",
     recipe: Any = None,
@@ -174,7 +175,10 @@ def plan(
     """How a model would run, and what it would cost; nothing is run, and the model may be on meta.
 
     Args:
-        model, example_inputs, loss_fn, constraints, memory_budget, strict, time_budget_s: see `compile`.
+        model, example_inputs, loss_fn, strict, time_budget_s: see `compile`.
+        constraints: see `compile`; with `global_batch`, fields of `Recipe` to the value that they must have, or to
+            several: {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
+        memory_budget: see `compile`; of a `recipe`, what it must fit in.
         mesh_or_cluster: a mesh, priced for this machine; or a cluster, and the planner picks the axes.
         mesh: with a cluster: the axes, instead of the planner's choice.
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
@@ -196,16 +200,18 @@ def plan(
     from passes.formulas import PlanFormulas
 
     if recipe is not None:
-        cluster = _checked_cluster(mesh_or_cluster, mesh, constraints)
-        return price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn)
+        cluster = _checked_cluster(mesh_or_cluster, mesh)
+        _refuse_constraints(constraints)
+        return _within(price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn), memory_budget)
     if global_batch is not None:
         return search_plan(
             model,
-            _checked_cluster(mesh_or_cluster, mesh, constraints),
+            _checked_cluster(mesh_or_cluster, mesh),
             example_inputs=example_inputs,
             optimizer=optimizer,
             global_batch=global_batch,
             loss_fn=loss_fn,
+            constraints=constraints,
             memory_budget=memory_budget,
             precision=precision,
             time_budget_s=time_budget_s,
@@ -343,25 +349,45 @@ def _checked_constraints(constraints: Mapping[str, PartitionSpec] | None) -> dic
     for pattern, spec in (constraints or {}).items():
         if not isinstance(spec, PartitionSpec):
             raise InvalidSpecError(
-                f"constraints[{pattern!r}]={spec!r} is a {type(spec).__name__}; write it as P('data', None)."
+                f"constraints[{pattern!r}]={spec!r} is a {type(spec).__name__}; write it as P('data', None). Fields "
+                "of a recipe are constrained where recipes are searched, with plan(global_batch=)."
             )
     return dict(constraints or {})
 
 
-def _checked_cluster(target: Any, mesh: Mesh | None, constraints: Mapping[str, PartitionSpec] | None) -> Cluster:
-    """What recipes are planned for; they choose the axes and follow no constraints."""
+def _checked_cluster(target: Any, mesh: Mesh | None) -> Cluster:
+    """What recipes are planned for; they choose the axes."""
     if not isinstance(target, Cluster):
         raise NotAvailableError(
             f"global_batch= and recipe= choose the axes themselves, but were given {target!r}: pass a Cluster, "
             "Cluster('h100_sxm', nodes=8), or plan on the mesh without them."
         )
-    for name, value in (("mesh", mesh), ("constraints", constraints)):
-        if value:
-            raise NotAvailableError(
-                f"{name}={value!r} does not go with global_batch= or recipe=: a recipe says where everything lies. "
-                "Leave one of them out."
-            )
+    if mesh is not None:
+        raise NotAvailableError(
+            f"mesh={mesh!r} does not go with global_batch= or recipe=: recipes choose the axes themselves. With "
+            "global_batch= their sizes may be constrained, constraints={'tensor': 8}."
+        )
     return target
+
+
+def _refuse_constraints(constraints: Mapping[str, Any] | None) -> None:
+    if constraints:
+        raise NotAvailableError(
+            f"constraints={constraints!r} does not go with recipe=, which leaves nothing to choose. Leave one of them "
+            "out, or search recipes with global_batch=."
+        )
+
+
+def _within(priced: Plan, memory_budget: int | None) -> Plan:
+    """The plan of a recipe, which must fit in so many bytes."""
+    needed = priced.predicted.peak_memory_bytes
+    if memory_budget is not None and needed > memory_budget:
+        raise DoesNotFitError(
+            f"The recipe needs {format_bytes(needed)} per device, more than memory_budget={memory_budget}. Price it "
+            "without memory_budget=, or search for one that fits with global_batch=.",
+            smallest_bytes=needed,
+        )
+    return replace(priced, memory_budget=memory_budget)
 
 
 _BACKENDS = ("auto", "eager", "inductor", "triton")

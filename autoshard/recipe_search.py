@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from autoshard.errors import DoesNotFitError, NotAvailableError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.plan import Plan
-from autoshard.ir.printer import format_bytes
 from autoshard.ir.recipe import OPTIMIZERS, Recipe
 from autoshard.pricing import ExampleInputs, price, priced_model
 from autoshard.progress import Show, search_bar
@@ -19,7 +18,8 @@ from cost_models.hardware import Cluster
 
 if TYPE_CHECKING:
     from passes.recipe_problem import RecipeProblem
-    from passes.search_recipes import FoundRecipe, Watch
+    from passes.recipe_space import Only
+    from passes.search_recipes import Watch
 
 
 def search_plan(
@@ -30,6 +30,7 @@ def search_plan(
     optimizer: str | torch.optim.Optimizer | None,
     global_batch: int,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    constraints: Mapping[str, object] | None = None,
     memory_budget: int | None = None,
     precision: str | None = None,
     time_budget_s: float = 60.0,
@@ -39,18 +40,28 @@ def search_plan(
 
     Raises:
         DoesNotFitError: no recipe fits; carries the least memory that one takes.
-        NotAvailableError: an optimizer or precision that recipes do not have, or time ran out before any was priced.
+        RecipeError: a constraint that names no field of recipes, or no value of one.
+        NotAvailableError: an optimizer or precision that recipes do not have, a constraint on a value's spec, or time
+            ran out before any was priced.
     """
     from passes.recipe_alternatives import RecipeAlternatives
+    from passes.recipe_constraints import pin
+    from passes.recipe_shortage import shortage
 
-    base = base_recipe(model, optimizer, precision, global_batch)
+    base, pinned = pin(base_recipe(model, optimizer, precision, global_batch), constraints or {})
     limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
-    problem = recipe_problem(model, cluster, base, example_inputs=example_inputs, loss_fn=loss_fn, memory_limit=limit)
+    problem = recipe_problem(
+        model, cluster, base, example_inputs=example_inputs, loss_fn=loss_fn, memory_limit=limit, pinned=pinned
+    )
     with search_bar(time_budget_s, progress) as show:
         watch = None if show is None else _watching(show)
         found, baselines = problem.best_of_all(time_budget_s=time_budget_s, watch=watch)
     if found.recipe is None:
-        raise _does_not_fit(problem, found, time_budget_s)
+        if not found.is_complete:
+            raise NotAvailableError(
+                f"time_budget_s={time_budget_s:g} ended before any recipe was priced; give the search more time."
+            )
+        raise shortage(problem, time_budget_s)
     chosen = price(model, cluster, found.recipe, example_inputs=example_inputs, loss_fn=loss_fn)
     return replace(
         chosen,
@@ -72,11 +83,13 @@ def recipe_problem(
     example_inputs: ExampleInputs,
     memory_limit: float,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    pinned: Only | None = None,
 ) -> RecipeProblem:
     """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
     from passes.recipe_problem import RecipeProblem
 
-    return RecipeProblem(priced_model(model, example_inputs, loss_fn).counted, cluster, base, memory_limit)
+    counted = priced_model(model, example_inputs, loss_fn).counted
+    return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})
 
 
 def base_recipe(
@@ -119,27 +132,6 @@ def _optimizer(given: str | torch.optim.Optimizer | None) -> str:
             f"{', '.join(OPTIMIZERS)}. Pass optimizer='adamw', say."
         )
     return name
-
-
-def _does_not_fit(
-    problem: RecipeProblem, found: FoundRecipe, time_budget_s: float
-) -> NotAvailableError | DoesNotFitError:
-    if not found.is_complete:
-        return NotAvailableError(
-            f"time_budget_s={time_budget_s:g} ended before any recipe was priced; give the search more time."
-        )
-    least = problem.smallest(time_budget_s=time_budget_s)
-    if least.recipe is None:
-        return DoesNotFitError(
-            f"global_batch={problem.base.batch} on {problem.cluster.size} devices: no recipe runs whole micro-batches "
-            "on each of them. Change the batch, or the number of devices.",
-            smallest_bytes=0,
-        )
-    return DoesNotFitError(
-        f"No recipe fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
-        f"{format_bytes(least.objective)} ({least.recipe.words}). Use more devices, or devices with more memory.",
-        smallest_bytes=int(least.objective),
-    )  # fmt: skip
 
 
 def _watching(show: Show) -> Watch:

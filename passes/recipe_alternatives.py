@@ -1,13 +1,15 @@
-"""What else a recipe could do, and what the best recipe then costs: `plan.why_not` for plans of recipes.
+"""What else a recipe could do, and what the best recipe then costs: `why_not` and `limits` for plans of recipes.
 
 A feature is a restriction of the searched fields. Where the plan's recipe does without it, the fastest recipes that
-have it are searched for; where it has it, the fastest without. Every figure is the price of a recipe that fits.
+have it are searched for; where it has it, the fastest without. `limits` searches with more memory, or for hardware of
+which one part is faster. Every figure is the price of a recipe that fits, and keeps the plan's own constraints.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.explanation import Explanation, Limits, Variant, WhyNot
@@ -16,7 +18,16 @@ from autoshard.ir.recipe import Recipe
 from passes.recipe_plan import predict_recipe
 from passes.recipe_problem import RecipeProblem
 from passes.recipe_space import Only
-from passes.what_if import cheapest_first, outcome_of
+from passes.what_if import (
+    FASTER,
+    MORE,
+    MORE_MEMORY,
+    TWICE,
+    UNLIMITED,
+    cheapest_first,
+    memory_worth,
+    outcome_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,7 @@ class RecipeAlternatives:
         asked, missing = FEATURES[feature], self._missing(feature)
         is_used = asked.is_used(plan.recipe)
         ways = {f"without {feature}": asked.without} if is_used else {} if missing else asked.ways
-        found = [variant for name, only in ways.items() if (variant := self._variant(name, only)) is not None]
+        found = [variant for name, only in ways.items() if (variant := self._variant(name, only=only)) is not None]
         if not found:
             missing = missing or f"no recipe for {self.problem.cluster.size} devices and this batch has it"
         return WhyNot(
@@ -109,10 +120,27 @@ class RecipeAlternatives:
         )
 
     def limits(self, plan: Plan) -> Limits:
-        """Not answered for recipes."""
-        raise NotAvailableError(
-            "limits(): this is the plan of a recipe; plan again with another memory_budget= or cluster, and compare()."
-        )
+        """See `Plan.limits`.
+
+        Raises:
+            NotAvailableError: time ran out before anything was priced.
+        """
+        problem, known = self.problem, plan.recipe
+        limit = problem.memory_limit
+        more, *others = [
+            self._variant(name, known=known, memory_limit=size)
+            for name, size in ((MORE_MEMORY, MORE * limit), (TWICE, 2 * limit), (UNLIMITED, math.inf))
+        ]
+        clusters = {name: change(problem.cluster) for name, change in FASTER.items()}
+        others += [
+            self._variant(name, replace(problem, cluster=faster), known=known)
+            for name, faster in clusters.items()
+            if faster is not None
+        ]
+        chosen = outcome_of(plan)
+        variants = tuple(item for item in (more, *others) if item is not None)
+        worth = None if more is None else memory_worth(chosen, more, limit)
+        return Limits(chosen, variants, plan.memory_budget, worth)
 
     def _missing(self, feature: str) -> str:
         """Why no recipe of the model can do something; "" where one may."""
@@ -125,10 +153,18 @@ class RecipeAlternatives:
             return "the model has no list of blocks, which are what stages and recomputation are made of"
         return ""
 
-    def _variant(self, name: str, only: Only) -> Variant | None:
-        """The best recipe within a restriction; None where there is no recipe at all."""
-        problem = self.problem
-        found = problem.best(only=only, time_budget_s=self.time_budget_s)
+    def _variant(
+        self,
+        name: str,
+        problem: RecipeProblem | None = None,
+        *,
+        only: Only | None = None,
+        memory_limit: float | None = None,
+        known: Recipe | None = None,
+    ) -> Variant | None:
+        """The best recipe of a problem (default: the plan's), see `RecipeProblem.best`; None where there is none."""
+        problem = problem or self.problem
+        found = problem.best(only=only, memory_limit=memory_limit, known=known, time_budget_s=self.time_budget_s)
         if found.recipe is not None:
             step = predict_recipe(problem.counted, found.recipe, problem.cluster, problem.model)
             return Variant(
@@ -141,7 +177,7 @@ class RecipeAlternatives:
                 name=f"{name}: {found.recipe.words}",
             )
         if not found.is_complete:
-            raise NotAvailableError(f"why_not: {self.time_budget_s:g} s ended before any recipe was priced ({name}).")
+            raise NotAvailableError(f"{self.time_budget_s:g} s ended before any recipe was priced ({name}).")
         least = problem.smallest(only=only, time_budget_s=self.time_budget_s)
         if least.recipe is None:
             return None

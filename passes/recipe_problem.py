@@ -31,6 +31,8 @@ class RecipeProblem:
         memory_limit: bytes of a device that recipes may take.
         least_tokens: see `RecipeSpace`.
         model: of the step; default: the fitted one.
+        pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Where the
+            tensor or context ranks are pinned, neither the node nor `least_tokens` limits them.
     """
 
     counted: CountedModel
@@ -39,6 +41,7 @@ class RecipeProblem:
     memory_limit: float
     least_tokens: int = 128
     model: StepModel = field(default_factory=fitted)
+    pinned: Only = field(default_factory=dict)
 
     @cached_property
     def pricer(self) -> RecipePricer:
@@ -50,6 +53,7 @@ class RecipeProblem:
         *,
         fixed: Mapping[str, object] | None = None,
         only: Only | None = None,
+        memory_limit: float | None = None,
         time_budget_s: float = math.inf,
         known: Recipe | None = None,
         watch: Watch | None = None,
@@ -59,13 +63,15 @@ class RecipeProblem:
         Args:
             fixed: searched fields to their values, `{"pipeline": 8}`.
             only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
+            memory_limit: bytes, in place of the problem's.
             time_budget_s, known, watch: see `search_recipes`.
 
         Raises:
             RecipeError: a field that is not searched.
         """
+        limit = self.memory_limit if memory_limit is None else memory_limit
         return search_recipes(
-            self.space(fixed, only), Fastest(self.pricer, self.memory_limit), self.pricer.memory_bytes,
+            self.space(fixed, only), Fastest(self.pricer, limit), self.pricer.memory_bytes,
             time_budget_s=time_budget_s, known=known, watch=watch,
         )  # fmt: skip
 
@@ -117,9 +123,14 @@ class RecipeProblem:
         """The recipes that are searched, some fields restricted."""
         single: dict[str, Collection[object]] = {name: (value,) for name, value in (fixed or {}).items()}
         return RecipeSpace(
-            self.counted, self.cluster.size, self.base, self.cluster.devices_per_node, self.least_tokens,
-            {**(only or {}), **single},
-        )  # fmt: skip
+            self.counted,
+            self.cluster.size,
+            self.base,
+            most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
+            least_tokens=1 if "context" in self.pinned else self.least_tokens,
+            only={**(only or {}), **single},
+            pinned=self.pinned,
+        )
 
 
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:

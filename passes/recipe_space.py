@@ -96,10 +96,10 @@ class RecipeSpace:
         base: the fields that are not searched; those that are do not count, but for `global_batch`.
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
-        only: restricts fields to some values; a group of all replicas may be named by None or by its size.
+        only, pinned: each restricts fields to some values; a group of all replicas may be named by None or by its size.
 
     Raises:
-        RecipeError: `only` names a field that is not searched, or `base` has no global batch or is not searchable.
+        RecipeError: a field that is restricted is not searched, or `base` has no global batch.
     """
 
     counted: CountedModel
@@ -108,9 +108,10 @@ class RecipeSpace:
     most_tensor: int | None = None
     least_tokens: int = 1
     only: Only = field(default_factory=dict)
+    pinned: Only = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.only if name not in SEARCHED]
+        unknown = [name for name in (*self.only, *self.pinned) if name not in SEARCHED]
         if unknown:
             raise RecipeError(f"{unknown[0]!r} is not searched; the searched fields are {', '.join(SEARCHED)}.")
         if self.base.global_batch is None:
@@ -191,10 +192,14 @@ class RecipeSpace:
         return [item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)]
 
     def _allows_group(self, group: int, replicas: int) -> bool:
-        return self._allows("zero_group", group or None) or (not group and self._allows("zero_group", replicas))
+        names = (group,) if group else (None, replicas)
+        known = (each["zero_group"] for each in (self.only, self.pinned) if "zero_group" in each)
+        return all(any(name in values for name in names) for values in known)
 
     def _allows(self, name: str, value: object) -> bool:
-        return name not in self.only or value in self.only[name]
+        if name in self.only and value not in self.only[name]:
+            return False
+        return name not in self.pinned or value in self.pinned[name]
 
     def recipe(self, layout: Layout, recompute: str, pipe: Pipe, sharding: Sharding) -> Recipe:
         """The recipe of a choice."""

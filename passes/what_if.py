@@ -29,6 +29,8 @@ MORE = 1.1
 
 _MORE = f"{MORE - 1:.0%}".replace("%", " %")
 
+MORE_MEMORY, TWICE, UNLIMITED = f"{_MORE} more memory", "twice the memory", "memory without limit"
+
 
 def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Outcome:
     """What the best plan within some options costs."""
@@ -97,16 +99,24 @@ def limits(program: Program, planning: PlanningProblem, options: PlanOptions, pl
     """See `Plan.limits`; `program` is as traced."""
     cluster = planning.prices.cluster
     allowed = allowed_options(planning, options.constraints)
-    variants = []
+    chosen, variants, worth = outcome_of(plan), [], None
     if options.memory_budget is not None:
-        for name, budget in ((f"{_MORE} more memory", options.memory_budget * MORE), ("memory without limit", None)):
+        for name, budget in ((MORE_MEMORY, options.memory_budget * MORE), (UNLIMITED, None)):
             variants.append(_named(outcome(planning, replace(options, memory_budget=budget), allowed), name))
-    for name, change in _FASTER.items():
+        worth = memory_worth(chosen, variants[0], options.memory_budget)
+    for name, change in FASTER.items():
         faster = change(cluster)
         if faster is not None:
             other = planning_problem(program, planning.space.mesh, faster, options)
             variants.append(_named(outcome(other, options, allowed), name))
-    return Limits(outcome_of(plan), tuple(variants), plan.memory_budget)
+    return Limits(chosen, tuple(variants), plan.memory_budget, worth)
+
+
+def memory_worth(chosen: Outcome, more: Outcome, memory_budget: float) -> float:
+    """What a byte more is worth, seconds of a step, in the mean of a tenth `more` memory."""
+    assert chosen.objective is not None, "a plan has an objective"
+    assert more.objective is not None, "what fits in less fits in more"
+    return max(0.0, chosen.objective - more.objective) / ((MORE - 1) * memory_budget)
 
 
 def _named(found: Outcome, name: str) -> Variant:
@@ -151,7 +161,7 @@ def _with_node(cluster: Cluster, node: NodeType) -> Cluster:
     return Cluster(node, cluster.nodes, cluster.devices_per_node)
 
 
-_FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {
+FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {
     f"{_MORE} faster matrix products": _faster_products,
     f"{_MORE} faster device memory": _faster_memory,
     f"{_MORE} faster links in a node": _faster_fabric,

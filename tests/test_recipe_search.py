@@ -9,16 +9,16 @@ import torch
 
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe
-from autoshard.errors import NotAvailableError
+from autoshard.errors import InvalidSpecError, NotAvailableError
 from tests.passes.decoders import dense, tokens
 
 MODEL = dense(4)
 CLUSTER = Cluster("h100_sxm", 1, 4)
 
 
-def _plan(**arguments) -> Plan:
+def _plan(cluster: Cluster = CLUSTER, **arguments) -> Plan:
     given = {"optimizer": "adamw", "global_batch": 16, "example_inputs": tokens(), **arguments}
-    return autoshard.plan(MODEL, arguments.pop("cluster", CLUSTER), **given)
+    return autoshard.plan(MODEL, cluster, **given)
 
 
 def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
@@ -55,11 +55,14 @@ def test_plans_of_older_schemas_are_read() -> None:
 
 
 def test_what_does_not_fit_names_what_would() -> None:
-    """And with that much it does."""
-    with pytest.raises(DoesNotFitError, match="the smallest needs") as raised:
+    """And with that much, or with as many nodes, it does."""
+    with pytest.raises(DoesNotFitError, match=r"the smallest needs .* of optimizer state, .* \(data") as raised:
         _plan(memory_budget=100_000)
     least = raised.value.smallest_bytes
     assert _plan(memory_budget=least).predicted.peak_memory_bytes == least
+    with pytest.raises(DoesNotFitError, match="2 nodes in place of 1 would do: there the smallest needs"):
+        _plan(memory_budget=least - 1)
+    assert _plan(Cluster("h100_sxm", 2, 4), memory_budget=least - 1).gap == 0.0
 
 
 def test_a_batch_that_nothing_runs_is_refused() -> None:
@@ -83,7 +86,9 @@ def test_optimizers_are_those_of_recipes() -> None:
 
 def test_products_run_in_the_models_own_dtype() -> None:
     """A model in 32 bits is not planned in 16."""
-    assert _plan(precision="f8").recipe == dataclasses.replace(_plan().recipe, precision="f8")
+    wide = _plan().recipe
+    assert wide is not None
+    assert _plan(precision="f8").recipe == dataclasses.replace(wide, precision="f8")
     with pytest.raises(NotAvailableError, match=r"precision='f32' cannot be planned .* torch.bfloat16"):
         _plan(precision="f32")
 
@@ -92,8 +97,24 @@ def test_what_recipes_do_not_follow_is_refused() -> None:
     """They choose the axes, and say where everything lies."""
     with pytest.raises(NotAvailableError, match="choose the axes themselves"):
         autoshard.plan(MODEL, Mesh({"data": 4}), example_inputs=tokens(), optimizer="adamw", global_batch=16)
-    with pytest.raises(NotAvailableError, match=r"constraints=.* does not go with global_batch="):
+    with pytest.raises(NotAvailableError, match=r"mesh=.* does not go with global_batch="):
+        _plan(mesh=Mesh({"data": 4}))
+    with pytest.raises(NotAvailableError, match="gives a value its spec"):
         _plan(constraints={"*": P()})
+    with pytest.raises(NotAvailableError, match=r"constraints=.* does not go with recipe="):
+        _plan(constraints={"tensor": 2}, recipe=Recipe(data=4))
+    with pytest.raises(InvalidSpecError, match="with plan\\(global_batch=\\)"):
+        _plan(constraints={"tensor": 2}, global_batch=None)
+
+
+def test_a_recipe_must_fit_in_the_memory_that_is_named() -> None:
+    """`recipe=` with `memory_budget=`: its own peak is enough."""
+    recipe = Recipe(data=4, global_batch=16)
+    needed = _plan(recipe=recipe).predicted.peak_memory_bytes
+    assert _plan(recipe=recipe, memory_budget=needed).memory_budget == needed
+    with pytest.raises(DoesNotFitError, match=r"The recipe needs .* more than memory_budget=") as raised:
+        _plan(recipe=recipe, memory_budget=needed - 1)
+    assert raised.value.smallest_bytes == needed
 
 
 def test_a_search_without_time_says_so() -> None:

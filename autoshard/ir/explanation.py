@@ -149,11 +149,14 @@ class Limits:
         chosen: the plan itself.
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
         memory_budget: bytes per device, or None.
+        memory_worth_s_per_byte: by how much a step is shorter for each byte more, in the mean of a tenth more memory
+            (its shadow price); None without a limit.
     """
 
     chosen: Outcome
     variants: tuple[Variant, ...]
     memory_budget: int | None
+    memory_worth_s_per_byte: float | None = None
 
     @property
     def binding(self) -> str:
@@ -172,6 +175,8 @@ class Limits:
         used = format_bytes(self.chosen.peak_memory_bytes or 0)
         head = f"Peak memory {used} of {limit}. What more of each would be worth, planned again with it:"
         end = f"Worth most: {self.binding}." if self.binding else "No single change is worth a thousandth of a step."
+        if self.memory_worth_s_per_byte:
+            end += f" A GiB more of memory is worth {format_time(2**30 * self.memory_worth_s_per_byte)} at first."
         return as_text(head, _variants_table(self.chosen, self.variants), end)
 
 

@@ -128,12 +128,10 @@ class Recipe:
             _check_count(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise RecipeError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(map(str, choices))}."
-                )
+                raise _no_choice(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise RecipeError(f"{name}={getattr(self, name)!r} must be True or False.")
+                raise _no_flag(name, getattr(self, name))
         self._check_batch()
         self._check_axes()
         self._check_stages()
@@ -265,6 +263,24 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 _OPTIONAL = ("zero_group", "global_batch")
 _FLAGS = tuple(item.name for item in fields(Recipe) if item.type == "bool")
+
+
+def check_field(name: str, value: object) -> None:
+    """Whether a field of a recipe may have a value, whatever the others are. Raises RecipeError if not."""
+    if name in _COUNTS:
+        _check_count(name, value)
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise _no_choice(name, value)
+    if name in _FLAGS and not isinstance(value, bool):
+        raise _no_flag(name, value)
+
+
+def _no_choice(name: str, value: object) -> RecipeError:
+    return RecipeError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, _CHOICES[name]))}.")
+
+
+def _no_flag(name: str, value: object) -> RecipeError:
+    return RecipeError(f"{name}={value!r} must be True or False.")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ import autoshard
 from autoshard import Cluster, Plan
 from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster as PricedCluster
 from passes.price_model import CountedModel
 from passes.recipe_alternatives import FEATURES, RecipeAlternatives
 from passes.recipe_plan import predict_recipe
@@ -93,5 +95,39 @@ def test_what_is_not_answered_is_said() -> None:
         make_plan("dense").why_not("magic")
     with pytest.raises(NotAvailableError, match="gives all values their specs at once"):
         make_plan("dense").explain("words.weight")
-    with pytest.raises(NotAvailableError, match="plan again with another memory_budget="):
-        make_plan("dense").limits()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_limits_are_those_of_planning_with_more(name: str) -> None:
+    """Each figure is that of a new plan; what memory is worth follows from them, and no change makes a step longer."""
+    sizes = sorted(memory for _, memory, _ in every_recipe(name))
+    plan = make_plan(name, memory_budget=sizes[len(sizes) // 20])
+    assert plan.memory_budget is not None
+    found = plan.limits()
+    stated = {item.name.partition(":")[0]: item.objective for item in found.variants}
+    more = make_plan(name, memory_budget=int(1.1 * plan.memory_budget))
+    assert stated["10 % more memory"] == more.objective
+    assert stated["twice the memory"] == make_plan(name, memory_budget=2 * plan.memory_budget).objective
+    assert stated["memory without limit"] == make_plan(name).objective
+    assert found.memory_worth_s_per_byte == pytest.approx(
+        (plan.objective - more.objective) / (0.1 * plan.memory_budget)
+    )
+    steps = [plan.objective, *(stated[key] for key in ("10 % more memory", "twice the memory", "memory without limit"))]
+    assert steps == sorted(steps, reverse=True)
+    unit = CLUSTER.device
+    faster = replace(unit, peak_flops={dtype: 1.1 * peak for dtype, peak in unit.peak_flops.items()})
+    cluster = PricedCluster(CLUSTER.node.with_device(faster), 1, 4)
+    again = autoshard.plan(
+        MODELS[name], cluster, example_inputs=tokens(), optimizer="adamw", global_batch=8,
+        memory_budget=plan.memory_budget,
+    )  # fmt: skip
+    assert stated["10 % faster matrix products"] == again.objective
+    assert found.binding in [item.name for item in found.variants]
+    assert found.binding in str(found)
+
+
+def test_memory_that_is_plenty_is_worth_nothing() -> None:
+    """More of it changes nothing."""
+    found = make_plan("dense").limits()
+    assert found.memory_worth_s_per_byte == 0.0
+    assert "A GiB more" not in str(found)
