@@ -71,7 +71,7 @@ def search_plan(
         was_interrupted=found.was_interrupted,
         memory_budget=limit,
         baselines={name: each.objective if each.recipe else None for name, each in baselines.items()},
-        alternatives=RecipeAlternatives(problem, time_budget_s),
+        alternatives=RecipeAlternatives(problem, priced_model(model, example_inputs, loss_fn), time_budget_s),
     )
 
 

@@ -1,20 +1,25 @@
-"""What else a recipe could do, and what the best recipe then costs: `why_not` and `limits` for plans of recipes.
+"""What else a recipe could do, and what it then costs: `why_not`, `limits` and `explain` for plans of recipes.
 
 A feature is a restriction of the searched fields. Where the plan's recipe does without it, the fastest recipes that
 have it are searched for; where it has it, the fastest without. `limits` searches with more memory, or for hardware of
-which one part is faster. Every figure is the price of a recipe that fits, and keeps the plan's own constraints.
+which one part is faster; `explain` among the recipes that give a value another spec. Every figure is the price of a
+recipe that fits, and keeps the plan's own constraints.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from autoshard.errors import InvalidSpecError, NotAvailableError
-from autoshard.ir.explanation import Explanation, Limits, Variant, WhyNot
+from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
+from passes.explain_recipe import find_value, spec_families, spec_of, value_costs, value_memory
+from passes.price_model import PricedModel
 from passes.recipe_plan import predict_recipe
 from passes.recipe_problem import RecipeProblem
 from passes.recipe_space import Only
@@ -82,10 +87,12 @@ class RecipeAlternatives:
 
     Args:
         problem: whose recipe it is.
+        priced: its model.
         time_budget_s: seconds of each search.
     """
 
     problem: RecipeProblem
+    priced: PricedModel
     time_budget_s: float
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
@@ -113,10 +120,30 @@ class RecipeAlternatives:
         )
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """Recipes decide all specs at once."""
-        raise NotAvailableError(
-            f"explain({name!r}): this is the plan of a recipe, which gives all values their specs at once. Ask "
-            "why_not(), or plan on a mesh, where specs are searched one by one."
+        """See `Plan.explain`: each other spec with the fastest recipe that gives it.
+
+        Raises:
+            NotAvailableError: time ran out before anything was priced.
+        """
+        assert plan.recipe is not None, "recipes are asked about"
+        priced, problem = self.priced, self.problem
+        value = find_value(priced, name)
+        own = spec_of(priced, value, plan.recipe)
+        families = (
+            [best for only in family if (best := self._best(name, problem, only=only)) is not None]
+            for family in spec_families(priced, value, plan.recipe)
+        )
+        found = [min(family, key=lambda item: cheapest_first(item[1])) for family in families if family]
+        others = [_alternative(spec_of(priced, value, recipe), outcome, recipe) for recipe, outcome in found]
+        return Explanation(
+            name=name,
+            shape=value.shape,
+            alike=value.alike,
+            chosen=_alternative(own, outcome_of(plan), plan.recipe),
+            others=tuple(sorted(others, key=cheapest_first)),
+            memory_budget=plan.memory_budget,
+            costs=value_costs(priced, value, plan.recipe, problem.cluster, problem.model),
+            memory=value_memory(priced, value, plan.recipe, problem.cluster),
         )
 
     def limits(self, plan: Plan) -> Limits:
@@ -162,23 +189,45 @@ class RecipeAlternatives:
         memory_limit: float | None = None,
         known: Recipe | None = None,
     ) -> Variant | None:
-        """The best recipe of a problem (default: the plan's), see `RecipeProblem.best`; None where there is none."""
-        problem = problem or self.problem
+        """The best recipe of a problem (default: the plan's) in words, see `_best`."""
+        best = self._best(name, problem or self.problem, only=only, memory_limit=memory_limit, known=known)
+        if best is None:
+            return None
+        recipe, outcome = best
+        return Variant(f"{name}: {recipe.words}", **_figures(outcome))
+
+    def _best(
+        self,
+        name: str,
+        problem: RecipeProblem,
+        *,
+        only: Only | None = None,
+        memory_limit: float | None = None,
+        known: Recipe | None = None,
+    ) -> tuple[Recipe, Outcome] | None:
+        """The best recipe of a problem, see `RecipeProblem.best`, or the one with the least memory; None for none."""
         found = problem.best(only=only, memory_limit=memory_limit, known=known, time_budget_s=self.time_budget_s)
         if found.recipe is not None:
             step = predict_recipe(problem.counted, found.recipe, problem.cluster, problem.model)
-            return Variant(
+            return found.recipe, Outcome(
                 fits=True,
                 objective=found.objective,
                 lower_bound=found.lower_bound,
                 step_time_s=step.step_time_s,
                 peak_memory_bytes=step.peak_memory_bytes,
                 breakdown=step.breakdown,
-                name=f"{name}: {found.recipe.words}",
             )
         if not found.is_complete:
             raise NotAvailableError(f"{self.time_budget_s:g} s ended before any recipe was priced ({name}).")
         least = problem.smallest(only=only, time_budget_s=self.time_budget_s)
         if least.recipe is None:
             return None
-        return Variant(fits=False, smallest_bytes=int(least.objective), name=f"{name}: {least.recipe.words}")
+        return least.recipe, Outcome(fits=False, smallest_bytes=int(least.objective))
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    return {item.name: getattr(outcome, item.name) for item in fields(outcome)}
+
+
+def _alternative(spec: PartitionSpec, outcome: Outcome, recipe: Recipe) -> Alternative:
+    return Alternative(spec, recipe.words, **_figures(outcome))

@@ -107,7 +107,6 @@ def _parameter_plans(
     """Every parameter of the whole model; ZeRO-3 splits the first dim over replicas too."""
     nodes = priced.folded.single.nodes
     plans: dict[str, ParameterPlan] = {}
-    shards = tuple(axis for axis in ("data", "expert", "context") if axis in mesh.axis_names)
     for slot in priced.folded.single.inputs_of(InputKind.PARAMETER):
         names = priced.folded.names_of(slot.name)
         if not names:
@@ -115,10 +114,17 @@ def _parameter_plans(
         specs = tuple(layout.results[slot.node][0] for layout in layouts.values())
         spec = combined(tuple(layouts), specs)
         value = nodes[slot.node].meta["val"]
-        if recipe.zero == 3:
-            free = tuple(axis for axis in shards if axis not in spec.axes)
-            spec = PartitionSpec((*free, *spec.axes_of(0)), *spec.dims[1:])
+        spec = replica_sharded(spec, recipe, mesh)
         shape = tuple(value.shape)
         size = math.prod(spec.local_shape(shape, mesh)) * WEIGHT_BYTES[recipe.precision]
         plans.update(dict.fromkeys(names, ParameterPlan(spec, shape, size)))
     return plans
+
+
+def replica_sharded(spec: PartitionSpec, recipe: Recipe, mesh: Mesh) -> PartitionSpec:
+    """The spec of a parameter at rest: ZeRO-3 splits its first dim over replicas too."""
+    if recipe.zero < 3:
+        return spec
+    shards = (axis for axis in ("data", "expert", "context") if axis in mesh.axis_names)
+    free = tuple(axis for axis in shards if axis not in spec.axes)
+    return PartitionSpec((*free, *spec.axes_of(0)), *spec.dims[1:])

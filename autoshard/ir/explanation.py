@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.table import Table
@@ -43,9 +43,29 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Alternative(Outcome):
-    """One spec that a value could have, with the best plan that gives it this spec."""
+    """One spec that a value could have, with the best plan that gives it this spec; of a recipe, in words."""
 
     spec: PartitionSpec
+    recipe: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueCost:
+    """Something that a step does with a value.
+
+    Args:
+        what: in words, "gradient reduction".
+        axis: over which ranks communicate; "" where they do not.
+        size_bytes: what is moved each time: a rank's part of the value before it is shared out over `axis`.
+        times: how often in a step.
+        time_s: seconds of all of it in a step, alone: what runs beside computation is not taken off.
+    """
+
+    what: str
+    axis: str
+    size_bytes: int
+    times: int
+    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +86,8 @@ class Explanation:
         chosen: the plan's own spec.
         others: all others, the cheapest first, those that do not fit last.
         memory_budget: bytes per device, or None.
+        costs: what the plan's recipe does with it; of plans of recipes only.
+        memory: what it holds on each device by name, bytes; likewise.
     """
 
     name: str
@@ -74,6 +96,8 @@ class Explanation:
     chosen: Alternative
     others: tuple[Alternative, ...]
     memory_budget: int | None
+    costs: tuple[ValueCost, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data, specs as text."""
@@ -85,6 +109,8 @@ class Explanation:
             "memory_budget": self.memory_budget,
             "chosen": items[0],
             "others": items[1:],
+            "costs": [asdict(item) for item in self.costs],
+            "memory": dict(self.memory),
         }
 
     def __str__(self) -> str:
@@ -94,7 +120,24 @@ class Explanation:
         table = Table("spec", "step", "beside", "peak memory", "where it differs")
         for item in (self.chosen, *self.others):
             table.add_row(repr(item.spec), *_cells(item, self.chosen))
-        return as_text(f"{self.name}: {shape}{together}; the best plan for each spec, {limit}", table)
+        head = f"{self.name}: {shape}{together}; the best plan for each spec, {limit}"
+        return as_text(head, table, *self._of_recipes())
+
+    def _of_recipes(self) -> list[str | Table]:
+        """The recipes in words, and what the chosen one does with the value."""
+        parts: list[str | Table] = [
+            f"{item.spec!r}: {item.recipe}." for item in (self.chosen, *self.others) if item.recipe
+        ]
+        if self.memory:
+            held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in self.memory.items())
+            parts.append(f"On each device: {held}.")
+        if self.costs:
+            table = Table("what the step does with it", "over", "bytes", "times", "alone")
+            for item in self.costs:
+                size, time = format_bytes(item.size_bytes), format_time(item.time_s)
+                table.add_row(item.what, item.axis, size, str(item.times), time)
+            parts.append(table)
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ import pytest
 
 import autoshard
 from autoshard import Cluster, Plan
-from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.errors import InvalidSpecError
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
+from passes.explain_recipe import find_value, spec_of
 from passes.price_model import CountedModel
 from passes.recipe_alternatives import FEATURES, RecipeAlternatives
 from passes.recipe_plan import predict_recipe
@@ -90,11 +92,11 @@ def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
 
 
 def test_what_is_not_answered_is_said() -> None:
-    """An unknown feature; a value's specs, which no recipe chooses one by one."""
+    """An unknown feature; a value that there is not."""
     with pytest.raises(InvalidSpecError, match="ask for one of data, zero-1, zero-2, fsdp, tensor"):
         make_plan("dense").why_not("magic")
-    with pytest.raises(NotAvailableError, match="gives all values their specs at once"):
-        make_plan("dense").explain("words.weight")
+    with pytest.raises(InvalidSpecError, match="no parameter, input or node of that name; there are input:0"):
+        make_plan("dense").explain("sentences.weight")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -131,3 +133,33 @@ def test_memory_that_is_plenty_is_worth_nothing() -> None:
     found = make_plan("dense").limits()
     assert found.memory_worth_s_per_byte == 0.0
     assert "A GiB more" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dense", "layers.2.wide.weight"), ("dense", "words.weight"), ("sparse", "layers.1.up"), ("dense", "input:0")],
+)
+def test_every_other_spec_has_the_fastest_recipe_that_gives_it(name: str, value: str) -> None:
+    """By pricing all; the chosen one's is the plan's own."""
+    plan = make_plan(name)
+    assert plan.recipe is not None
+    assert plan.memory_budget is not None
+    priced = alternatives(plan).priced
+    asked = find_value(priced, value)
+
+    def family(recipe: Recipe) -> tuple[PartitionSpec, bool]:
+        whole = replace(recipe, zero=0, zero_group=None)
+        return spec_of(priced, asked, whole), recipe.zero == 3 and value != "input:0"
+
+    best: dict[object, float] = {}
+    for time, memory, recipe in every_recipe(name):
+        if memory <= plan.memory_budget:
+            best[family(recipe)] = min(time, best.get(family(recipe), time))
+    found = plan.explain(value)
+    own = best.pop(family(plan.recipe))
+    assert (own, found.chosen.spec) == (plan.objective, spec_of(priced, asked, plan.recipe))
+    assert [item.objective for item in found.others] == sorted(best.values())
+    assert all(item.recipe in str(found) for item in found.others)
+    if value in plan.parameters:
+        assert found.chosen.spec == plan.parameters[value].spec
+        assert found.shape == plan.parameters[value].shape
