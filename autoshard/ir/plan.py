@@ -344,15 +344,16 @@ class Plan:
         """Why a value lies as it does: each spec that it could have, and what the best plan with it costs.
 
         Each alternative is searched for anew, with all else free to change, within the plan's own memory limit and
-        constraints: its figures are those of `autoshard.plan` with the spec as a constraint. Print the result.
+        constraints: its figures are those of `autoshard.plan` with the spec as a constraint. Of a plan that searched
+        recipes, the fastest recipe that gives each spec; and what the chosen one does with the value. Print the result.
 
         Args:
             name: qualified name of a parameter or buffer, "input:0", "output:0", "exp_avg:w" (optimizer state), or a
-                node of `nodes`.
+                node of `nodes`; of a recipe, a parameter, an input or a node.
 
         Raises:
             InvalidSpecError: no such name.
-            NotAvailableError: the plan has no model at hand: it is from a file, prices a recipe, or `compile` made it.
+            NotAvailableError: the plan has no model at hand: it is from a file, of `price`, or `compile` made it.
         """
         return self._alternatives(f"explain({name!r})").explain(self, name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 
 import pytest
@@ -57,7 +57,7 @@ def test_costs_of_parameters_add_up_to_those_of_all_ranks(case: tuple[PricedMode
     """Reduced, gathered and updated: what each pipeline rank is priced with."""
     priced, recipe = case
     groups, prices = recipe_groups(recipe, CLUSTER), priced.section_prices(recipe, CLUSTER)
-    expected: Counter[str] = Counter()
+    expected: defaultdict[str, float] = defaultdict(float)
     for counts in rank_sections(share_out(priced.folded.blocks, recipe), recipe):
         held = [(prices[name], count) for name, count in counts.items()]
         loads = [
@@ -73,7 +73,7 @@ def test_costs_of_parameters_add_up_to_those_of_all_ranks(case: tuple[PricedMode
             turns = count * recipe.micro_batches
             expected["parameter gathering, forward and backward"] += 2 * gather_s * turns
             expected["gradient reduction"] += (again_s - gather_s) * turns
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for value in parameters(priced):
         for item in value_costs(priced, value, recipe, CLUSTER, STEP):
             found[item.what] += item.time_s
