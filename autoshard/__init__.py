@@ -5,6 +5,7 @@ would.
 """
 
 from autoshard.api import compile, plan, prove, verify
+from autoshard.calibration import calibrate
 from autoshard.cluster import Cluster
 from autoshard.errors import (
     AutoshardError,
@@ -56,6 +57,7 @@ __all__ = [
     "TrainStep",
     "UnknownHardwareError",
     "VerificationError",
+    "calibrate",
     "compile",
     "infer_rule",
     "plan",

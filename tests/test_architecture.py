@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.runtime": _IR,
     "cost_models": (),
     "passes": _LEAVES,
+    "autoshard.calibration": ("autoshard.kernels", "cost_models"),
     "autoshard.cluster": _LEAVES,
     "autoshard.progress": (*_IR, "passes"),
     "autoshard.planner": (*_LEAVES, "passes", "autoshard.cluster", "autoshard.progress"),
@@ -41,9 +42,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard.pricing": (*_LEAVES, "passes"),
     "autoshard.recipe_search": (*_LEAVES, "passes", "autoshard.pricing", "autoshard.progress"),
-    "autoshard.cli": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster", "autoshard.pricing", "autoshard"),
+    "autoshard.cli": (
+        *_LEAVES,
+        "passes",
+        "autoshard.api",
+        "autoshard.calibration",
+        "autoshard.cluster",
+        "autoshard.pricing",
+        "autoshard",
+    ),
     "autoshard.testing": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster"),
-    "autoshard": (*_LEAVES, "autoshard.api", "autoshard.cluster", "autoshard.pricing"),
+    "autoshard": (*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.pricing"),
 }
 
 # Private torch modules without a public twin that hold still across releases: the type of an operator, trees.

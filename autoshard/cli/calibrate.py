@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import autoshard.kernels  # noqa: F401  (registers the operators)
+from autoshard.calibration import calibrate
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.runtime.launch import world_size
-from cost_models.calibration import Calibration, calibrate
-from cost_models.kernel_samples import KernelSample
+from cost_models.calibration import Calibration
 
 
 def measure_machine(ranks: int | None, budget_s: float) -> Calibration | None:
@@ -74,38 +72,10 @@ def _measure(budget_s: float) -> Calibration | None:
         def show(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        found = calibrate(budget_s=budget_s, kernels=tuple(semantic_samples()), on_progress=show)
+        found = calibrate(budget_s=budget_s, on_progress=show)
         progress.update(task, description="done", completed=progress.tasks[task].total)
     distributed.destroy_process_group()
     return found if is_first else None
-
-
-ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (16, 4, 128, 64), (2, 4, 512, 64))
-ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
-
-
-def semantic_samples() -> Iterator[KernelSample]:
-    """Calls of autoshard's own operators, which a CPU runs as many of PyTorch's: [B, H, S, D] of attention, or rows."""
-    ours, aten = torch.ops.autoshard, torch.ops.aten
-    for shape in ATTENTIONS:
-        b, h, s, d = shape
-        q, k, v, grad = (torch.randn(shape) for _ in range(4))
-        constants = (0.0, True, d**-0.5, 0, [0, 0, 0, 0], [b, h, s, s])
-        out, lse = ours.attention(q, k, v, None, None, *constants)
-        yield KernelSample.of(ours.attention.default, q, k, v, None, None, *constants)
-        backward = ours.attention_backward.default
-        yield KernelSample.of(backward, grad, q, k, v, None, out, lse, None, *constants)
-    weight = torch.ones(COLUMNS)
-    for count in ROWS:
-        logits, target, grad = torch.randn(count, CLASSES), torch.randint(0, CLASSES, (count,)), torch.randn(count)
-        _, lse = ours.cross_entropy(logits, target, -100, 0.0)
-        yield KernelSample.of(ours.cross_entropy.default, logits, target, -100, 0.0)
-        yield KernelSample.of(ours.cross_entropy_backward.default, grad, logits, target, lse, -100, 0.0)
-        x, wide = torch.randn(count, COLUMNS), torch.randn(count, COLUMNS)
-        _, rstd = aten._fused_rms_norm.default(x, [COLUMNS], weight, 1e-6)
-        yield KernelSample.of(aten._fused_rms_norm.default, x, [COLUMNS], weight, 1e-6)
-        backward = aten._fused_rms_norm_backward.default
-        yield KernelSample.of(backward, wide, x, [COLUMNS], rstd, weight, [True, True])
 
 
 def calibration_table(found: Calibration, path: Path) -> Table:

@@ -40,9 +40,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import autoshard
 from autoshard import tracing
-from autoshard.cli.calibrate import keep_freed_memory, semantic_samples
+from autoshard.calibration import calibrate, semantic_samples
+from autoshard.cli.calibrate import keep_freed_memory
 from autoshard.ir.plan import Plan
-from cost_models.calibration import calibrate, pooled
+from cost_models.calibration import pooled
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.benchmarks.local_layouts import MODELS, ChosenLayout, Layout, choose_layout, layouts
 from tests.passes.lowered_memory import peak_bytes
@@ -86,8 +87,7 @@ def measure(model: str, part: tuple[int, int], budget_s: float) -> list[dict[str
     """Run on every rank: rows of the plans of a part (which, of how many), the same on each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    kernels = tuple(semantic_samples())
-    passes = [calibrate(budget_s=budget_s, kernels=kernels)]
+    passes = [calibrate(budget_s=budget_s)]
     index, parts = part
     wanted = layouts(model, dist.get_world_size())[index - 1 :: parts]
     cluster = autoshard.Cluster(passes[0].cluster.node)
@@ -105,8 +105,8 @@ def measure(model: str, part: tuple[int, int], budget_s: float) -> list[dict[str
                 run.step()
                 run.times_s.append(_time_of(run.step))
         others.append(_others_share(before, _busy_s()))
-        passes.append(calibrate(budget_s=budget_s, kernels=kernels))
-    cluster = autoshard.Cluster(pooled(passes, kernels=kernels).cluster.node)
+        passes.append(calibrate(budget_s=budget_s))
+    cluster = autoshard.Cluster(pooled(passes, kernels=tuple(semantic_samples())).cluster.node)
     predicted = _shared([found.plan(cluster).predicted for _, found in chosen])
     rows = [
         {
