@@ -8,6 +8,7 @@
 #   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make gpu-bench             each Triton kernel beside torch.compile and eager, on a machine with a GPU
+#   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
 #   make lint | make format    check the style | put it right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
 #
@@ -17,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all nightly zoo gpu-bench lint format types pytest clean
+.PHONY: help demo test test-all nightly zoo gpu-bench kernel-table lint format types pytest clean
 
 VENV := .venv
 PIP_FLAGS ?=
@@ -74,6 +75,9 @@ zoo: $(ZOO_READY)
 
 gpu-bench: $(READY)
 	$(PYTHON) -m tests.benchmarks.gpu_kernels
+
+kernel-table: $(READY)
+	$(PYTHON) -m tests.benchmarks.kernel_resources
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -21,9 +21,9 @@ from triton.compiler import ASTSource
 
 from autoshard.errors import KernelError
 from autoshard.kernels.kernel import Specimen
+from autoshard.kernels.launch import MAX_STAGES_HIP
 
 _WARP, _WAVEFRONT = 32, 64
-_MAX_STAGES_HIP = 2  # 64 KiB of shared memory hold no more of what an H100's 228 KiB do
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _VECTOR_REGISTERS = re.compile(r"\.vgpr_count:\s+(\d+)")
 _SCRATCH = re.compile(r"\.private_segment_fixed_size:\s+(\d+)")
@@ -72,7 +72,7 @@ def compile_ahead(specimen: Specimen, architecture: str) -> Resources:
     target = _target(architecture)
     options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, "enable_fp_fusion": True}
     if target.backend == "hip":
-        options["num_stages"] = min(specimen.num_stages, _MAX_STAGES_HIP)
+        options["num_stages"] = min(specimen.num_stages, MAX_STAGES_HIP)
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         registers, spilled = _read_assembly(compiled.asm["amdgcn"], specimen.name)

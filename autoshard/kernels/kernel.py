@@ -30,6 +30,7 @@ class Specimen:
         constants: the values of the `constexpr` arguments (None for an absent pointer).
         num_warps: warps per program.
         num_stages: how many iterations of a loop load ahead.
+        architecture: the one of `launch.ARCHITECTURES` that the block sizes are for; None for every one.
     """
 
     function: Any
@@ -38,6 +39,7 @@ class Specimen:
     constants: Mapping[str, object] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    architecture: str | None = None
 
     @property
     def name(self) -> str:

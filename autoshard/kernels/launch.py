@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor
 from autoshard.errors import KernelError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# What block sizes are chosen by: A100 and its like, H100 and later, MI300.
+ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
+# 64 KiB of shared memory hold no more iterations of a loop than this, where an H100's 228 KiB hold three.
+MAX_STAGES_HIP = 2
 # A row is held in registers: 16384 float32 in 16 warps are 32 registers a thread for each array.
 MAX_COLUMNS = 16384
 _TILE_ELEMENTS = 2048
@@ -26,6 +31,16 @@ class Tile:
     rows: int
     columns: int
     num_warps: int
+
+
+@cache
+def architecture_of(device: torch.device) -> str:
+    """Which of `ARCHITECTURES` a device's block sizes are chosen by; a CPU, which interprets, counts as an H100."""
+    if device.type != "cuda":
+        return "sm_90"
+    if torch.version.hip:
+        return "gfx942"
+    return "sm_90" if torch.cuda.get_device_capability(device) >= (9, 0) else "sm_80"
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
@@ -85,8 +100,12 @@ def launch(
     if 0 in grid:
         return
     with _current(device):
-        options = {} if num_stages is None else {"num_stages": num_stages}
+        options = {} if num_stages is None else {"num_stages": _stages(num_stages)}
         kernel[tuple(grid)](*arguments, **constants, **options, num_warps=num_warps, enable_fp_fusion=True)
+
+
+def _stages(num_stages: int) -> int:
+    return min(num_stages, MAX_STAGES_HIP) if torch.version.hip else num_stages
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -64,10 +64,11 @@ KERNELS = _tabulate(kernel for module in _MODULES for kernel in module.KERNELS)
 FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for kernel in module.FUSED)
 
 
-def specimens() -> tuple[Specimen, ...]:
-    """All representative compilations."""
-    alone = [found for kernels in KERNELS.values() for kernel in kernels for found in kernel.specimens]
-    return (*alone, *(found for kernel in FUSED for found in kernel.specimens))
+def specimens(architecture: str) -> tuple[Specimen, ...]:
+    """All representative compilations for one of `launch.ARCHITECTURES`."""
+    kernels = [*(kernel for found in KERNELS.values() for kernel in found), *FUSED]
+    found = (specimen for kernel in kernels for specimen in kernel.specimens)
+    return tuple(specimen for specimen in found if specimen.architecture in (None, architecture))
 
 
 def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autoshard.kernels.attention import attention_backward
 from autoshard.kernels.kernel import Kernel, Specimen, block_specimen
-from autoshard.kernels.launch import launch, require
+from autoshard.kernels.launch import ARCHITECTURES, architecture_of, launch, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_attention import (
     CONSTANTS,
@@ -241,18 +241,25 @@ def attention_queries_kernel(
     tl.store(grad_q_ptr + (rows + at) * SIZE + element[None, :], grad_q * scale, mask=is_query)
 
 
-def keys_tile(size: int, dtype: torch.dtype) -> AttentionTile:
-    """Block sizes of the kernel that holds keys: two sums of its size leave room for half the queries."""
-    tile = queries_tile(size, dtype)
-    return replace(tile, queries=32) if 64 < size <= 128 else tile
+def keys_tile(size: int, dtype: torch.dtype, architecture: str) -> AttentionTile:
+    """Block sizes of the kernel that holds keys: its two sums leave room for half the queries, or half the keys."""
+    tile = queries_tile(size, dtype, architecture)
+    if architecture == "sm_80" and size <= 64:
+        return replace(tile, keys=32)
+    return replace(tile, queries=32) if 64 < size <= 128 and architecture != "gfx942" else tile
 
 
-def queries_tile(size: int, dtype: torch.dtype) -> AttentionTile:
-    """Block sizes of the kernel that holds queries, so that nothing spills on sm_90."""
+def queries_tile(size: int, dtype: torch.dtype, architecture: str) -> AttentionTile:
+    """Block sizes of the kernel that holds queries, so that nothing spills at the usual sizes.
+
+    An MI300's wavefronts of 64 threads have twice the registers of a warp: half of them do.
+    """
     if dtype == torch.float32:
         return AttentionTile(32, 32, 4 if size <= 64 else 8, 1)
     if size <= 64:
         return AttentionTile(64, 64, 4, 2)
+    if architecture == "gfx942" and size <= 128:
+        return AttentionTile(64, 32, 4, 1)
     return AttentionTile(64, 64, 8, 2) if size <= 128 else AttentionTile(32, 32, 8, 1)
 
 
@@ -315,10 +322,11 @@ def flash_attention_backward(
     constants = {"CAUSAL": is_causal, "WINDOW": window, "SIZE": size}
     constants |= {"PRECISION": precision_of(attention_keys_kernel, q.dtype)}
     operands = (grad_out, q, k, v, lse, delta)
-    tile = keys_tile(size, q.dtype)
+    architecture = architecture_of(q.device)
+    tile = keys_tile(size, q.dtype, architecture)
     grid = (triton.cdiv(keys, tile.keys), batch * groups)
     launch(attention_keys_kernel, grid, q.device, *operands, *grads[1:], *sizes, **constants, **_blocks(tile, width))
-    tile = queries_tile(size, q.dtype)
+    tile = queries_tile(size, q.dtype, architecture)
     grid = (triton.cdiv(queries, tile.queries), batch * heads)
     launch(attention_queries_kernel, grid, q.device, *operands, grads[0], *sizes, **constants, **_blocks(tile, width))
     return grads
@@ -366,17 +374,18 @@ triton_attention_backward = define(
 )
 
 
-def _specimens(size: int) -> tuple[Specimen, ...]:
+def _specimens(size: int, architecture: str) -> tuple[Specimen, ...]:
     constants = {"CAUSAL": True, "WINDOW": 0, "SIZE": size, "PRECISION": "tf32"}
     operands, sizes = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32", " i32" * 18 + " fp32"
     width = head_block(size)
-    keys, queries = (_blocks(tile(size, torch.bfloat16), width) for tile in (keys_tile, queries_tile))
+    keys, queries = (_blocks(tile(size, torch.bfloat16, architecture), width) for tile in (keys_tile, queries_tile))
     delta = {"SIZE": size, "BLOCK_M": _DELTA_ROWS, "BLOCK_D": width}
-    return (
+    found = (
         block_specimen(attention_keys_kernel, f"{operands} *bf16 *bf16{sizes}", size, **constants, **keys),
         block_specimen(attention_queries_kernel, f"{operands} *bf16{sizes}", size, **constants, **queries),
         block_specimen(attention_delta_kernel, "*bf16 *bf16 *fp32" + " i32" * 8, size, 4, **delta),
     )
+    return tuple(replace(specimen, architecture=architecture) for specimen in found)
 
 
 KERNELS = (
@@ -384,6 +393,6 @@ KERNELS = (
         attention_backward,
         triton_attention_backward,
         why_not_attention_backward,
-        tuple(found for size in (64, 128, 256) for found in _specimens(size)),
+        tuple(found for size in (64, 128, 256) for target in ARCHITECTURES for found in _specimens(size, target)),
     ),
 )

@@ -19,10 +19,10 @@ from autoshard.kernels.registry import specimens
 def main(architectures: str, sizes: str) -> None:
     """Write a list of {kernel, size, architecture, registers, shared_bytes, spilled_bytes}."""
     rows = []
-    for specimen in specimens():
-        if sizes != "all" and specimen.size not in TYPICAL_SIZES:
-            continue
-        for architecture in architectures.split(","):
+    for architecture in architectures.split(","):
+        for specimen in specimens(architecture):
+            if sizes != "all" and specimen.size not in TYPICAL_SIZES:
+                continue
             resources = dataclasses.asdict(compile_ahead(specimen, architecture))
             rows.append({"kernel": specimen.name, "size": specimen.size, "architecture": architecture} | resources)
     json.dump(rows, sys.stdout)
