@@ -1,8 +1,9 @@
 """How many kernels a program launches on a device, and how many bytes they read and write.
 
 A call that yields a view launches nothing; any other launches one kernel, which reads each tensor operand and writes
-each result once. Kernels of ours that sum partial results at the end count that too (`second_step`). What is counted
-is what runs beside communication: collectives and the waits for them are left out.
+each result once. Kernels of ours that sum partial results at the end count that too (`second_step`), and those that
+go chunk by chunk all of them (`chunk_steps`). What is counted is what runs beside communication: collectives and the
+waits for them are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoshard.kernels.launch import row_tile
+from autoshard.kernels.triton_linear_cross_entropy import (
+    chunk_classes,
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
+)
 from autoshard.kernels.triton_norm import SUMMING_PROGRAMS
 
 _FLOAT_BYTES = 4
@@ -47,7 +53,7 @@ def traffic_of(node: fx.Node) -> Traffic:
     if not is_launch(node):
         return Traffic()
     moved = sum(_bytes(item.meta.get("val")) for item in (*node.all_input_nodes, node))
-    return Traffic(1, moved) + second_step(node.target, node.meta.get("val"))
+    return Traffic(1, moved) + second_step(node.target, node.meta.get("val")) + chunk_steps(node)
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -73,6 +79,26 @@ def second_step(target: Any, value: Any) -> Traffic:
     blocks = math.ceil(math.prod(grad.shape[:-1]) / row_tile(columns).rows)
     partial_bytes = min(blocks, SUMMING_PROGRAMS) * columns * _FLOAT_BYTES
     return sum((Traffic(1, 2 * partial_bytes + _bytes(other)) for other in others), Traffic())
+
+
+def chunk_steps(node: fx.Node) -> Traffic:
+    """What a linear layer's cross-entropy does for its chunks of classes, besides reading operands and writing results.
+
+    A chunk's logits are written by a product and read for the loss; in the backward they become their gradient in place
+    too, which two products read. Every chunk reads the hidden states, and adds to their gradient in float32.
+    """
+    is_backward = node.target is linear_cross_entropy_backward
+    if not is_backward and node.target is not linear_cross_entropy:
+        return Traffic()
+    hidden, weight = (operand.meta["val"] for operand in node.all_input_nodes[is_backward:][:2])
+    chunks = math.ceil(weight.shape[0] / chunk_classes(weight.shape[1]))
+    logits_bytes = _bytes(hidden) // weight.shape[1] * weight.shape[0]
+    if not is_backward:
+        return Traffic(2 * chunks - 1, 2 * logits_bytes + (chunks - 1) * _bytes(hidden))
+    summed_bytes = hidden.numel() * _FLOAT_BYTES
+    each = 4 * _bytes(hidden) + 2 * summed_bytes  # read for both products, the addend written and read, the sum both
+    once = 2 * summed_bytes + _bytes(weight) - _bytes(hidden)
+    return Traffic(5 * chunks + 1, 5 * logits_bytes + chunks * each + once)
 
 
 def _bytes(value: Any) -> int:

@@ -9,7 +9,8 @@ A group is replaced where that is legal and pays:
 1. The kernel takes the operands (dtypes, shapes), and gives what the results were: shape and dtype.
 2. The operands are there before anything reads a result.
 3. At least two launches go; or one, where a backward's kernel computes anew what the forward kept for it, which may
-   then become part of a group itself. A value inside the group that others read stays computed, for them.
+   then become part of a group itself. A value inside the group that others read stays computed, for them; where that
+   is dear, the group is left alone (`FusedKernel.readers_of_anew`): logits that the model returns are there anyway.
 
 It works on the program as a whole, before it is cut into forward and backward: a backward's kernel computes again from
 its operands what the forward would have kept, so the forward need not. Results keep the names of the nodes they stand
@@ -181,7 +182,7 @@ class _Fusion:
         values = made if isinstance(made, tuple) else (made,)
         if not all(_fits(value, nodes) for value, nodes in zip(values, group.results, strict=True)):
             return False
-        if sum(map(is_launch, group.going)) < (1 if group.spares else 2):
+        if sum(map(is_launch, group.going)) < (1 if group.spares else 2) or not self._spares_dear_values(kernel, group):
             return False
         call = self._insert(kernel, arguments, anchor)
         call.meta |= {"val": made, FORM: form}
@@ -218,6 +219,14 @@ class _Fusion:
         fakes = fx.map_arg(arguments, _value_of)
         free = {name: compute(fakes) for name, compute in kernel.forms[form].free.items()}
         return tuple(arguments.values()) if all(values[name] == value for name, value in free.items()) else None
+
+    def _spares_dear_values(self, kernel: FusedKernel, group: _Group) -> bool:
+        """Whether nothing but calls that are to go as well still reads what the kernel computes anew."""
+        if kernel.readers_of_anew is None:
+            return True
+        inner = {node for number in group.match.inner for node in self.nodes[number]}
+        readers = {user for node in inner - group.going for user in node.users} - inner
+        return all(reader.target in kernel.readers_of_anew for reader in readers)
 
     def _insert(self, kernel: FusedKernel, arguments: tuple[Any, ...], anchor: fx.Node) -> fx.Node:
         """The kernel's call, behind its last operand."""

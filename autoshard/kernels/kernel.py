@@ -114,12 +114,15 @@ class FusedKernel:
         why_not: called with its arguments (fake tensors will do); None where it applies, else the reason.
         forms: the calls that it may stand in for.
         specimens: compilations that tests and cost models may ask for.
+        readers_of_anew: the operators that alone may read, elsewhere, a value that the kernel computes anew: where it
+            is dear, the kernel pays only if the value is then computed nowhere else. None where any may read it.
     """
 
     operator: OpOverload
     why_not: Callable[..., str | None]
     forms: tuple[Form, ...]
     specimens: tuple[Specimen, ...]
+    readers_of_anew: frozenset[OpOverload] | None = None
 
     @property
     def name(self) -> str:

@@ -29,6 +29,7 @@ from autoshard.kernels import (
     triton_gelu,
     triton_grouped_matmul,
     triton_layer_norm,
+    triton_linear_cross_entropy,
     triton_rms_norm,
     triton_rotary,
     triton_softmax,
@@ -46,7 +47,14 @@ _MODULES = (
     triton_rms_norm,
     triton_softmax,
 )
-_FUSED_MODULES = (triton_add_norm, triton_gated, triton_gelu, triton_rotary, triton_split_cross_entropy)
+_FUSED_MODULES = (
+    triton_add_norm,
+    triton_gated,
+    triton_gelu,
+    triton_linear_cross_entropy,
+    triton_rotary,
+    triton_split_cross_entropy,
+)
 
 
 def _tabulate(kernels: Iterable[Kernel]) -> Mapping[OpOverload, tuple[Kernel, ...]]:

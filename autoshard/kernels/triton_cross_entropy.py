@@ -5,10 +5,15 @@ and sum s of exp(x - m) (Milakov, Gimelshein, "Online normalizer calculation for
 
     m' = max(m, max x),  s' = s exp(m - m') + sum_c exp(x_c - m'),  lse = m + log s
 
+Logits may also come in chunks of classes, one launch each (`triton_linear_cross_entropy.py`): then the log-sum-exp and
+what the target is worth, (1 - e) x_t + (e / C) sum_c x_c, are carried from chunk to chunk, and the last loss counts.
+
 A target that is neither a class nor `ignore_index` gives NaN, in the loss and in the row's gradient.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, Specimen, specimen
 from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
@@ -29,8 +34,11 @@ def cross_entropy_forward_kernel(
     target_ptr,
     loss_ptr,
     lse_ptr,
+    worth_ptr,
     rows,
     columns,
+    first,
+    classes,
     logits_stride,
     ignore_index,
     smoothing,
@@ -38,15 +46,16 @@ def cross_entropy_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """logits_ptr [rows, columns]; target_ptr [rows] int64; loss_ptr, lse_ptr [rows] float32.
+    """logits_ptr [rows, columns], of the classes from `first` on; target_ptr [rows] int64; loss_ptr, lse_ptr and
+    worth_ptr [rows] float32, the last two read where first > 0; worth_ptr None where one chunk has all classes.
 
     STEPS blocks of BLOCK_C cover the columns.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
-    is_class = (target >= 0) & (target < columns)
-    place = logits_ptr + row * logits_stride + target
-    at_target = tl.load(place, mask=(row < rows) & is_class, other=float("nan"))
+    is_here = (target >= first) & (target < first + columns)
+    place = logits_ptr + row * logits_stride + (target - first)
+    at_target = tl.load(place, mask=(row < rows) & is_here, other=0.0)
     maximum = tl.full((BLOCK_R,), -float("inf"), dtype=tl.float32)
     normaliser = tl.zeros((BLOCK_R,), dtype=tl.float32)
     total = tl.zeros((BLOCK_R,), dtype=tl.float32)
@@ -63,10 +72,20 @@ def cross_entropy_forward_kernel(
         maximum = above
     is_empty = normaliser == 0.0
     lse = tl.where(is_empty, -float("inf"), maximum + tl.log(tl.where(is_empty, 1.0, normaliser)))
-    loss = lse - (1.0 - smoothing) * at_target.to(tl.float32)
+    worth = (1.0 - smoothing) * at_target.to(tl.float32)
     if smoothing > 0.0:
-        loss -= smoothing * (total / columns)
-    loss = tl.where(target == ignore_index, 0.0, loss)
+        worth += smoothing * (total / classes)
+    if worth_ptr is not None:
+        is_known = row < tl.where(first > 0, rows, 0)
+        before = tl.load(lse_ptr + row, mask=is_known, other=-float("inf"))
+        above = tl.maximum(before, lse)
+        base = tl.where(above == -float("inf"), 0.0, above)
+        both = tl.exp(before - base) + tl.exp(lse - base)
+        lse = tl.where(above == -float("inf"), above, base + tl.log(tl.where(both == 0.0, 1.0, both)))
+        worth += tl.load(worth_ptr + row, mask=is_known, other=0.0)
+        tl.store(worth_ptr + row, worth, mask=row < rows)
+    is_class = (target >= 0) & (target < classes)
+    loss = tl.where(target == ignore_index, 0.0, tl.where(is_class, lse - worth, float("nan")))
     tl.store(loss_ptr + row, loss, mask=row < rows)
     tl.store(lse_ptr + row, lse, mask=row < rows)
 
@@ -80,6 +99,8 @@ def cross_entropy_backward_kernel(
     grad_ptr,
     rows,
     columns,
+    first,
+    classes,
     logits_stride,
     grad_stride,
     ignore_index,
@@ -87,7 +108,8 @@ def cross_entropy_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """grad_loss_ptr, target_ptr, lse_ptr [rows]; logits_ptr, grad_ptr [rows, columns], may be the same."""
+    """grad_loss_ptr, target_ptr, lse_ptr [rows]; logits_ptr, grad_ptr [rows, columns], may be the same, of the classes
+    from `first` on."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -95,12 +117,60 @@ def cross_entropy_backward_kernel(
     target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
     lse = tl.load(lse_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
     grad_loss = tl.load(grad_loss_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
-    is_class = (target >= 0) & (target < columns)
+    is_class = (target >= 0) & (target < classes)
     grad_loss = tl.where(is_class, grad_loss, float("nan"))
-    grad = tl.exp(x.to(tl.float32) - lse[:, None]) - smoothing / columns
-    grad -= tl.where(column[None, :] == target[:, None], 1.0 - smoothing, 0.0)
+    grad = tl.exp(x.to(tl.float32) - lse[:, None]) - smoothing / classes
+    grad -= tl.where(first + column[None, :] == target[:, None], 1.0 - smoothing, 0.0)
     grad = tl.where((target == ignore_index)[:, None], 0.0, grad * grad_loss[:, None])
     tl.store(grad_ptr + row[:, None] * grad_stride + column[None, :], grad, mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Which classes logits are of.
+
+    Args:
+        first: the first one.
+        classes: how many there are in all chunks.
+    """
+
+    first: int
+    classes: int
+
+
+def cross_entropy_into(
+    loss: Tensor,
+    lse: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: Chunk,
+    worth: Tensor | None = None,
+) -> None:
+    """Loss and log-sum-exp of the chunks of classes up to this one.
+
+    Args:
+        loss, lse: [N] float32, contiguous; overwritten, and lse read but for the first chunk.
+        logits: [N, columns], adjacent columns.
+        target: [N], contiguous.
+        ignore_index, label_smoothing: as for `autoshard::cross_entropy`.
+        chunk: which classes the logits are of; chunks are given in order.
+        worth: [N] float32, carried from chunk to chunk; None where there is one.
+    """
+    rows, columns = logits.shape
+    tile = row_tile(columns, _MAX_BLOCK)
+    launch(
+        cross_entropy_forward_kernel,
+        (triton.cdiv(rows, tile.rows),),
+        logits.device,
+        *(logits, target, loss, lse, worth, rows, columns, chunk.first, chunk.classes, logits.stride(0)),
+        *(ignore_index, label_smoothing),
+        STEPS=triton.cdiv(columns, tile.columns),
+        BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns,
+        num_warps=tile.num_warps,
+    )
 
 
 def cross_entropy_backward_into(
@@ -111,14 +181,16 @@ def cross_entropy_backward_into(
     lse: Tensor,
     ignore_index: int,
     label_smoothing: float,
+    chunk: Chunk,
 ) -> None:
-    """The gradient of the logits into `grad` [N, C], which may be the logits themselves.
+    """The gradient of the logits of a chunk into `grad` [N, columns], which may be the logits themselves.
 
     Args:
-        grad: [N, C], adjacent columns; overwritten.
-        grad_loss, target, lse: [N], contiguous.
-        logits: [N, C], adjacent columns.
+        grad: [N, columns], adjacent columns; overwritten.
+        grad_loss, target, lse: [N], contiguous; lse is that of all classes.
+        logits: [N, columns], adjacent columns.
         ignore_index, label_smoothing: the forward's.
+        chunk: which classes the logits are of.
     """
     rows, columns = logits.shape
     tile = row_tile(columns, _MAX_BLOCK)
@@ -126,8 +198,8 @@ def cross_entropy_backward_into(
         cross_entropy_backward_kernel,
         (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)),
         logits.device,
-        *(grad_loss, logits, target, lse, grad, rows, columns, logits.stride(0), grad.stride(0)),
-        *(ignore_index, label_smoothing),
+        *(grad_loss, logits, target, lse, grad, rows, columns, chunk.first, chunk.classes),
+        *(logits.stride(0), grad.stride(0), ignore_index, label_smoothing),
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,
@@ -150,18 +222,9 @@ def _cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoo
     reason = why_not_cross_entropy(logits, target, ignore_index, label_smoothing)
     require("triton_cross_entropy", reason)
     loss, lse = _cross_entropy_fake(logits, target, ignore_index, label_smoothing)
-    rows, columns = logits.shape
-    x, tile = as_rows(logits, columns), row_tile(columns, _MAX_BLOCK)
-    launch(
-        cross_entropy_forward_kernel,
-        (triton.cdiv(rows, tile.rows),),
-        x.device,
-        *(x, target.contiguous(), loss, lse, rows, columns, x.stride(0), ignore_index, label_smoothing),
-        STEPS=triton.cdiv(columns, tile.columns),
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
-    )
+    classes = logits.shape[1]
+    rows = (as_rows(logits, classes), target.contiguous())
+    cross_entropy_into(loss, lse, *rows, ignore_index, label_smoothing, Chunk(0, classes))
     return loss, lse
 
 
@@ -178,8 +241,9 @@ def _cross_entropy_backward(
     arguments = (grad_loss, logits, target, lse, ignore_index, label_smoothing)
     require("triton_cross_entropy_backward", why_not_cross_entropy_backward(*arguments))
     grad = _cross_entropy_backward_fake(*arguments)
-    rows = (grad_loss.contiguous(), as_rows(logits, logits.shape[1]), target.contiguous(), lse.contiguous())
-    cross_entropy_backward_into(grad, *rows, ignore_index, label_smoothing)
+    classes = logits.shape[1]
+    rows = (grad_loss.contiguous(), as_rows(logits, classes), target.contiguous(), lse.contiguous())
+    cross_entropy_backward_into(grad, *rows, ignore_index, label_smoothing, Chunk(0, classes))
     return grad
 
 
@@ -203,21 +267,28 @@ triton_cross_entropy_backward = define(
     _cross_entropy_backward_fake,
 )
 
+
+def forward_specimens(*, chunked: bool) -> tuple[Specimen, ...]:
+    """Compilations of the forward over logits of all classes, or of a chunk."""
+    worth = "*fp32" if chunked else "None"
+    return tuple(
+        specimen(
+            cross_entropy_forward_kernel,
+            f"*bf16 *i64 *fp32 *fp32 {worth} i32 i32 i32 i32 i32 i32 fp32",
+            row_tile(columns, _MAX_BLOCK),
+            columns,
+            STEPS=triton.cdiv(columns, _MAX_BLOCK),
+        )
+        for columns in SPECIMEN_COLUMNS
+    )
+
+
 KERNELS = (
     Kernel(
         cross_entropy,
         triton_cross_entropy,
         why_not_cross_entropy,
-        tuple(
-            specimen(
-                cross_entropy_forward_kernel,
-                "*bf16 *i64 *fp32 *fp32 i32 i32 i32 i32 fp32",
-                row_tile(columns, _MAX_BLOCK),
-                columns,
-                STEPS=triton.cdiv(columns, _MAX_BLOCK),
-            )
-            for columns in SPECIMEN_COLUMNS
-        ),
+        forward_specimens(chunked=False),
     ),
     Kernel(
         cross_entropy_backward,
@@ -226,7 +297,7 @@ KERNELS = (
         tuple(
             specimen(
                 cross_entropy_backward_kernel,
-                "*fp32 *bf16 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 fp32",
+                "*fp32 *bf16 *i64 *fp32 *bf16 i32 i32 i32 i32 i32 i32 i32 fp32",
                 row_tile(columns, _MAX_BLOCK),
                 columns,
             )

@@ -93,7 +93,7 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
     x, statistic, row = torch.randn(2, 4, 6), torch.ones(2, 4, 1), torch.randn(6)
     q, k, angle = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
     logits, total, index = torch.randn(4, 6), torch.randn(4), torch.arange(4)
-    flags = index > 1
+    flags, head = index > 1, torch.randn(1030, 6)
     return {
         autoshard.triton_add_rms_norm_backward.default: (x, x, x, statistic, row, [1, 1, 6]),
         autoshard.triton_add_layer_norm_backward.default: (x, x, x, statistic, statistic, row, row),
@@ -105,6 +105,8 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
         autoshard.triton_bias_gelu_backward.default: (x, x, row, "gelu"),
         autoshard.triton_bias_gelu.default: (x, row, [8, 6], "gelu_tanh"),
         autoshard.triton_rotary.default: (q, k, angle, angle, False, True),
+        autoshard.triton_linear_cross_entropy_backward.default: (total, x[0], head, index, total, -100, 0.1),
+        autoshard.triton_linear_cross_entropy.default: (x[0], head, index, -100, 0.1),
         autoshard.triton_split_cross_entropy_backward.default: (
             *(logits, total, total[:, None], index, flags, flags),
             *(-1.0, 0.0),

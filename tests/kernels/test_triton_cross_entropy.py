@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from autoshard.kernels import triton_cross_entropy
-from autoshard.kernels.triton_cross_entropy import cross_entropy_backward_into
+from autoshard.kernels.triton_cross_entropy import Chunk, cross_entropy_backward_into
 
 pytestmark = pytest.mark.usefixtures("_poisoned_outputs")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,7 +78,7 @@ def test_backward_may_overwrite_the_logits() -> None:
     _, lse = forward(logits, target, IGNORE, 0.0)
     grad_loss = torch.randn(5, device=DEVICE)
     expected = backward(grad_loss, logits, target, lse, IGNORE, 0.0)
-    cross_entropy_backward_into(logits, grad_loss, logits, target, lse, IGNORE, 0.0)
+    cross_entropy_backward_into(logits, grad_loss, logits, target, lse, IGNORE, 0.0, Chunk(0, 9))
     assert torch.equal(logits, expected)
     before[1:6, 2:11] = expected
     assert torch.equal(whole, before)

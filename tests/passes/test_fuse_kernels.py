@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec as P
+from autoshard.kernels import triton_linear_cross_entropy
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED
 from autoshard.runtime.boundary import shard_all
@@ -70,11 +72,15 @@ def _phases(model: nn.Module) -> PhasedProgram:
     return lower_program(program, plan, with_kernels=True)
 
 
-def _check_equal(lowered: LoweredProgram, fused: LoweredProgram) -> None:
-    values = [
-        torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape)
-        for slot in lowered.inputs
-    ]
+def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.Tensor | None = None) -> None:
+    """`target` is the one input of whole numbers."""
+    values = []
+    for slot in lowered.inputs:
+        value = torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape)
+        if not slot.dtype.is_floating_point:
+            assert target is not None, "this program has an input of whole numbers"
+            value = target
+        values.append(value)
     locals_ = [shard_all(value, slot.spec, MESH) for value, slot in zip(values, lowered.inputs, strict=True)]
     expected = simulate(lowered.graph_module, MESH, locals_)
     torch.testing.assert_close(simulate(fused.graph_module, MESH, locals_), expected, rtol=1e-4, atol=1e-4)
@@ -157,6 +163,66 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
     }
     verify_phases(phased)
     _check_equal(phased.lowered, fused)
+
+
+class Loss(nn.Module):
+    """The mean cross-entropy of a linear layer over a norm, with the logits if they are asked for."""
+
+    def __init__(self, dtype: torch.dtype, *, returns_logits: bool) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(8, dtype=dtype), nn.Linear(8, 40, bias=False, dtype=dtype)
+        self.returns_logits = returns_logits
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        logits = self.head(self.norm(x)).float()
+        loss = F.cross_entropy(logits.view(-1, 40), target.view(-1))
+        return (loss, logits) if self.returns_logits else loss
+
+
+@pytest.fixture
+def _chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a head of 40 classes has three."""
+    monkeypatch.setattr(triton_linear_cross_entropy, "LEAST_CLASSES", 16)
+
+
+def _phases_of_loss(*shape: int, dtype: torch.dtype = torch.float32, returns_logits: bool = False) -> PhasedProgram:
+    torch.manual_seed(0)
+    model = Loss(dtype, returns_logits=returns_logits)
+    program = trace(model, (torch.randn(*shape, 8, dtype=dtype), torch.randint(40, shape)), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    return lower_program(program, plan, with_kernels=True)
+
+
+@pytest.mark.usefixtures("_chunks_of_16")
+@pytest.mark.parametrize("shape", [(4, 3), (6,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_never_holds_its_logits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Head and loss are one kernel in each phase; nothing of the logits' size is kept or made; the phases verify."""
+    phased = _phases_of_loss(*shape, dtype=dtype)
+    assert fused_calls(phased.forward)["autoshard.triton_linear_cross_entropy.default"] == 1
+    assert fused_calls(phased.backward)["autoshard.triton_linear_cross_entropy_backward.default"] == 1
+    for phase in (phased.forward, phased.backward):
+        values = [node.meta.get("val") for node in phase.graph.nodes]
+        sizes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+        assert not any(size[-1:] == (40,) for size in sizes)
+    verify_phases(phased)
+
+
+@pytest.mark.usefixtures("_chunks_of_16")
+def test_a_loss_in_chunks_equals_the_whole() -> None:
+    """With the kernel, loss and gradients are those without."""
+    phased = _phases_of_loss(4, 3)
+    fused = FuseKernels()(phased.lowered)
+    _check_equal(phased.lowered, fused, torch.arange(12).reshape(4, 3))
+
+
+@pytest.mark.usefixtures("_chunks_of_16")
+def test_logits_that_are_returned_are_not_made_twice() -> None:
+    """A model that returns its logits keeps them: the backward reads them, and its products stay."""
+    phased = _phases_of_loss(4, 3, returns_logits=True)
+    calls = fused_calls(phased.forward) + fused_calls(phased.backward)
+    assert not any("linear_cross_entropy" in name for name in calls)
+    assert any("cross_entropy" in name for name in calls)
 
 
 @pytest.mark.parametrize("mutation", ["swap", "constant", "form", "result"])

@@ -1,0 +1,275 @@
+"""Cross-entropy of a linear layer's results that never holds them: logits are made chunk by chunk of the classes.
+
+Wijmans et al., "Cut your losses in large-vocabulary language models" (ICLR 2025), section 4; they tile inside a kernel,
+here a chunk is one product of the device's own library. For x [N, K], w [C, K] and the classes c of a chunk:
+
+    forward:   z = x w_c^T,  lse' = log(exp(lse) + sum_c exp(z)),  worth' = worth + (1 - e) z_t + (e / C) sum_c z
+    backward:  z = x w_c^T,  dz = dloss (exp(z - lse) - (1 - e) [c = t] - e / C),  dx += dz w_c,  dw_c = dz^T x
+
+A chunk has as many classes as x has features, so that its logits take the memory of x. Chunks of classes, not of rows,
+leave each row of dw to one chunk: only dx is summed, in float32. The backward makes the logits again: of the products
+there are four in place of three.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
+from autoshard.kernels.kernel import Form, FusedKernel
+from autoshard.kernels.launch import refuse_dtypes, require
+from autoshard.kernels.library import define
+from autoshard.kernels.triton_cross_entropy import (
+    Chunk,
+    cross_entropy_backward_into,
+    cross_entropy_into,
+    forward_specimens,
+)
+
+_aten = torch.ops.aten
+LEAST_CLASSES = 1024
+"""A chunk has at least so many classes: with fewer, products of matrices do not fill a device."""
+
+
+def chunk_classes(depth: int) -> int:
+    """The classes of a chunk where the layer has `depth` features."""
+    return max(LEAST_CLASSES, triton.next_power_of_2(depth))
+
+
+def why_not_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> str | None:
+    """Why the kernel does not take these, or None."""
+    shapes = f"hidden={tuple(hidden.shape)}, weight={tuple(weight.shape)}, target={tuple(target.shape)}"
+    if hidden.dim() < 2 or weight.dim() != 2 or 0 in (*hidden.shape, *weight.shape):
+        return f"the kernel takes hidden [..., K] and weight [C, K], not empty; found {shapes}."
+    classes, depth = weight.shape
+    if hidden.shape[-1] != depth or target.shape != (hidden.numel() // depth,):
+        return f"the kernel takes one target [N] for each row of hidden; found {shapes}."
+    if hidden.dtype != weight.dtype:
+        return f"the kernel takes hidden and weight of one dtype; found {hidden.dtype} and {weight.dtype}."
+    if classes <= chunk_classes(depth):
+        return f"all {classes} classes are one chunk of up to {chunk_classes(depth)}, whose logits are held at once."
+    return refuse_dtypes(hidden=hidden, weight=weight)
+
+
+def why_not_linear_cross_entropy_backward(
+    grad_loss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> str | None:
+    """Why the kernel does not take these, or None."""
+    reason = why_not_linear_cross_entropy(hidden, weight, target, ignore_index, label_smoothing)
+    return reason or refuse_dtypes(grad_loss=grad_loss, lse=lse)
+
+
+def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
+    """Each chunk, its classes, and their logits [N, classes], which lie in one piece of memory for all chunks."""
+    classes, depth = weight.shape
+    size = chunk_classes(depth)
+    memory = x.new_empty((len(x), size))
+    for first in range(0, classes, size):
+        part = slice(first, min(first + size, classes))
+        logits = memory[:, : part.stop - first]
+        torch.mm(x, weight[part].t(), out=logits)
+        yield Chunk(first, classes), part, logits
+
+
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    arguments = (hidden, weight, target, ignore_index, label_smoothing)
+    require("triton_linear_cross_entropy", why_not_linear_cross_entropy(*arguments))
+    loss, lse = _linear_cross_entropy_fake(*arguments)
+    worth, target = torch.empty_like(loss), target.contiguous()
+    for chunk, _, logits in _chunks(hidden.reshape(-1, weight.shape[1]), weight):
+        cross_entropy_into(loss, lse, logits, target, ignore_index, label_smoothing, chunk, worth)
+    return loss, lse
+
+
+def _linear_cross_entropy_fake(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    loss, lse = (hidden.new_empty(target.shape, dtype=torch.float32) for _ in range(2))
+    return loss, lse
+
+
+def _linear_cross_entropy_backward(
+    grad_loss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    arguments = (grad_loss, hidden, weight, target, lse, ignore_index, label_smoothing)
+    require("triton_linear_cross_entropy_backward", why_not_linear_cross_entropy_backward(*arguments))
+    grad, grad_weight = _linear_cross_entropy_backward_fake(*arguments)
+    x = hidden.reshape(grad.shape)
+    total = torch.zeros_like(grad, dtype=torch.float32)
+    rows = (target.contiguous(), lse.contiguous(), ignore_index, label_smoothing)
+    grad_loss = grad_loss.contiguous()
+    for chunk, part, logits in _chunks(x, weight):
+        cross_entropy_backward_into(logits, grad_loss, logits, *rows, chunk)
+        torch.mm(logits.t(), x, out=grad_weight[part])
+        total += torch.mm(logits, weight[part])
+    return grad.copy_(total), grad_weight
+
+
+def _linear_cross_entropy_backward_fake(
+    grad_loss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty((target.shape[0], hidden.shape[-1])), weight.new_empty(weight.shape)
+
+
+linear_cross_entropy = define(
+    "triton_linear_cross_entropy",
+    "(Tensor hidden, Tensor weight, Tensor target, SymInt ignore_index, float label_smoothing)"
+    " -> (Tensor loss, Tensor lse)",
+    _linear_cross_entropy,
+    _linear_cross_entropy_fake,
+)
+linear_cross_entropy_backward = define(
+    "triton_linear_cross_entropy_backward",
+    "(Tensor grad_loss, Tensor hidden, Tensor weight, Tensor target, Tensor lse, SymInt ignore_index, "
+    "float label_smoothing) -> (Tensor grad_hidden, Tensor grad_weight)",
+    _linear_cross_entropy_backward,
+    _linear_cross_entropy_backward_fake,
+)
+
+
+def _product(x: Any, weight: Any, *, is_wide: bool) -> Any:
+    """The logits x w^T, made float32 for the loss if `is_wide`, as transformers does."""
+    logits = _aten.mm.default(x, _aten.t.default(weight))
+    return _aten._to_copy.default(logits, dtype=torch.float32) if is_wide else logits
+
+
+def _losses(logits: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> tuple[Any, Any]:
+    results = cross_entropy(_aten.permute.default(logits, [0, 1]), target, ignore_index, label_smoothing)
+    return operator.getitem(results, 0), operator.getitem(results, 1)
+
+
+def _grad_logits(grad_loss: Any, logits: Any, *rest: Any) -> Any:
+    logits = _aten.permute.default(logits, [0, 1])
+    return _aten.permute.default(cross_entropy_backward(grad_loss, logits, *rest), [0, 1])
+
+
+def _narrow(like: Tensor, grad: Any, *, is_wide: bool) -> Any:
+    if not is_wide:
+        return grad
+    return _aten._to_copy.default(grad, dtype=like.dtype, layout=torch.strided, device=like.device)
+
+
+def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
+    """Those of x and of the weight from that of the logits."""
+    return _aten.mm.default(grad, weight), _aten.mm.default(_aten.t.default(grad), x)
+
+
+def _rows_forward(*, is_wide: bool) -> Form:
+    """Of hidden [N, K]."""
+
+    def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
+        return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
+
+    return Form(compose, dims=1)
+
+
+def _rows_backward(*, is_wide: bool) -> Form:
+    def compose(
+        like: Tensor, grad_loss: Any, hidden: Any, weight: Any, target: Any, lse: Any, ignore_index: Any,
+        label_smoothing: Any,
+    ) -> Any:  # fmt: skip
+        logits = _product(hidden, weight, is_wide=is_wide)
+        grad = _grad_logits(grad_loss, logits, target, lse, ignore_index, label_smoothing)
+        return _grads(_narrow(like, grad, is_wide=is_wide), hidden, weight)
+
+    return Form(compose, dims=2)
+
+
+def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
+    """hidden [B, S, K] as rows, and its logits [B S, C] by way of [B, S, C]."""
+    batch, length, rows, depth, classes = sizes
+    x = _aten.reshape.default(hidden, [rows, depth])
+    logits = _aten.mm.default(x, _aten.t.default(weight))
+    logits = _aten.reshape.default(logits, [batch, length, classes])
+    if is_wide:
+        logits = _aten._to_copy.default(logits, dtype=torch.float32)
+    return x, _aten.reshape.default(logits, [-1, classes])
+
+
+def _sequence_forward(*, is_wide: bool) -> Form:
+    """Of hidden [B, S, K]."""
+
+    def compose(
+        like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
+        batch: Any, length: Any, rows: Any, depth: Any, classes: Any,
+    ) -> Any:  # fmt: skip
+        _, logits = _sequence_product(hidden, weight, (batch, length, rows, depth, classes), is_wide=is_wide)
+        return _losses(logits, target, ignore_index, label_smoothing)
+
+    return Form(compose, free=_SIZES, dims=1)
+
+
+def _sequence_backward(*, is_wide: bool) -> Form:
+    def compose(
+        like: Tensor, grad_loss: Any, hidden: Any, weight: Any, target: Any, lse: Any, ignore_index: Any,
+        label_smoothing: Any, batch: Any, length: Any, rows: Any, depth: Any, classes: Any,
+    ) -> Any:  # fmt: skip
+        x, logits = _sequence_product(hidden, weight, (batch, length, rows, depth, classes), is_wide=is_wide)
+        grad = _grad_logits(grad_loss, logits, target, lse, ignore_index, label_smoothing)
+        grad = _narrow(like, _aten.reshape.default(grad, [batch, length, classes]), is_wide=is_wide)
+        return _grads(_aten.reshape.default(grad, [rows, classes]), x, weight)
+
+    return Form(compose, free=_SIZES, dims=2)
+
+
+def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
+    """A dim of hidden [B, S, K]; no size where it has another number of them."""
+
+    def compute(arguments: Mapping[str, Any]) -> object:
+        shape = arguments["hidden"].shape
+        return shape[index] if len(shape) == 3 else None
+
+    return compute
+
+
+_SIZES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "batch": _dim_of_hidden(0),
+    "length": _dim_of_hidden(1),
+    "rows": lambda arguments: arguments["target"].shape[0],
+    "depth": _dim_of_hidden(2),
+    "classes": lambda arguments: arguments["weight"].shape[0],
+}
+
+FUSED = (
+    FusedKernel(
+        linear_cross_entropy_backward,
+        why_not_linear_cross_entropy_backward,
+        tuple(make(is_wide=is_wide) for make in (_sequence_backward, _rows_backward) for is_wide in (False, True)),
+        (),
+        readers_of_anew=frozenset({cross_entropy}),
+    ),
+    FusedKernel(
+        linear_cross_entropy,
+        why_not_linear_cross_entropy,
+        tuple(make(is_wide=is_wide) for make in (_sequence_forward, _rows_forward) for is_wide in (False, True)),
+        forward_specimens(chunked=True),
+    ),
+)
