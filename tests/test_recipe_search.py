@@ -35,6 +35,21 @@ def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
     assert Plan.load(tmp_path / "plan.json").recipe == plan.recipe
 
 
+def test_plans_of_recipes_and_of_specs_are_compared(tmp_path) -> None:
+    """Fields in which recipes differ; tokens per second, as their steps have other batches; from files too."""
+    one, other = (_plan(recipe=Recipe(data=4, zero=zero, global_batch=16)) for zero in (0, 3))
+    assert one.compare(other).recipe_fields == {"zero": (0, 3)}
+    assert "recipe: zero" in str(one.compare(other))
+    specs = autoshard.plan(MODEL, CLUSTER, mesh=Mesh({"data": 4}), example_inputs=tokens(4), optimizer="adamw")
+    other.save(tmp_path / "plan.json")
+    found = specs.compare(Plan.load(tmp_path / "plan.json"))
+    assert found.recipes == (None, other.recipe)
+    assert found.recipe_fields == {}
+    assert found.tokens_per_s == (specs.predicted.tokens_per_s, other.predicted.tokens_per_s)
+    assert "none: specs" in str(found)
+    assert "tokens per second" in str(found)
+
+
 def test_print_says_in_words_what_it_is() -> None:
     """Stages, schedule, micro-batches; and what compile does not run, or on which mesh it does."""
     piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, global_batch=16, recompute="full"))

@@ -22,7 +22,7 @@ from autoshard.cli.calibrate import calibration_json, calibration_table, measure
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
-from autoshard.cli.recipes import parse_recipe
+from autoshard.cli.recipes import parse_constraints, parse_recipe
 from autoshard.cluster import Cluster as PublicCluster
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.ir.mesh import Mesh
@@ -57,6 +57,13 @@ _TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may ta
 _Precision = Annotated[str, typer.Option(help="bf16 or f32: what a model with wider parameters computes in.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
 _MemoryGib = Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")]
+_Constrain = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=VALUE,VALUE: a recipe's field and what it may be (pipeline=1,2,4), with --global-batch; or a "
+        "parameter's name and spec, \"up.weight=P('data', None)\". May be given more than once."
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -95,6 +102,7 @@ def plan(
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
     global_batch: _GlobalBatch = None,
+    constrain: _Constrain = None,
     time_budget_s: _TimeBudget = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,
@@ -102,7 +110,7 @@ def plan(
     """Find the fastest plan that fits in memory, and print it."""
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
-        global_batch=global_batch, time_budget_s=time_budget_s,
+        global_batch=global_batch, constrain=constrain, time_budget_s=time_budget_s,
     )  # fmt: skip
     if out is not None:
         result.save(out)
@@ -120,10 +128,17 @@ def explain(
     precision: _Precision = "bf16",
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
+    global_batch: _GlobalBatch = None,
+    constrain: _Constrain = None,
+    time_budget_s: _TimeBudget = 60.0,
     as_json: _Json = False,
 ) -> None:
     """Plan as plan does, and say where else a value could lie and what the best plan with it there would cost."""
-    found = _plan(model, cluster, mesh, batch, seq, precision, optimizer, memory_gib).explain(name)
+    result = _plan(
+        model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
+        global_batch=global_batch, constrain=constrain, time_budget_s=time_budget_s,
+    )  # fmt: skip
+    found = result.explain(name)
     _show(found.to_json() if as_json else str(found))
 
 
@@ -138,6 +153,7 @@ def _plan(
     memory_gib: float | None,
     *,
     global_batch: int | None = None,
+    constrain: list[str] | None = None,
     time_budget_s: float = 60.0,
 ) -> Plan:
     """The plan that options of the command line ask for."""
@@ -152,6 +168,7 @@ def _plan(
         precision=precision,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
         global_batch=global_batch,
+        constraints=parse_constraints(constrain or ()),
         time_budget_s=time_budget_s,
     )
 
@@ -167,6 +184,9 @@ def report(
     precision: _Precision = "bf16",
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
+    global_batch: _GlobalBatch = None,
+    constrain: _Constrain = None,
+    time_budget_s: _TimeBudget = 60.0,
     as_json: _Json = False,
 ) -> None:
     """Write a plan as one page of HTML: where time and memory go, the timeline, and where everything lies."""
@@ -175,7 +195,10 @@ def report(
     elif cluster is None:
         raise AutoshardError(f"report {source}: a model is planned for a cluster; pass --cluster, or a saved plan.")
     else:
-        found = _plan(source, cluster, mesh, batch, seq, precision, optimizer, memory_gib)
+        found = _plan(
+            source, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
+            global_batch=global_batch, constrain=constrain, time_budget_s=time_budget_s,
+        )  # fmt: skip
     try:
         found.report(out)
     except OSError as error:

@@ -1,14 +1,19 @@
-"""Recipes on the command line: `data=8,zero=1,tensor=8,sequence_parallel=yes`, or a JSON file with the same fields."""
+"""Recipes on the command line: `data=8,zero=1,tensor=8,sequence_parallel=yes`, or a JSON file with the same fields.
+
+And constraints: `pipeline=1,2,4`, the values that a field may have, or `up.weight=P('data', None)`, a value's spec.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
 
 _WORDS = {"yes": True, "true": True, "no": False, "false": False, "none": None}
 _TEXTS = ("recompute", "offload")
@@ -30,6 +35,26 @@ def parse_recipe(text: str) -> Recipe:
     if not all(separator and value for _, separator, value in pairs):
         raise RecipeError(f"--recipe {text!r} must read FIELD=VALUE,FIELD=VALUE, e.g. data=8,tensor=8,zero=1.")
     return _recipe({name.strip(): _value(name.strip(), value.strip()) for name, _, value in pairs})
+
+
+def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
+    """The constraints that texts describe, each NAME=VALUE,VALUE or NAME=SPEC.
+
+    Raises:
+        RecipeError: a text that is neither.
+
+    Example:
+        >>> parse_constraints(["tensor=8", "pipeline=1,2", "up.weight=P('data', None)"])
+        {'tensor': (8,), 'pipeline': (1, 2), 'up.weight': P('data')}
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, separator, given = (part.strip() for part in text.partition("="))
+        if not (separator and name and given):
+            raise RecipeError(f"--constrain {text!r} must read NAME=VALUE,VALUE or NAME=SPEC, e.g. pipeline=1,2,4.")
+        is_spec = given.startswith("P(")
+        found[name] = PartitionSpec.parse(given) if is_spec else tuple(_value(name, part) for part in given.split(","))
+    return found
 
 
 def _recipe(values: dict[str, Any]) -> Recipe:

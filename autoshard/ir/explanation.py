@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.table import Table
 
 from autoshard.ir.printer import any_block, as_text, common_name, format_bytes, format_time
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 
 if TYPE_CHECKING:
@@ -255,6 +256,8 @@ class Comparison:
         parameters: parameters whose specs differ, to both; None where a plan has no such parameter.
         outputs: the same of results of the program ("gradient w", "output output:0").
         meshes: both meshes as text.
+        tokens_per_s: of both, None where inputs are no tokens. Steps of a recipe and of specs have other batches.
+        recipes: of both; None for a plan that was searched spec by spec.
     """
 
     step_time_s: tuple[float, float]
@@ -264,11 +267,29 @@ class Comparison:
     parameters: Mapping[str, tuple[PartitionSpec | None, PartitionSpec | None]]
     outputs: Mapping[str, tuple[PartitionSpec | None, PartitionSpec | None]]
     meshes: tuple[str, str]
+    tokens_per_s: tuple[float | None, float | None]
+    recipes: tuple[Recipe | None, Recipe | None]
+
+    @property
+    def recipe_fields(self) -> dict[str, tuple[object, object]]:
+        """The fields in which two recipes differ, with both values; empty where one plan has no recipe."""
+        first, second = self.recipes
+        if first is None or second is None:
+            return {}
+        pairs = {item.name: (getattr(first, item.name), getattr(second, item.name)) for item in fields(Recipe)}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def __str__(self) -> str:
         costs = Table("", "this plan", "the other", "difference", title="Cost of one step", title_justify="left")
         costs.add_row("mesh", *self.meshes, "")
+        for name, pair in self.recipe_fields.items():
+            costs.add_row(f"recipe: {name}", *map(str, pair), "")
+        if (self.recipes[0] is None) != (self.recipes[1] is None):
+            costs.add_row("recipe", *("none: specs" if item is None else item.words for item in self.recipes), "")
         costs.add_row("step time", *map(format_time, self.step_time_s), difference(*reversed(self.step_time_s)))
+        mine, others = self.tokens_per_s
+        if mine is not None and others is not None:
+            costs.add_row("tokens per second", f"{mine:,.0f}", f"{others:,.0f}", difference(others, mine))
         for name, (first, second) in self.breakdown.items():
             costs.add_row(f"  {name}", format_time(first), format_time(second), _signed(second - first, format_time))
         first, second = self.peak_memory_bytes
@@ -303,6 +324,8 @@ def compare(first: Plan, second: Plan) -> Comparison:
         parameters=_differing(*specs),
         outputs=_differing(first.outputs, second.outputs),
         meshes=(str(first.mesh), str(second.mesh)),
+        tokens_per_s=(mine.tokens_per_s, others.tokens_per_s),
+        recipes=(first.recipe, second.recipe),
     )
 
 

@@ -150,6 +150,27 @@ def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "there are up.weight" in capsys.readouterr().err
 
 
+def test_explain_of_recipes(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """With the constraints that are given; one that is no field is one sentence."""
+    arguments = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16", "--constrain", "tensor=1,2")
+    assert _run(monkeypatch, "explain", model, "up.weight", *arguments, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"tensor 2" in item["recipe"] for item in data["others"]} == {True, False}
+    assert not any("tensor 4" in item["recipe"] for item in data["others"])
+    assert "optimizer" in [item["what"] for item in data["costs"]]
+    assert _run(monkeypatch, "explain", model, "up.weight", *arguments, "--constrain", "layers=2") == 1
+    assert "a recipe has no such field" in capsys.readouterr().err
+
+
+def test_plan_takes_specs_as_constraints(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Without a global batch."""
+    arguments = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--seq", "16", "--json")
+    assert _run(monkeypatch, "plan", model, *arguments, "--constrain", "up.weight=P(None, 'data')") == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["up.weight"]["spec"] == "P(None, 'data')"
+
+
 def test_report(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autoshard import Recipe, RecipeError
-from autoshard.cli.recipes import parse_recipe
+from autoshard import P, Recipe, RecipeError
+from autoshard.cli.recipes import parse_constraints, parse_recipe
 
 
 def test_fields_are_numbers_words_and_lists() -> None:
@@ -31,3 +31,14 @@ def test_mistakes_are_named() -> None:
         parse_recipe("data")
     with pytest.raises(RecipeError, match="no field 'dp'"):
         parse_recipe("dp=8")
+    with pytest.raises(RecipeError, match="--constrain 'tensor' must read NAME=VALUE"):
+        parse_constraints(["tensor"])
+
+
+def test_constraints_are_values_or_specs() -> None:
+    """Several of a field; a name may have dots and stars."""
+    texts = ["recompute=none,full", "sequence_parallel=yes", "zero_group=none", "layers.*.weight=P('data', None)"]
+    assert parse_constraints(texts) == {
+        "recompute": ("none", "full"), "sequence_parallel": (True,), "zero_group": (None,),
+        "layers.*.weight": P("data", None),
+    }  # fmt: skip
