@@ -258,21 +258,18 @@ class RecipeCounting:
         recipe, gradient = self.recipe, GRADIENT_BYTES[self.recipe.gradient_dtype]
         dense, expert = self._share(lambda _, i: i.parameters), self._share(lambda _, i: i.expert_parameters)
         replicas, shards, owners = self._replicas(), self._shards(), self._expert_replicas()
-        sent: Any = 0
-        if recipe.zero == 3:
-            outer = replicas / shards
-            gathers, scatter = 2 * _gather(2 * dense, shards), _gather(gradient * dense, shards)
-            sent += self.micro_batches * (gathers + scatter + _reduce(gradient * dense / shards, outer))
-        elif recipe.zero in (1, 2):
-            scatters = recipe.zero_group in (None, recipe.replicas) and not recipe.whole_tensors
-            sent += _gather(gradient * dense, shards) if scatters else _reduce(gradient * dense, replicas)
-            sent += _gather(2 * dense, shards)
-        else:
-            sent += _reduce(gradient * dense, replicas)
-        if expert != 0:
-            both = _gather(gradient * expert, owners) + _gather(2 * expert, owners)
-            sent += both if recipe.zero in (1, 2) else _reduce(gradient * expert, owners)
-        return sent
+        gathered = _gather(2 * dense, shards) + _gather(2 * expert, owners)
+        scattered = _gather(gradient * expert, owners)
+        if recipe.reduces_each:
+            reduced = scattered + _gather(gradient * dense, shards)
+            reduced += _reduce(gradient * dense / shards, replicas / shards)
+            both = reduced + (2 * gathered if recipe.zero == 3 else 0)
+            return self.micro_batches * both + (gathered if recipe.zero == 2 else 0)
+        if not recipe.zero:
+            return _reduce(gradient * dense, replicas) + _reduce(gradient * expert, owners)
+        whole = recipe.zero_group in (None, recipe.replicas) and not recipe.whole_tensors
+        reduced = _gather(gradient * dense, shards) if whole else _reduce(gradient * dense, replicas)
+        return reduced + scattered + gathered
 
     def _handed_on(self) -> tuple[Any, Any]:
         """Bytes between stages, forward and backward, and of gathering over the tensor axis what came in parts."""

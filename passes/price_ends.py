@@ -62,20 +62,25 @@ def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, 
 def exchange_times(
     dense: float, expert: float, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
 ) -> tuple[float, float]:
-    """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements."""
+    """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements.
+
+    What each micro-batch did (`price_recipe.sharded_time`) is not done again.
+    """
     gradient = GRADIENT_BYTES[recipe.gradient_dtype]
     reduce_s = gather_s = 0.0
-    if recipe.zero in (1, 2) and groups.zero.size == groups.replicas.size and not recipe.whole_tensors:
-        reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
-    elif recipe.zero < 3:
-        reduce_s = in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, cluster, model)
     if recipe.zero in (1, 2):
         gather_s = in_pieces(all_gather_time, dense * 2, groups.zero, recipe, cluster, model)
-    if expert and recipe.zero in (1, 2):
-        reduce_s += in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
-        gather_s += in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
-    elif expert:
-        reduce_s += in_pieces(all_reduce_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
+        if expert:
+            gather_s += in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
+    if recipe.reduces_each:
+        return reduce_s, gather_s
+    if recipe.zero and groups.zero.size == groups.replicas.size and not recipe.whole_tensors:
+        reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
+    else:
+        reduce_s = in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, cluster, model)
+    if expert:
+        exchange = reduce_scatter_time if recipe.zero else all_reduce_time
+        reduce_s += in_pieces(exchange, expert * gradient, groups.expert_replicas, recipe, cluster, model)
     return reduce_s, gather_s
 
 

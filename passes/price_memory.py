@@ -76,7 +76,7 @@ def _rank_memory(
     blocks = [sections[name] for name in counts if name not in (BEFORE, AFTER)]
     if recipe.zero == 3:
         parts["gathered parameters"] = 2.0 * max(
-            (WEIGHT_BYTES[recipe.precision] * b.parameters for b in blocks), default=0
+            (WEIGHT_BYTES[recipe.precision] * (b.parameters + b.expert_parameters) for b in blocks), default=0
         )
     parts["activations"] = in_flight * sum(
         kept_bytes(sections[name], name, recipe) * count for name, count in counts.items()

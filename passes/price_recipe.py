@@ -3,7 +3,8 @@
 1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
 2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: collectives of
    the tensor axis (in the backward, beside the products of weight gradients), of the context axis (beside attention),
-   of the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead.
+   of the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead; where
+   gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch.
 3. The schedule runs them.
 4. Once per step gradients are reduced, parameters are updated and gathered.
 """
@@ -58,12 +59,13 @@ def section_time(
         recompute = computing_time(price.forward.core, recipe, cluster, model)
         again = {"compute": recompute}
     gathering = sharded_time(price, recipe, groups, cluster, model)
+    overlaps = recipe.overlap_parameters if recipe.zero == 3 else recipe.overlap_gradients
     parts = {"forward": (forward, gathering[0]), "backward": (_sum(backward, again), gathering[1])}
     shown: dict[str, float] = {}
     totals = {}
     for name, (times, gather_s) in parts.items():
         alone = sum(times.values())
-        together = model.beside(alone, gather_s) if recipe.overlap_parameters else alone + gather_s
+        together = model.beside(alone, gather_s) if overlaps else alone + gather_s
         totals[name] = together
         shown = _sum(shown, {axis: value for axis, value in times.items() if axis != "compute"})
         shown = _sum(shown, {"data": together - alone})
@@ -119,16 +121,25 @@ def sharded_time(
 ) -> tuple[float, float]:
     """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after.
 
-    Where collectives take lists, each matrix is gathered by itself, and vectors stay whole (DeepSpeed's ZeRO-3).
+    ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Recipe.reduces_each`). Experts are
+    shared out among the ranks that hold the same ones. Where collectives take lists, each matrix is gathered by
+    itself, and vectors stay whole (DeepSpeed's ZeRO-3).
     """
-    if recipe.zero < 3:
+    if not recipe.reduces_each:
         return 0.0, 0.0
-    weights, gradients = price.parameters * 2, price.parameters * GRADIENT_BYTES[recipe.gradient_dtype]
+    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
+    dense, expert = price.parameters, price.expert_parameters
+    reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
+    reduce_s += in_pieces(all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe, cluster, model)
+    if expert:
+        reduce_s += in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
+    if recipe.zero < 3:
+        return 0.0, reduce_s
     each = max(1, price.matrices) if recipe.listed_collectives else None
-    gather = in_pieces(all_gather_time, weights, groups.zero, recipe, cluster, model, count=each)
-    scatter = in_pieces(reduce_scatter_time, gradients, groups.zero, recipe, cluster, model)
-    outer = in_pieces(all_reduce_time, gradients / groups.zero.size, groups.outer, recipe, cluster, model)
-    return gather, gather + scatter + outer
+    gather_s = in_pieces(all_gather_time, dense * 2, groups.zero, recipe, cluster, model, count=each)
+    if expert:
+        gather_s += in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
+    return gather_s, gather_s + reduce_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,14 +270,14 @@ def load_of(
 
 
 def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:
-    """Bytes moved to add a micro-batch's gradients to those before it, or, under ZeRO-3, to lay them out for reduction.
+    """Bytes moved to add a micro-batch's gradients to those before it, or to lay out those that are reduced at once.
 
     Gradients come in two bytes an element and are added to a sum that is read and written. FSDP copies them into its
     flat buffer, and casts that to the dtype in which it reduces.
     """
     gradient = GRADIENT_BYTES[recipe.gradient_dtype]
     elements = price.parameters + price.expert_parameters
-    if recipe.zero == 3:
+    if recipe.reduces_each:
         return elements * (4 + (2 + gradient if gradient > 2 else 0))
     return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0
 

@@ -157,7 +157,7 @@ class RecipePricer:
         return min(self.mean_floor(recipe, gathers=False) for recipe in recipes)
 
     def _adds_faster_gathered(self, recipe: Recipe) -> bool:
-        """Whether adding up gradients takes less where parameters are gathered; alike for all recipes of a search."""
+        """Whether adding up gradients takes less where each micro-batch's are reduced; alike for all of a search."""
         key = recipe.micro_batches > 1
         if key not in self._adds_faster:
             gathering = replace(recipe, zero=_GATHERS, whole_tensors=False)
@@ -170,7 +170,7 @@ class RecipePricer:
     def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
         """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, gathers, latency."""
         floors, counts = self._section_floors(recipe, gathers=False), self._counts(recipe)
-        gathers_s = self._gathers(recipe) if gathers and recipe.zero == _GATHERS else np.zeros((2, len(counts)))
+        gathers_s = self._gathers(recipe) if gathers and recipe.reduces_each else np.zeros((2, len(counts)))
         turns = recipe.micro_batches / recipe.pipeline
         forward, backward = turns * counts * floors.forward, turns * counts * floors.backward
         forward_gain, backward_gain = turns * counts * floors.forward_gain, turns * counts * floors.backward_gain
@@ -188,7 +188,7 @@ class RecipePricer:
 
     def _gathers(self, recipe: Recipe) -> Floats:
         """Seconds of gathering sections' parameters in the forward, and again with reducing after, [2, sections]."""
-        key = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero_group)
+        key = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
         if key not in self._sharded:
             groups = self.groups(recipe)
             times = [
@@ -212,7 +212,7 @@ class RecipePricer:
 
     def _end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
-        key = (dense, expert, tensors, *shape)
+        key = (dense, expert, tensors, recipe.reduces_each, *shape)
         if key not in self._ends:
             groups = self.groups(recipe)
             self._ends[key] = end_work(dense, expert, tensors, recipe, groups, self.cluster, self.model)
@@ -224,15 +224,15 @@ class RecipePricer:
         return memory_floors(self.sizes(recipe), shapes, recipe, self.groups(recipe))
 
     def _section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
-        """What sections take: the same whatever the pipeline and, unless parameters are gathered, the sharding."""
-        is_gathered = recipe.zero == _GATHERS
-        shards = (recipe.replicas, recipe.zero_group) if is_gathered and gathers else is_gathered
+        """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
+        stage = recipe.zero if recipe.reduces_each else 0
+        shards = (stage, recipe.replicas, recipe.zero_group) if stage and gathers else stage
         turns = recipe.micro_batches if recipe.overlap_expert and recipe.expert > 1 else recipe.micro_batches > 1
         key = (_layout_of(recipe), recipe.recompute, turns, shards)
         if key not in self._floors:
             groups = self.groups(recipe)
             if not gathers:
-                groups = replace(groups, zero=self._alone, outer=self._alone)
+                groups = replace(groups, zero=self._alone, outer=self._alone, expert_replicas=self._alone)
             rest = (recipe.tensor, recipe.context, recipe.recompute, turns, shards, gathers)
             floors = [
                 self._section_floor(price, name, recipe, groups, rest) for name, price in self.sections(recipe).items()
@@ -244,7 +244,7 @@ class RecipePricer:
         self, price: SectionPrice, name: str, recipe: Recipe, groups: Groups, rest: tuple[object, ...]
     ) -> SectionFloor:
         """One of them: the same under all layouts that price the section alike, whose groups it uses."""
-        experts = (recipe.expert, recipe.expert_tensor) if _exchanges(price) else ()
+        experts = (recipe.expert, recipe.expert_tensor) if price.expert_parameters or _exchanges(price) else ()
         is_block = name not in (BEFORE, AFTER)
         key = (price, is_block, experts, *rest)
         if key not in self._single:

@@ -5,8 +5,8 @@ for the time of a step under a memory limit (`Fastest`; bounds in `passes.bound_
 
 1. a layout and what is recomputed: the mean of ranks, or a micro-batch's latency, without sharding or ends; left out
    unpriced where the stages of a full rank exceed the memory limit with any pipeline (`passes.bound_memory`);
-2. with the pipeline's ranks, and whether parameters are gathered (ZeRO-3 over which group) or stay: the mean again,
-   with the gathers; left out where parameters, gradients and state alone exceed the limit;
+2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 and -3, over which group): the mean
+   again, with that; left out where parameters, gradients and state alone exceed the limit;
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
    those and the micro-batches that it holds do;
 4. with the sharding, one recipe: the same with its own ends; left out if its memory exceeds the limit, which is
@@ -51,7 +51,7 @@ class Objective(Protocol):
         ...
 
     def pipeline(self, recipe: Recipe) -> float:
-        """Those of its pipeline ranks that also gather as it does, or do not."""
+        """Those of its pipeline ranks that also exchange shards as it does, or do not."""
         ...
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
@@ -206,12 +206,12 @@ def search_recipes(
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A set of recipes: as much of the choice as is made. `gathers`: the group of ZeRO-3, None where none gathers."""
+    """A set of recipes: as much of the choice as is made. `exchanges`: ZeRO-2 or -3, None where it is neither."""
 
     layout: Layout
     recompute: str
     ranks: int = 0
-    gathers: int | None = None
+    exchanges: Sharding | None = None
     pipe: Pipe | None = None
     sharding: Sharding | None = None
 
@@ -347,8 +347,8 @@ class _Search:
     def _split_layout(self, node: _Node) -> None:
         for ranks in self.space.pipelines(node.layout):
             shardings = self.space.shardings(node.layout, ranks)
-            for gathers in dict.fromkeys(_gathers(sharding) for sharding in shardings):
-                child = replace(node, ranks=ranks, gathers=gathers)
+            for exchanges in dict.fromkeys(_exchanges(sharding) for sharding in shardings):
+                child = replace(node, ranks=ranks, exchanges=exchanges)
                 self._push(self.objective.pipeline(self._recipe(child)), child)
 
     def _split_pipeline(self, node: _Node) -> None:
@@ -363,11 +363,11 @@ class _Search:
     def _sharded(self, node: _Node) -> list[_Node]:
         """A node with each sharding that it may have."""
         shardings = self.space.shardings(node.layout, node.ranks)
-        return [replace(node, sharding=item) for item in shardings if _gathers(item) == node.gathers]
+        return [replace(node, sharding=item) for item in shardings if _exchanges(item) == node.exchanges]
 
     def _recipe(self, node: _Node) -> Recipe:
         """The recipe of a node; of a set, one of those that shard most."""
-        sharding = node.sharding or (Sharding(2) if node.gathers is None else Sharding(3, node.gathers))
+        sharding = node.sharding or node.exchanges or Sharding(1)
         return self.space.recipe(node.layout, node.recompute, node.pipe or _any_pipe(node.ranks), sharding)
 
     def _push(self, bound: float, node: _Node) -> bool:
@@ -396,8 +396,9 @@ class _Search:
                 self.watch(self.found(is_complete=False))
 
 
-def _gathers(sharding: Sharding) -> int | None:
-    return sharding.group if sharding.zero == 3 else None
+def _exchanges(sharding: Sharding) -> Sharding | None:
+    """What decides the exchanges of each micro-batch."""
+    return sharding if sharding.zero >= 2 else None
 
 
 def _any_pipe(ranks: int) -> Pipe:

@@ -162,6 +162,11 @@ class Recipe:
         return self.batch // (self.micro_batch * self.data)
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether each micro-batch's gradients are reduced at once, as a rank keeps its shard of the sum only."""
+        return self.zero == 3 or (self.zero == 2 and self.micro_batches > 1)
+
+    @property
     def stages(self) -> int:
         """Stages over all pipeline ranks."""
         return self.pipeline * self.virtual_stages

@@ -9,6 +9,7 @@ import pytest
 from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
 from passes.pipeline_stages import share_out
+from passes.price_ends import exchange_times
 from passes.price_model import PricedModel
 from passes.price_recipe import accumulation_bytes, products_time, section_time, sharded_time, step_price
 from passes.recipe_groups import recipe_groups
@@ -100,6 +101,26 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
         return times[1] - times[0]
 
     assert 0 < extra(8) < extra(64)
+
+
+def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() -> None:
+    """ZeRO-2 with several micro-batches; with a single one it reduces once, as ZeRO-1 does."""
+    for batch in (8, 64):
+        one, two = (Recipe(data=8, zero=zero, global_batch=batch, overlap_gradients=False) for zero in (1, 2))
+        cluster = _cluster(one)
+        groups = recipe_groups(two, cluster)
+        prices = PRICED.section_prices(two, cluster).values()
+        reduced_s = sum(sharded_time(price, two, groups, cluster, MODEL)[1] for price in prices)
+        assert (reduced_s > 0) == (batch > 8) == (_seconds(two) > _seconds(one))
+
+
+def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
+    """Not for both: what each micro-batch reduced is not reduced again at the end."""
+    for zero, is_reduced in ((1, True), (2, False), (3, False)):
+        recipe = Recipe(data=8, zero=zero, global_batch=64)
+        cluster = _cluster(recipe)
+        reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster), cluster, MODEL)
+        assert (reduce_s > 0) == is_reduced
 
 
 def test_recomputed_products_count_as_products() -> None:

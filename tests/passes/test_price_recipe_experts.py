@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import pytest
 import torch
 from torch import nn
 
 from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
 from passes.pipeline_stages import share_out
+from passes.price_memory import memory_price
 from passes.price_model import PricedModel
-from passes.price_recipe import step_price
+from passes.price_recipe import sharded_time, step_price
 from passes.price_sections import Traffic
 from passes.propagate_axis import MoveKind
 from passes.recipe_groups import recipe_groups, sorting_time, traffic_time
@@ -52,6 +54,25 @@ def _exchanges(recipe: Recipe) -> list[Traffic]:
 def test_tokens_count_once_for_each_of_their_experts() -> None:
     """Two experts a token: what is sent holds each token twice."""
     assert {item.copies for item in _exchanges(RECIPE)} == {2.0}
+
+
+def test_experts_that_are_sharded_are_gathered() -> None:
+    """Under ZeRO-3 ranks with the same experts hold a shard of them, and have two blocks' whole while they run."""
+    recipe = Recipe(data=4, expert=2, zero=3)
+    groups = recipe_groups(recipe, CLUSTER)
+    prices = PRICED.section_prices(recipe, CLUSTER)
+    moe = max(prices.values(), key=lambda price: price.expert_parameters)
+    dense = dataclasses.replace(moe, expert_parameters=0)
+    with_experts, without = (sharded_time(price, recipe, groups, CLUSTER, MODEL) for price in (moe, dense))
+    assert with_experts[0] > without[0]
+    assert with_experts[1] - with_experts[0] > without[1] - without[0]
+    alone = dataclasses.replace(recipe, expert=4)
+    assert sharded_time(moe, alone, recipe_groups(alone, CLUSTER), CLUSTER, MODEL) == pytest.approx(
+        sharded_time(dense, alone, recipe_groups(alone, CLUSTER), CLUSTER, MODEL)
+    )
+    sized = {name: dataclasses.replace(each, parameters=100, expert_parameters=1000) for name, each in prices.items()}
+    memory = memory_price(sized, share_out(PRICED.folded.blocks, recipe), recipe, groups, [1.0])
+    assert memory.parts["gathered parameters"] == 2 * 2 * 1100
 
 
 def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:

@@ -21,6 +21,7 @@ RECIPES = (
     Recipe(data=2, zero=1, recompute="full", micro_batch=2, global_batch=8),
     Recipe(data=4, zero=3, recompute="selective"),
     Recipe(data=2, context=2, zero=2),
+    Recipe(data=4, zero=2, global_batch=16, recompute="selective"),
 )
 SIZES = ((1, 16, 3), (3, 24, 5), (2, 32, 8))
 """Micro-batch, sequence and layers."""
@@ -76,6 +77,16 @@ def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
     wanted = 2 * plan.formula("gradient_bytes") * (data - 1) / data
     assert sympy.simplify(plan.formula("communication_bytes") - wanted) == 0
     assert plan.formula("communication_bytes_data").subs({data: 1}) == 0
+
+
+def test_sharded_gradients_travel_for_every_micro_batch() -> None:
+    """Under ZeRO-2 they are reduced and scattered as often as there are micro-batches, parameters gathered once."""
+    model = dense(4)
+    often, once = (_price(Recipe(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
+    sizes = {"data": 4, "micro_batch": 1, "sequence": 16, "layers": 4}
+    sent = [_value(plan, "communication_bytes", batch=batch, **sizes) for plan, batch in ((often, 12), (once, 4))]
+    gradients = 4 * sum(item.numel() for item in model.parameters())
+    assert sent[0] - sent[1] == 2 * gradients * sympy.Rational(3, 4)
 
 
 def test_kinds_of_blocks_have_symbols_of_their_own() -> None:
