@@ -2,8 +2,8 @@
 
 * A value's spec follows from the recipe's axes (`propagate_axis`); under ZeRO-3 a parameter's from its replicas too.
 * Collectives of a parameter: its part, by elements, of what its pipeline rank exchanges once per step (`price_ends`)
-  or, under ZeRO-3, for each micro-batch (`price_recipe.sharded_time`); and those of what calls that read it are given
-  or make. Of another value: those that move it.
+  or, under ZeRO-2 and -3, for each micro-batch (`price_recipe.sharded_time`); and those of what calls that read it are
+  given or make. Of another value: those that move it.
 * Of the other specs that the value may have, each belongs to some recipes: `spec_families` gives them as restrictions
   of the searched fields, so that the fastest of each can be searched for.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 from torch import fx
@@ -178,12 +178,14 @@ def _parameter_costs(
         ValueCost("gradient reduction", axis, gradient, 1, share * work.reduce_s),
         ValueCost("parameter gathering", axis, weight, 1, share * work.gather_s),
     ]
-    if recipe.zero == 3 and not is_expert:
-        price = prices[value.section]
-        gather_s, again_s = sharded_time(price, recipe, groups, cluster, model)
-        turns = recipe.micro_batches
-        part = elements / price.parameters * turns
-        costs = [
+    if recipe.reduces_each:
+        price, turns = prices[value.section], recipe.micro_batches
+        gather_s, again_s = sharded_time(replace(price, expert_parameters=0), recipe, groups, cluster, model)
+        if is_expert:
+            gathers_s, agains_s = sharded_time(price, recipe, groups, cluster, model)
+            gather_s, again_s = gathers_s - gather_s, agains_s - again_s
+        part = elements / (price.expert_parameters if is_expert else price.parameters) * turns
+        costs += [
             ValueCost("gradient reduction", axis, gradient, turns, (again_s - gather_s) * part),
             ValueCost("parameter gathering, forward and backward", axis, weight, 2 * turns, 2 * gather_s * part),
         ]

@@ -105,8 +105,9 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
             is_proven=found.is_complete,
             search_s=spent_s,
         )
-        lower = found.recipe is not None and run.ratio < LOWER
-        yield replace(run, reason=why_lower(search, source, recipe_of(row), found.recipe, seconds)) if lower else run
+        if found.recipe is not None and run.ratio < LOWER:
+            run = replace(run, reason=why_lower(search, source, recipe_of(row), found.recipe, seconds))
+        yield run
 
 
 def priced(search: RecipeProblem, recipe: Recipe) -> Priced:
