@@ -1,14 +1,16 @@
 """Write kernels out again as the calls that they stand for, so that a fused program can be compared with its source.
 
 Before → after: `triton_gated(gate, up, "silu")` → `mul(silu(gate), up)`; `triton_layer_norm(x, ...)` →
-`native_layer_norm(x, ...)`. Of a fused kernel's forms, `meta["form"]` says which: whichever it names, it is one that
-the kernel computes, so a wrong name can make a comparison fail, never succeed.
+`native_layer_norm(x, ...)`; a generated kernel → its group's calls. Of a fused kernel's forms, `meta["form"]` says
+which: whichever it names, it is one that the kernel computes, so a wrong name can make a comparison fail, never
+succeed.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -16,6 +18,8 @@ from torch._ops import OpOverload
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import VerificationError
+from autoshard.kernels.generated.define import generated_kernel
+from autoshard.kernels.generated.group import Group
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, KERNELS
 
@@ -38,8 +42,10 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
     environment: dict[fx.Node, fx.Node] = {}
     results: dict[fx.Node, tuple[fx.Node | None, ...]] = {}
     for node in graph_module.graph.nodes:
-        if node.target in _FUSED and FORM in node.meta:
-            results[node] = _write_out(graph, node, environment)
+        generated = generated_kernel(node.target)
+        if generated is not None or (node.target in _FUSED and FORM in node.meta):
+            written = _write_out if generated is None else partial(_write_group, generated.group)
+            results[node] = written(graph, node, environment)
             if isinstance(node.meta["val"], Tensor):
                 environment[node] = _result(node, results[node][0])
         elif node.target is operator.getitem and node.args[0] in results:
@@ -55,6 +61,23 @@ def _result(node: fx.Node, result: fx.Node | None) -> fx.Node:
     if result is None:
         raise VerificationError(f"node {node.name!r} reads a result that its kernel's form does not have.")
     return result
+
+
+def _write_group(
+    group: Group, graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]
+) -> tuple[fx.Node, ...]:
+    """The results of a generated kernel, as its group's calls make them."""
+    if len(node.args) != len(group.operands) or not all(isinstance(item, fx.Node) for item in node.args):
+        raise VerificationError(
+            f"node {node.name!r} calls {node.target} with {node.args}; it takes {len(group.operands)} operands."
+        )
+    values = [environment[item] for item in node.args if isinstance(item, fx.Node)]
+    for step in group.steps:
+        call = step.call(values.__getitem__, lambda *args, step=step, **kwargs: (step.target, args, kwargs))
+        made = graph.call_function(*call)
+        made.meta = {"phase": node.meta.get("phase"), "source": node.meta.get("source")}
+        values.append(made)
+    return tuple(values[index] for index in group.results)
 
 
 def _write_out(graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, ...]:

@@ -225,8 +225,8 @@ def lower_program(
         program: as traced.
         plan: made for this program.
         cluster: where it runs; decides between reshards of equal effect. None goes by bytes sent.
-        with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
-            without, for verification.
+        with_kernels: let Triton kernels, hand-written and generated, stand in for operators of the phases; the lowered
+            program as a whole stays without, for verification.
         on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
@@ -239,12 +239,13 @@ def lower_program(
     if not with_kernels:
         return _run((SplitPhases(),), lowered, on_pass)
     from passes.fuse_kernels import FuseKernels
+    from passes.generate_kernels import GenerateKernels
 
     fused = _run((FuseKernels(),), lowered, on_pass)
     phased = replace(SplitPhases()(fused), lowered=lowered)
     if on_pass is not None:
         on_pass(SplitPhases(), fused, phased)
-    return phased
+    return _run((GenerateKernels(None if cluster is None else cluster.device),), phased, on_pass)
 
 
 def plan_of_choice(

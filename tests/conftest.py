@@ -1,6 +1,7 @@
 """What every test shares: Hypothesis profiles, one thread per process, and the skipping of GPU tests."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,6 +34,24 @@ torch.manual_seed(0)  # what is drawn while tests are collected must be the same
 if not torch.cuda.is_available():
     # Read where a Triton kernel is decorated, so before any test imports autoshard's kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Generated kernels are written to a folder of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def _poisoned_outputs() -> Iterator[None]:
+    """Fill what `torch.empty` gives with NaN, so that an element never stored is seen."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert bool(torch.empty(3).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(was_on)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

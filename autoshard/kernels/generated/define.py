@@ -1,0 +1,174 @@
+"""Generated kernels as operators: written to a file, loaded, and defined as `autoshard::triton_<operators>_<digest>`.
+
+An operator stands for one group: same shapes, strides and dtypes. An operand that lies otherwise when it comes is
+copied into the form that the kernel was written for. As hand-written kernels, they run on GPUs, and on a CPU in
+Triton's interpreter; the reference of each is its group, one operator after the other (`Group.run`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from autoshard.kernels.generated.files import load_file, write_file
+from autoshard.kernels.generated.group import Group, Value
+from autoshard.kernels.generated.source import Layout, Source, write_source
+from autoshard.kernels.kernel import Specimen
+from autoshard.kernels.launch import launch
+from autoshard.kernels.library import define
+
+_HEADER = '''"""{title}
+
+Written by autoshard.kernels.generated; what is changed here is written over.
+"""
+
+import triton
+import triton.language as tl
+{imports}'''
+_IMPORTS = {
+    "autoshard.kernels.generated.functions": ("larger", "largest", "smaller", "smallest", "tanh"),
+    "autoshard.kernels.triton_activations": ("activate", "slope"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedKernel:
+    """A kernel that was generated.
+
+    Args:
+        group: what it computes.
+        operator: the operator that runs it.
+        function: the `@triton.jit` function.
+        layout: how it is launched.
+        path: the file that it was loaded from.
+    """
+
+    group: Group
+    operator: OpOverload
+    function: Any
+    layout: Layout
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The operator's name, e.g. "autoshard::triton_mul_add_1a2b3c4d"."""
+        return self.operator._schema.name
+
+    def specimen(self) -> Specimen:
+        """Its one compilation."""
+        group = self.group
+        kinds = [f"*{_POINTEES[group.values[index].dtype]}" for index in (*range(len(group.operands)), *group.results)]
+        names = list(self.function.arg_names)
+        signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(names[len(kinds) :], "constexpr")
+        size = self.layout.blocks.get("BLOCK_C", 0)
+        return Specimen(self.function, signature, size, dict(self.layout.blocks), self.layout.num_warps)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedGroup:
+    """A group with names for its values, and what its kernel is for, in a line or more."""
+
+    group: Group
+    names: tuple[str, ...]
+    purpose: str
+
+
+_POINTEES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
+}  # fmt: skip
+_KERNELS: dict[OpOverload, GeneratedKernel] = {}
+_OPERATORS: dict[Group, OpOverload] = {}
+
+
+def generated_kernel(operator: Any) -> GeneratedKernel | None:
+    """The generated kernel that an operator runs; None for any other operator."""
+    return _KERNELS.get(operator)
+
+
+def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, GeneratedKernel]:
+    """The kernels of a program's groups; its file is written, and what is not known yet is defined.
+
+    Args:
+        groups: the groups, each once.
+        title: the first line of the file.
+
+    Raises:
+        KernelError: the file cannot be written.
+        NoLoopsError: no kernel computes one of the groups.
+    """
+    sources = {named.group: write_source(named.group, named.names, named.purpose) for named in groups}
+    if not sources:
+        return {}
+    path = write_file(_file_text(title, [source.text for source in sources.values()]))
+    fresh = [group for group in sources if group not in _OPERATORS]
+    module = load_file(path) if fresh else None
+    for group in fresh:
+        kernel = _define(group, sources[group], getattr(module, group.name), path)
+        _KERNELS[kernel.operator], _OPERATORS[group] = kernel, kernel.operator
+    return {group: _KERNELS[_OPERATORS[group]] for group in sources}
+
+
+def _file_text(title: str, functions: Sequence[str]) -> str:
+    """The file of some kernels, with the imports that they need."""
+    body = "\n\n\n".join(functions)
+    used = {module: [name for name in names if re.search(rf"\b{name}\(", body)] for module, names in _IMPORTS.items()}
+    lines = [f"from {module} import {', '.join(names)}" for module, names in used.items() if names]
+    imports = "\n".join(["", *lines, ""]) if lines else ""
+    return f"{_HEADER.format(title=title, imports=imports)}\n\n{body}\n"
+
+
+def _define(group: Group, source: Source, function: Any, path: Path) -> GeneratedKernel:
+    taken = ", ".join(f"Tensor x{index}" for index in range(len(group.operands)))
+    given = ", ".join(["Tensor"] * len(group.results))
+    schema = f"({taken}) -> {given if len(group.results) == 1 else f'({given})'}"
+    operator = define(group.name, schema, _launcher(group, source.layout, function), _empty_results(group))
+    return GeneratedKernel(group, operator, function, source.layout, path)
+
+
+def _empty_results(group: Group) -> Callable[..., Any]:
+    def empty_results(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+        device = _device_of(operands)
+        made = tuple(group.values[index].empty(device) for index in group.results)
+        return made[0] if len(made) == 1 else made
+
+    return empty_results
+
+
+def _launcher(group: Group, layout: Layout, function: Any) -> Callable[..., Any]:
+    def run(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+        device = _device_of(operands)
+        fitted = [_fit(item, form, device) for item, form in zip(operands, group.operands, strict=True)]
+        made = tuple(group.values[index].empty(device) for index in group.results)
+        # The interpreter computes what lies outside too, where NumPy would warn of a logarithm of 0.
+        with np.errstate(all="ignore"):
+            launch(function, (layout.programs,), device, *fitted, *made, **layout.blocks, num_warps=layout.num_warps)
+        return made[0] if len(made) == 1 else made
+
+    return run
+
+
+def _device_of(operands: Sequence[Tensor]) -> torch.device:
+    """Where a kernel runs: a single number may lie on the host, as for PyTorch's own operators."""
+    return next((item.device for item in operands if item.dim()), operands[0].device)
+
+
+def _fit(operand: Tensor, form: Value, device: torch.device) -> Tensor:
+    """The operand in the form that a kernel was written for."""
+    if operand.device == device and form.describes(operand):
+        return operand
+    fitted = form.empty(device)
+    once, source = fitted, operand
+    for dim, stride in enumerate(form.stride):
+        if stride == 0:  # one element in memory stands for all along this dim
+            once, source = once.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    once.copy_(source)
+    return fitted

@@ -1,0 +1,150 @@
+"""Groups: straight-line programs of operators that one generated kernel computes.
+
+A group knows its operators, literals, shapes, strides and dtypes, and no names: groups that are equal share a kernel.
+Values are numbered: operands first, then one for each step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+_QUIET = frozenset(
+    {"view", "unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "full"}
+)
+"""Operators that a kernel's name leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor's shape, its strides in elements, and its dtype."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Value:
+        """The form of a tensor, real or fake."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def describes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of this form; the stride of a dim of size 1 does not matter."""
+        pairs = zip(self.shape, self.stride, tensor.stride(), strict=False)
+        return tuple(tensor.shape) == self.shape and all(size == 1 or own == other for size, own, other in pairs)
+
+    def empty(self, device: torch.device | None = None) -> Tensor:
+        """A tensor of this form, not filled."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is value number `index` of the group."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call: `target(*args, **kwargs)` gives `value`; tensors among the arguments are `Ref`s."""
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    value: Value
+
+    @property
+    def name(self) -> str:
+        """The operator's short name: "mul" of aten.mul.Tensor."""
+        return self.target._schema.name.partition("::")[2].strip("_")
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """The numbers of the values that it reads, in order."""
+        return tuple(_refs((self.args, [item for _, item in self.kwargs])))
+
+    def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
+        """The call, of `target` or the operator itself, with `value_of(index)` for each operand."""
+        args = map_refs(self.args, value_of)
+        return (target or self.target)(*args, **{name: map_refs(item, value_of) for name, item in self.kwargs})
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """What a generated kernel computes.
+
+    Args:
+        operands: the forms of its operands.
+        steps: its calls, each of which reads operands and earlier steps.
+        results: the numbers of the steps' values that it yields.
+    """
+
+    operands: tuple[Value, ...]
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The form of every value, by number."""
+        return (*self.operands, *(step.value for step in self.steps))
+
+    def step_of(self, index: int) -> Step:
+        """The step whose value has number `index`."""
+        return self.steps[index - len(self.operands)]
+
+    def run(self, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """The results, by calling one operator after the other: the kernel's reference."""
+        values = list(operands)
+        for step in self.steps:
+            values.append(step.call(values.__getitem__))
+        return tuple(values[index] for index in self.results)
+
+    @cached_property
+    def text(self) -> str:
+        """The group in words: what tells groups apart (0.0 from -0.0, too), in every process."""
+        lines = [f"operand {value} {list(value.stride)}" for value in self.operands]
+        lines += [
+            f"{step.target}{step.args}{step.kwargs} {step.value} {list(step.value.stride)}" for step in self.steps
+        ]
+        return "\n".join([*lines, f"results {list(self.results)}"])
+
+    @cached_property
+    def name(self) -> str:
+        """The kernel's name: its operators, and a digest of all that it is."""
+        names = dict.fromkeys(step.name for step in self.steps if step.name not in _QUIET)
+        shown = "_".join(list(names)[:4])
+        return f"triton_{shown}_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
+
+
+def map_refs(item: Any, value_of: Callable[[int], Any]) -> Any:
+    """An argument with `value_of(index)` in place of each `Ref`."""
+    if isinstance(item, Ref):
+        return value_of(item.index)
+    if isinstance(item, (tuple, list)):
+        return type(item)(map_refs(part, value_of) for part in item)
+    return item
+
+
+def _refs(item: Any) -> Iterator[int]:
+    if isinstance(item, Ref):
+        yield item.index
+    elif isinstance(item, (tuple, list)):
+        for part in item:
+            yield from _refs(part)

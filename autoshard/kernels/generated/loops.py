@@ -1,0 +1,246 @@
+"""The loops of a group: which axes its values vary along, found from shapes alone.
+
+Every dim of every value is a product of *axes*, major to minor, as dims of a sharding rule are products of factors.
+1. Each dim of each value starts as one axis; dims of size 1 are none.
+2. A step says which lists of axes are equal: the dims of operands and result (pointwise; a broadcast dim says nothing),
+   those that a reduction keeps, all of them in order (`view`). Equal lists are walked from the left, and an axis that
+   meets a smaller one is split.
+3. Axes that reductions sum over become the columns of the kernel's tile; the others are its rows.
+
+A group has loops where no value has an axis twice, all reductions sum over the same axes, one value has all axes, and
+all results vary along all rows: then each program computes whole rows, and each element of a result is stored once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autoshard.kernels.generated.group import Group, Step
+from autoshard.kernels.generated.operators import POINTWISE, Kind, kind_of, reduced_dims
+
+_aten = torch.ops.aten
+Dims = tuple[tuple[int, ...], ...]
+"""For each dim of a value its axes, major to minor."""
+
+
+class NoLoopsError(Exception):
+    """Operators do not go together into one kernel; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """The loops of a group.
+
+    Args:
+        rows, columns: the sizes of the axes of both, major to minor; columns are what reductions sum over.
+        strides: for each operand and result, by its number, the stride of each axis, rows first, in elements; 0 along
+            an axis that it does not vary along.
+        spans: for each value whether it varies along rows, and along columns.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    strides: Mapping[int, tuple[int, ...]]
+    spans: tuple[tuple[bool, bool], ...]
+
+    @property
+    def row_count(self) -> int:
+        """Rows of the tile of all elements."""
+        return math.prod(self.rows)
+
+    @property
+    def column_count(self) -> int:
+        """Its columns."""
+        return math.prod(self.columns)
+
+
+def find_loops(group: Group) -> Loops:
+    """The loops of a group.
+
+    Raises:
+        NoLoopsError: it has none.
+    """
+    if any(0 in value.shape for value in group.values):
+        raise NoLoopsError("a value has no elements.")
+    axes = _Axes()
+    dims: list[Dims] = [axes.fresh(value.shape) for value in group.operands]
+    summed: list[tuple[int, Dims, tuple[int, ...]]] = []
+    for step in group.steps:
+        dims.append(_apply(axes, group, dims, step))
+        if kind_of(step.target) is Kind.REDUCTION:
+            (operand,) = step.operands
+            summed.append((operand, dims[operand], reduced_dims(step, group.values[operand])))
+    whole = [tuple(axes.resolve(dim) for dim in value) for value in dims]
+    flat = [[axis for dim in value for axis in dim] for value in whole]
+    if any(len(set(items)) < len(items) for items in flat):
+        raise NoLoopsError("a value would be read at two places of itself at once.")
+    reduced = _reduced(axes, summed)
+    order = _order(group, flat, reduced)
+    rows = [axis for axis in order if axis not in reduced]
+    _check_results(group, flat, set(rows))
+    _check_costly(group, flat, set(rows))
+    columns = [axis for axis in order if axis in reduced]
+    strides = {
+        index: _strides(axes, whole[index], group.values[index].stride, [*rows, *columns])
+        for index in (*range(len(group.operands)), *group.results)
+    }
+    spans = tuple((not reduced.issuperset(items), not reduced.isdisjoint(items)) for items in flat)
+    return _collapse([axes.sizes[axis] for axis in rows], [axes.sizes[axis] for axis in columns], strides, spans)
+
+
+@dataclass(slots=True)
+class _Axes:
+    """Axes by number, and what has become of those that were split or found equal to others."""
+
+    sizes: list[int] = field(default_factory=list)
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def fresh(self, shape: Iterable[int]) -> Dims:
+        return tuple(() if size == 1 else (self._add(size),) for size in shape)
+
+    def _add(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def resolve(self, items: Iterable[int]) -> tuple[int, ...]:
+        """The axes that these now stand for."""
+        found: list[int] = []
+        for axis in items:
+            found += self.resolve(self.parts[axis]) if axis in self.parts else (axis,)
+        return tuple(found)
+
+    def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
+        """Make two lists of axes one."""
+        firsts, seconds = deque(left), deque(right)
+        while firsts and seconds:
+            first, second = self._next(firsts), self._next(seconds)
+            if first == second:
+                continue
+            low, high = sorted((self.sizes[first], self.sizes[second]))
+            if high % low:
+                raise NoLoopsError(f"a view cuts {high} elements across groups of {low}.")
+            if low == high:
+                self.parts[max(first, second)] = (min(first, second),)
+            else:
+                larger, queue = (first, firsts) if self.sizes[first] == high else (second, seconds)
+                other, others = (second, seconds) if larger == first else (first, firsts)
+                self.parts[larger] = (self._add(low), self._add(high // low))
+                queue.extendleft(reversed(self.parts[larger]))
+                others.appendleft(other)
+        if firsts or seconds:
+            raise NoLoopsError("values have different numbers of elements.")
+
+    def _next(self, queue: deque[int]) -> int:
+        axis = queue.popleft()
+        while axis in self.parts:
+            queue.extendleft(reversed(self.parts[axis]))
+            axis = queue.popleft()
+        return axis
+
+
+def _apply(axes: _Axes, group: Group, dims: Sequence[Dims], step: Step) -> Dims:
+    """The dims of a step's value, made equal to those of its operands as the operator says."""
+    shape = step.value.shape
+    made = axes.fresh(shape)
+    match kind_of(step.target):
+        case Kind.POINTWISE:
+            for index in step.operands:
+                _equate_aligned(axes, dims[index], made)
+        case Kind.REDUCTION:
+            (index,) = step.operands
+            gone = reduced_dims(step, group.values[index])
+            kept = [axis for place, dim in enumerate(dims[index]) if place not in gone for axis in dim]
+            axes.equate(kept, [axis for dim in made for axis in dim])
+        case Kind.VIEW:
+            _apply_view(axes, step, dims[step.operands[0]], made)
+    return made
+
+
+def _apply_view(axes: _Axes, step: Step, before: Dims, made: Dims) -> None:
+    if step.target is _aten.expand.default:
+        _equate_aligned(axes, before, made)
+        return
+    count = len(before)
+    order = list(range(count))
+    if step.target is _aten.permute.default:
+        order = [dim % count for dim in step.args[1]]
+    elif step.target is _aten.transpose.int:
+        first, second = (dim % count for dim in step.args[1:3])
+        order[first], order[second] = order[second], order[first]
+    elif step.target is _aten.t.default:
+        order.reverse()
+    axes.equate([axis for dim in order for axis in before[dim]], [axis for dim in made for axis in dim])
+
+
+def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
+    """Dims aligned at the right; a dim of size 1 is broadcast."""
+    for before, after in zip(reversed(operand), reversed(result), strict=False):
+        if before:
+            axes.equate(before, after)
+
+
+def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -> frozenset[int]:
+    """The axes that all reductions sum over."""
+    found = {frozenset(axis for place in places for axis in axes.resolve(dims[place])) for _, dims, places in summed}
+    found.discard(frozenset())
+    if len(found) > 1:
+        raise NoLoopsError("reductions sum over different dims.")
+    return next(iter(found), frozenset())
+
+
+def _order(group: Group, flat: Sequence[Sequence[int]], reduced: frozenset[int]) -> list[int]:
+    """All axes, in the order of a value that has them all: a result, if one has."""
+    every = {axis for items in flat for axis in items}
+    steps = range(len(group.operands), len(flat))
+    for index in (*group.results, *steps, *range(len(group.operands))):
+        if every == set(flat[index]):
+            return list(flat[index])
+    raise NoLoopsError("no value varies along all axes of the others.")
+
+
+def _check_results(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
+    if any(not rows.issubset(flat[index]) for index in group.results):
+        raise NoLoopsError("a result has fewer rows than others.")
+
+
+def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
+    """What is broadcast along rows is computed anew for each: only where that is next to nothing."""
+    for index, step in enumerate(group.steps, len(group.operands)):
+        entry = POINTWISE.get(step.target)
+        if entry is not None and entry.is_costly and not rows.issubset(flat[index]):
+            raise NoLoopsError(f"{step.name} would be computed again for every row.")
+
+
+def _strides(axes: _Axes, dims: Dims, stride: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The stride of each axis of `order` in a tensor."""
+    found: dict[int, int] = {}
+    for dim, step in zip(dims, stride, strict=True):
+        for axis in reversed(dim):
+            found[axis] = step
+            step *= axes.sizes[axis]
+    return tuple(found.get(axis, 0) for axis in order)
+
+
+def _collapse(
+    rows: Sequence[int],
+    columns: Sequence[int],
+    strides: Mapping[int, tuple[int, ...]],
+    spans: tuple[tuple[bool, bool], ...],
+) -> Loops:
+    """The loops with neighbouring axes made one wherever all tensors lie so."""
+    sizes = [*rows, *columns]
+    starts = [
+        place
+        for place in range(len(sizes))
+        if place in (0, len(rows)) or any(own[place - 1] != own[place] * sizes[place] for own in strides.values())
+    ]
+    ends = [*starts[1:], len(sizes)][: len(starts)]
+    merged = [math.prod(sizes[start:end]) for start, end in zip(starts, ends, strict=True)]
+    count = sum(start < len(rows) for start in starts)
+    kept = {index: tuple(own[end - 1] for end in ends) for index, own in strides.items()}
+    return Loops(tuple(merged[:count]), tuple(merged[count:]), kept, spans)

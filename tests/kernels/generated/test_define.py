@@ -1,0 +1,64 @@
+"""Generated kernels as operators: names, forms of operands, what else they are given."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.kernels.generated.define import NamedGroup, define_kernels, generated_kernel
+from autoshard.kernels.generated.group import Group, Ref, Step, Value
+from tests.kernels.fused import DEVICE, draw
+
+_aten = torch.ops.aten
+
+
+def _scaled(factor: float, x: torch.Tensor) -> Group:
+    form = Value.of(x)
+    product = Step(_aten.mul.Tensor, (Ref(0), factor), (), form)
+    return Group((form,), (product, Step(_aten.tanh.default, (Ref(1),), (), form)), (2,))
+
+
+def test_an_operand_that_lies_otherwise_is_copied() -> None:
+    """A kernel was written for strides; other strides give the same values."""
+    x = draw(6, 10)
+    group = _scaled(2.0, x)
+    kernel = define_kernels([NamedGroup(group, ("x", "twice", "out"), "tanh(2 x).")], "A test.")[group]
+    for operand in (x, x.t().contiguous().t(), x.repeat(1, 2)[:, :10]):
+        torch.testing.assert_close(kernel.operator(operand), torch.tanh(2 * operand))
+    torch.testing.assert_close(kernel.operator(x), group.run([x])[0])
+
+
+def test_expanded_operands_are_read_once() -> None:
+    """An operand of which one row stands for all, and one of its shape that was written out."""
+    x = draw(1, 10).expand(6, 10)
+    group = _scaled(3.0, x)
+    kernel = define_kernels([NamedGroup(group, ("x", "twice", "out"), "tanh(3 x).")], "A test.")[group]
+    for operand in (x, x.contiguous()):
+        torch.testing.assert_close(kernel.operator(operand), torch.tanh(3 * operand))
+
+
+def test_literals_tell_groups_apart() -> None:
+    """0.0 and -0.0 are equal numbers and different groups, with kernels of their own; equal groups share one."""
+    x = torch.ones(4, device=DEVICE)
+    groups = [_scaled(0.0, x), _scaled(-0.0, x), _scaled(0.0, x)]
+    assert groups[0] == groups[2] != groups[1]
+    named = [NamedGroup(group, ("x", "product", "out"), "Signs.") for group in groups[:2]]
+    kernels = define_kernels(named, "A test.")
+    assert [kernels[group].operator(x).signbit().all().item() for group in groups] == [False, True, False]
+    assert generated_kernel(kernels[groups[0]].operator) is kernels[groups[2]]
+
+
+def test_names_may_be_words_of_the_kernel() -> None:
+    """A value that is called as something in the kernel is called otherwise there."""
+    x = draw(5)
+    group = _scaled(5.0, x)
+    kernel = define_kernels([NamedGroup(group, ("tl", "index", "index"), "Names.")], "A test.")[group]
+    torch.testing.assert_close(kernel.operator(x), torch.tanh(5 * x))
+
+
+def test_specimens_name_every_argument() -> None:
+    """What `compile_ahead` is given: a type for each pointer, and the sizes of blocks."""
+    x = draw(5)
+    group = _scaled(7.0, x)
+    specimen = define_kernels([NamedGroup(group, ("x", "y", "z"), "A specimen.")], "A test.")[group].specimen()
+    assert specimen.signature == {"x_ptr": "*fp32", "z_ptr": "*fp32", "BLOCK": "constexpr"}
+    assert specimen.constants == {"BLOCK": 1024}
