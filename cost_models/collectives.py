@@ -112,7 +112,7 @@ def _distinct(places: int, draws: float) -> float:
 
 
 def broadcast_time(message_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a broadcast of `message_bytes`: a pipelined chain, each link carries the message once."""
+    """Seconds of a broadcast of `message_bytes`: a chain of all members, each link carries the message once."""
     return _fastest(_chain, message_bytes, group)
 
 
@@ -213,14 +213,13 @@ def _direct(carried_bytes: float, link: Link | None) -> float:
 
 
 def _chain(message_bytes: float, group: GroupLinks) -> float:
-    """A message is cut into pieces that follow each other; with the best size, (sqrt(bandwidth) + sqrt(latency))^2.
+    """Start, the message once over each link, and a step of the slowest link for every member but the first.
 
-    Pieces of c bytes of B over h hops take (B / c + h) * (latency + c / bandwidth), which is least at
-    c = sqrt(B * latency * bandwidth / h) (van de Geijn 1994).
+    As NCCL prices the ring of a broadcast (src/graph/tuning.cc: nsteps times the network's latency where the group has
+    several nodes): the message goes in chunks of a fixed size, and each member waits for a whole one.
     """
     moving = max(_transfer(message_bytes, group.intra), _outside(message_bytes, group))
-    waiting = _around(group)
-    return _start(group) + moving + waiting + 2 * sqrt(moving * waiting)
+    return _start(group) + moving + (group.size - 1) * max(link.latency_s for link in group.links)
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:

@@ -87,8 +87,8 @@ def exchange_times(
 def broadcasts_time(elements: float, tensors: int, recipe: Recipe, groups: Groups, model: StepModel) -> float:
     """Seconds in which every rank broadcasts the parameters that it updated: one message a rank, of whole tensors.
 
-    Where there are more ranks than tensors, as many messages as tensors. Each passes the whole ring, so latency grows
-    with ranks times messages.
+    Where there are more ranks than tensors, as many messages as tensors. Each passes the whole ring before the next one
+    starts, so latency grows with ranks times messages.
     """
     group = groups.zero
     count = max(1, min(tensors, group.size))

@@ -31,8 +31,10 @@ class Framework:
         gradient_dtype: None: that of the model.
         early_stop, attention: see `Recipe`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
             reentrant (scripts/train/benchmarking/submit_benchmarks.py @12a63191).
-        bucket_bytes: see `Recipe`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 MiB.
-        whole_tensors: see `Recipe` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py).
+        bucket_bytes: see `Recipe`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 Mi elements.
+        whole_tensors: see `Recipe` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py). Its rows are
+            of July 2023 (the table is in the first README of InternLM), when `broadcast_params(overlap=False)` waited:
+            "TODO: support broadcast overlap".
         blocking_launches: see `Recipe` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
             beside it: without it the training hung).
         separate_experts: see `Recipe` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
@@ -72,7 +74,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "sc21-table1": _MEGATRON_2020,
     "sc21-table2": replace(_MEGATRON_2020, bucket_bytes=900_000_000),
     "korthikanti": _MEGATRON_2022,
-    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=2**29, whole_tensors=True),
+    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=2**30, overlap_parameters=False, whole_tensors=True),
     "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
@@ -86,6 +88,11 @@ _DEVICES = {
 _FABRICS = {"A800-80GB": "nvlink3_nvswitch_a800", "V100-32GB": "nvlink2_nvswitch",
             "GB200-186GB": "nvlink5_nvl72", "GB300-288GB": "nvlink5_nvl72"}  # fmt: skip
 _MODULES = {"layernorm": "attention_norm+ffn_norm", "moe_act": "act", "mla_up_proj": "q_up+kv_up"}
+_SPLIT_ENDS = frozenset(
+    f"bigscience-tr11-12288x106-h{heads}-n384-dp8tp4pp12-mb2-gb2048-L{line}" for heads, line in ((96, 891), (64, 892))
+)
+"""Rows without a layout that have one in their source: "regex partition_method='type:transformer|embed')" is the heading
+of these two (bigscience train/tr11-176B-ml/chronicles-prequel.md @9e64edec); with them 106 + 2 divides by 12."""
 _NETWORKS = {"A100": "infiniband_hdr200", "A800": "infiniband_hdr200", "V100": "infiniband_edr100"}
 
 
@@ -159,7 +166,7 @@ def recipe_of(row: Row) -> Recipe:
         expert=plan["ep"] or 1,
         pipeline=pipeline,
         virtual_stages=virtual if pipeline > 1 and layers >= virtual * pipeline else 1,
-        split_ends="embedding" in layout or layout.startswith("Et"),
+        split_ends="embedding" in layout or layout.startswith("Et") or row["id"] in _SPLIT_ENDS,
         micro_batch=row["micro_batch"],
         global_batch=row["global_batch"],
         recompute=_recompute(row["recompute"]),
