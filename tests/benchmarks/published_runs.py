@@ -91,8 +91,8 @@ _MODULES = {"layernorm": "attention_norm+ffn_norm", "moe_act": "act", "mla_up_pr
 _SPLIT_ENDS = frozenset(
     f"bigscience-tr11-12288x106-h{heads}-n384-dp8tp4pp12-mb2-gb2048-L{line}" for heads, line in ((96, 891), (64, 892))
 )
-"""Rows without a layout that have one in their source: "regex partition_method='type:transformer|embed')" is the heading
-of these two (bigscience train/tr11-176B-ml/chronicles-prequel.md @9e64edec); with them 106 + 2 divides by 12."""
+"""Rows that say nothing of their layout where their source does: "regex partition_method='type:transformer|embed'" is
+in the heading of these two (bigscience train/tr11-176B-ml/chronicles-prequel.md @9e64edec). 106 + 2 divides by 12."""
 _NETWORKS = {"A100": "infiniband_hdr200", "A800": "infiniband_hdr200", "V100": "infiniband_edr100"}
 
 
