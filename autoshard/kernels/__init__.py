@@ -10,6 +10,7 @@ from autoshard.kernels.attention import attention, attention_backward, attention
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.dropout import dropout
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
+from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
@@ -29,6 +30,8 @@ __all__ = [
     "lstm",
     "lstm_backward",
     "momentum_update",
+    "packed_attention",
+    "packed_attention_backward",
     "philox_4x32",
     "random_words",
     "rms_norm_backward_reference",

@@ -30,6 +30,7 @@ from autoshard.kernels import (
     triton_grouped_matmul,
     triton_layer_norm,
     triton_linear_cross_entropy,
+    triton_packed_attention,
     triton_rms_norm,
     triton_rotary,
     triton_softmax,
@@ -44,6 +45,7 @@ _MODULES = (
     triton_dropout,
     triton_grouped_matmul,
     triton_layer_norm,
+    triton_packed_attention,
     triton_rms_norm,
     triton_softmax,
 )

@@ -11,6 +11,10 @@ whole, key j is column j + key_offset; causal means column <= row, a window w > 
 that no query of a program sees are skipped; only those at the edges are masked. Heads that share a key head read it
 from the cache of the device. The log-sum-exp of shards of keys is what their results are combined by:
 lse = logaddexp(lse_1, lse_2), out = sum_i exp(lse_i - lse) out_i.
+
+Sequences of unequal length lie behind each other in one tensor, told apart by where they start (`Packing`): a program
+finds its sequence by walking the starts, so that no length has to come to the host. There the last query of a sequence
+is beside its last key.
 """
 
 from __future__ import annotations
@@ -67,12 +71,43 @@ def _attend(
 
 
 @triton.jit
+def find_sequence(starts_ptr, sequences, block, BLOCK: tl.constexpr):
+    """The sequence that a block of rows belongs to, which of its blocks it is, and whether there is such a block.
+
+    Sequence i has rows starts[i], ..., starts[i + 1] - 1, and whole blocks for them.
+    """
+    sequence, within, exists = 0, 0, 0
+    passed = 0
+    begin = tl.load(starts_ptr)
+    for index in range(sequences):
+        end = tl.load(starts_ptr + index + 1)
+        blocks = (end - begin + BLOCK - 1) // BLOCK
+        is_here = (block >= passed) & (block < passed + blocks)
+        sequence = tl.where(is_here, index, sequence)
+        within = tl.where(is_here, block - passed, within)
+        exists = tl.where(is_here, 1, exists)
+        begin = end
+        passed += blocks
+    return sequence, within, exists
+
+
+@triton.jit
+def sequence_rows(starts_ptr, sequence, exists):
+    """The first row of a sequence, and how many it has; none where it does not exist."""
+    first = tl.load(starts_ptr + sequence)
+    return first.to(tl.int64), tl.where(exists == 1, tl.load(starts_ptr + sequence + 1) - first, 0)
+
+
+@triton.jit
 def attention_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
     lse_ptr,
+    query_starts_ptr,
+    key_starts_ptr,
+    sequences,
     heads,
     group,
     queries,
@@ -98,10 +133,28 @@ def attention_forward_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """q_ptr [B, H, S, D], k_ptr and v_ptr [B, G, T, D], with adjacent elements of a head; out_ptr [B, H, S, D] and
-    lse_ptr [B, H, S] float32, contiguous. group = H / G. Programs: blocks of S, then B H."""
+    lse_ptr [B, H, S] float32, contiguous. group = H / G. Programs: blocks of S, then B H.
+
+    Packed: B = 1, out_ptr [S, H, D]; query_starts_ptr and key_starts_ptr [sequences + 1] int32. Programs: blocks of all
+    sequences, then H. The offsets are not read."""
     block = tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
+    rows = (batch * heads + head) * queries
+    out_ptr += rows * SIZE
+    out_stride = SIZE
+    if query_starts_ptr is not None:
+        sequence, block, exists = find_sequence(query_starts_ptr, sequences, block, BLOCK_M)
+        first_query, count = sequence_rows(query_starts_ptr, sequence, exists)
+        first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
+        rows = head * queries + first_query
+        out_ptr += (first_query * heads + head - head * queries) * SIZE
+        out_stride = heads * SIZE
+        q_ptr += first_query * q_stride_s
+        k_ptr += first_key * k_stride_s
+        v_ptr += first_key * v_stride_s
+        queries = count
+        query_offset, key_offset = keys - queries, 0
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     element = tl.arange(0, BLOCK_D)
     is_query = (row < queries)[:, None] & (element < SIZE)[None, :]
@@ -143,8 +196,7 @@ def attention_forward_kernel(
     is_empty = total == 0.0
     divisor = tl.where(is_empty, 1.0, total)
     lse = tl.where(is_empty, -float("inf"), (maximum + tl.log2(divisor)) * 0.6931471805599453)
-    rows = (batch * heads + head) * queries
-    tl.store(out_ptr + (rows + place) * SIZE + element[None, :], acc / divisor[:, None], mask=is_query)
+    tl.store(out_ptr + place * out_stride + element[None, :], acc / divisor[:, None], mask=is_query)
     tl.store(lse_ptr + rows + row, lse, mask=row < queries)
 
 
@@ -170,6 +222,28 @@ def forward_tile(size: int, dtype: torch.dtype) -> AttentionTile:
 def head_block(size: int) -> int:
     """The power of two that a head is padded to; at least 16, the least that a matrix product takes."""
     return max(16, triton.next_power_of_2(size))
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where sequences of a packed tensor lie.
+
+    Args:
+        query_starts, key_starts: [sequences + 1] int32: sequence i has rows starts[i], ..., starts[i + 1] - 1. The
+            first is 0 and the last the number of all rows, so that every row belongs to a sequence.
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return len(self.query_starts) - 1
+
+    def blocks(self, rows: int, size: int) -> int:
+        """No fewer blocks of `size` rows than all sequences have, whatever their lengths."""
+        return triton.cdiv(rows, size) + self.sequences
 
 
 def rows_adjacent(x: Tensor) -> Tensor:
@@ -242,17 +316,40 @@ def flash_attention(
         KernelError: the kernel does not take these.
     """
     require("flash_attention", refuse_heads(q=q, k=k, v=v))
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    options = {"is_causal": is_causal, "window": window, "offsets": (query_offset, key_offset)}
+    attend_into(out, lse, q, k, v, scale, **options)
+    return out, lse
+
+
+def attend_into(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
+    window: int,
+    offsets: tuple[int, int] = (0, 0),
+    packing: Packing | None = None,
+) -> None:
+    """`flash_attention` into `out` and `lse`.
+
+    With a `packing`, q is [1, H, S, D] and k, v [1, G, T, D] with all sequences, out [S, H, D], lse [H, S].
+    """
     batch, heads, queries, size = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads, queries), dtype=torch.float32)
     q, k, v = rows_adjacent(q), rows_adjacent(k), rows_adjacent(v)
     tile = forward_tile(size, q.dtype)
+    blocks = triton.cdiv(queries, tile.queries) if packing is None else packing.blocks(queries, tile.queries)
     launch(
         attention_forward_kernel,
-        (triton.cdiv(queries, tile.queries), batch * heads),
+        (blocks, batch * heads),
         q.device,
-        *(q, k, v, out, lse, heads, heads // k.shape[1], queries, k.shape[2]),
+        *(q, k, v, out, lse, *starts_of(packing), heads, heads // k.shape[1], queries, k.shape[2]),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        *(query_offset, key_offset, scale * _LOG2_E),
+        *(*offsets, scale * _LOG2_E),
         CAUSAL=is_causal,
         WINDOW=window,
         SIZE=size,
@@ -263,7 +360,13 @@ def flash_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return out, lse
+
+
+def starts_of(packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """A packing as a launch takes it."""
+    if packing is None:
+        return None, None, 0
+    return packing.query_starts, packing.key_starts, packing.sequences
 
 
 def _attention(
@@ -297,11 +400,12 @@ triton_attention = define(
 )
 
 
-def _specimen(size: int) -> Specimen:
+def forward_specimen(size: int, starts: str = "None None") -> Specimen:
+    """A compilation of the forward for heads of this size; `starts` are the types of a packing's."""
     tile = forward_tile(size, torch.bfloat16)
     return block_specimen(
         attention_forward_kernel,
-        "*bf16 *bf16 *bf16 *bf16 *fp32" + " i32" * 15 + " fp32",
+        f"*bf16 *bf16 *bf16 *bf16 *fp32 {starts}" + " i32" * 16 + " fp32",
         size,
         tile.num_warps,
         tile.num_stages,
@@ -315,4 +419,4 @@ def _specimen(size: int) -> Specimen:
     )
 
 
-KERNELS = (Kernel(attention, triton_attention, why_not_attention, tuple(map(_specimen, (64, 128, 256)))),)
+KERNELS = (Kernel(attention, triton_attention, why_not_attention, tuple(map(forward_specimen, (64, 128, 256)))),)

@@ -24,10 +24,14 @@ from autoshard.kernels.library import define
 from autoshard.kernels.triton_attention import (
     CONSTANTS,
     AttentionTile,
+    Packing,
+    find_sequence,
     head_block,
     refuse_extras,
     refuse_heads,
     rows_adjacent,
+    sequence_rows,
+    starts_of,
 )
 from autoshard.kernels.triton_product import precision_of, product
 
@@ -93,6 +97,9 @@ def attention_keys_kernel(
     delta_ptr,
     grad_k_ptr,
     grad_v_ptr,
+    query_starts_ptr,
+    key_starts_ptr,
+    sequences,
     heads,
     group,
     queries,
@@ -121,11 +128,26 @@ def attention_keys_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """grad_out_ptr, q_ptr [B, H, S, D]; k_ptr, v_ptr [B, G, T, D]; lse_ptr, delta_ptr [B, H, S] float32; grad_k_ptr,
-    grad_v_ptr [B, G, T, D] contiguous. Programs: blocks of T, then B G."""
+    grad_v_ptr [B, G, T, D] contiguous. Programs: blocks of T, then B G.
+
+    Packed: see `attention_forward_kernel`; grad_k_ptr, grad_v_ptr [T, G, D], blocks are those of keys."""
     key_heads = heads // group
     batch = (tl.program_id(1) // key_heads).to(tl.int64)
     key_head = (tl.program_id(1) % key_heads).to(tl.int64)
-    first = tl.program_id(0) * BLOCK_N
+    block = tl.program_id(0)
+    all_rows, first_query = queries.to(tl.int64), 0
+    target, target_stride = tl.program_id(1).to(tl.int64) * keys * SIZE, SIZE
+    if key_starts_ptr is not None:
+        sequence, block, exists = find_sequence(key_starts_ptr, sequences, block, BLOCK_N)
+        first_query, queries = sequence_rows(query_starts_ptr, sequence, exists)
+        first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
+        target, target_stride = (first_key * key_heads + key_head) * SIZE, key_heads * SIZE
+        grad_out_ptr += first_query * grad_stride_s
+        q_ptr += first_query * q_stride_s
+        k_ptr += first_key * k_stride_s
+        v_ptr += first_key * v_stride_s
+        query_offset, key_offset = keys - queries, 0
+    first = block * BLOCK_N
     key = first + tl.arange(0, BLOCK_N)
     element = tl.arange(0, BLOCK_D)
     is_key = (key < keys)[:, None] & (element < SIZE)[None, :]
@@ -144,7 +166,7 @@ def attention_keys_kernel(
     for member in range(group):
         head = key_head * group + member
         grad_head, q_head = batch * grad_stride_b + head * grad_stride_h, batch * q_stride_b + head * q_stride_h
-        rows = (batch * heads + head) * queries
+        rows = (batch * heads + head) * all_rows + first_query
         for start in range(begin, end, BLOCK_M):
             row = start + tl.arange(0, BLOCK_M)
             is_query = (row < queries)[:, None] & (element < SIZE)[None, :]
@@ -162,7 +184,7 @@ def attention_keys_kernel(
             grad_weights = product(grad_out, tl.trans(v), PRECISION)
             grad_scores = weights * (grad_weights - delta[:, None])
             grad_k += product(tl.trans(grad_scores.to(k.dtype)), q, PRECISION)
-    target = (tl.program_id(1).to(tl.int64) * keys + place) * SIZE + element[None, :]
+    target += place * target_stride + element[None, :]
     tl.store(grad_k_ptr + target, grad_k * scale, mask=is_key)
     tl.store(grad_v_ptr + target, grad_v, mask=is_key)
 
@@ -176,6 +198,9 @@ def attention_queries_kernel(
     lse_ptr,
     delta_ptr,
     grad_q_ptr,
+    query_starts_ptr,
+    key_starts_ptr,
+    sequences,
     heads,
     group,
     queries,
@@ -203,10 +228,26 @@ def attention_queries_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """As `attention_keys_kernel`; grad_q_ptr [B, H, S, D] contiguous. Programs: blocks of S, then B H."""
+    """As `attention_keys_kernel`; grad_q_ptr [B, H, S, D] contiguous. Programs: blocks of S, then B H.
+
+    Packed: grad_q_ptr [S, H, D], blocks are those of queries."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
-    first = tl.program_id(0) * BLOCK_M
+    block = tl.program_id(0)
+    rows = tl.program_id(1).to(tl.int64) * queries
+    target, target_stride = rows * SIZE, SIZE
+    if query_starts_ptr is not None:
+        sequence, block, exists = find_sequence(query_starts_ptr, sequences, block, BLOCK_M)
+        first_query, queries = sequence_rows(query_starts_ptr, sequence, exists)
+        first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
+        rows += first_query
+        target, target_stride = (first_query * heads + head) * SIZE, heads * SIZE
+        grad_out_ptr += first_query * grad_stride_s
+        q_ptr += first_query * q_stride_s
+        k_ptr += first_key * k_stride_s
+        v_ptr += first_key * v_stride_s
+        query_offset, key_offset = keys - queries, 0
+    first = block * BLOCK_M
     row = first + tl.arange(0, BLOCK_M)
     element = tl.arange(0, BLOCK_D)
     is_query = (row < queries)[:, None] & (element < SIZE)[None, :]
@@ -214,7 +255,6 @@ def attention_queries_kernel(
     grad_head, q_head = batch * grad_stride_b + head * grad_stride_h, batch * q_stride_b + head * q_stride_h
     q = tl.load(q_ptr + q_head + at * q_stride_s + element[None, :], mask=is_query, other=0.0)
     grad_out = tl.load(grad_out_ptr + grad_head + at * grad_stride_s + element[None, :], mask=is_query, other=0.0)
-    rows = tl.program_id(1).to(tl.int64) * queries
     lse = tl.load(lse_ptr + rows + row, mask=row < queries, other=0.0)
     delta = tl.load(delta_ptr + rows + row, mask=row < queries, other=0.0)
     k_ptr += batch * k_stride_b + head // group * k_stride_h
@@ -238,7 +278,7 @@ def attention_queries_kernel(
         grad_weights = product(grad_out, tl.trans(v), PRECISION)
         grad_scores = weights * (grad_weights - delta[:, None])
         grad_q += product(grad_scores.to(k.dtype), k, PRECISION)
-    tl.store(grad_q_ptr + (rows + at) * SIZE + element[None, :], grad_q * scale, mask=is_query)
+    tl.store(grad_q_ptr + target + at * target_stride + element[None, :], grad_q * scale, mask=is_query)
 
 
 def keys_tile(size: int, dtype: torch.dtype, architecture: str) -> AttentionTile:
@@ -302,8 +342,32 @@ def flash_attention_backward(
     `out` and `lse` may be those of all shards of keys combined: then dq is this shard's addend.
     """
     require("flash_attention_backward", refuse_heads(grad_out=grad_out, q=q, k=k, v=v))
-    (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
     grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    options = {"is_causal": is_causal, "window": window, "offsets": (query_offset, key_offset)}
+    attend_backward_into(grads, grad_out, q, k, v, out, lse, scale, **options)
+    return grads
+
+
+def attend_backward_into(
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
+    window: int,
+    offsets: tuple[int, int] = (0, 0),
+    packing: Packing | None = None,
+) -> None:
+    """`flash_attention_backward` into `grads`.
+
+    With a `packing`, operands are as for `attend_into`, grad_out and out like q; grads [S, H, D] and twice [T, G, D].
+    """
+    (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
     grad_out, q, k, v, out = map(rows_adjacent, (grad_out, q, k, v, out))
     lse, delta = lse.contiguous(), lse.new_empty((batch, heads, queries), dtype=torch.float32)
     width = head_block(size)
@@ -318,18 +382,19 @@ def flash_attention_backward(
         num_warps=4,
     )
     strides = [stride for x in (grad_out, q, k, v) for stride in x.stride()[:3]]
-    sizes = (heads, heads // groups, queries, keys, *strides, query_offset, key_offset, scale)
+    sizes = (*starts_of(packing), heads, heads // groups, queries, keys, *strides, *offsets, scale)
     constants = {"CAUSAL": is_causal, "WINDOW": window, "SIZE": size}
     constants |= {"PRECISION": precision_of(attention_keys_kernel, q.dtype)}
     operands = (grad_out, q, k, v, lse, delta)
     architecture = architecture_of(q.device)
     tile = keys_tile(size, q.dtype, architecture)
-    grid = (triton.cdiv(keys, tile.keys), batch * groups)
+    blocks = triton.cdiv(keys, tile.keys) if packing is None else packing.blocks(keys, tile.keys)
+    grid = (blocks, batch * groups)
     launch(attention_keys_kernel, grid, q.device, *operands, *grads[1:], *sizes, **constants, **_blocks(tile, width))
     tile = queries_tile(size, q.dtype, architecture)
-    grid = (triton.cdiv(queries, tile.queries), batch * heads)
+    blocks = triton.cdiv(queries, tile.queries) if packing is None else packing.blocks(queries, tile.queries)
+    grid = (blocks, batch * heads)
     launch(attention_queries_kernel, grid, q.device, *operands, grads[0], *sizes, **constants, **_blocks(tile, width))
-    return grads
 
 
 def _blocks(tile: AttentionTile, width: int) -> dict[str, int]:
@@ -374,9 +439,10 @@ triton_attention_backward = define(
 )
 
 
-def _specimens(size: int, architecture: str) -> tuple[Specimen, ...]:
+def backward_specimens(size: int, architecture: str, starts: str = "None None") -> tuple[Specimen, ...]:
+    """Compilations of the backward for heads of this size; `starts` are the types of a packing's."""
     constants = {"CAUSAL": True, "WINDOW": 0, "SIZE": size, "PRECISION": "tf32"}
-    operands, sizes = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32", " i32" * 18 + " fp32"
+    operands, sizes = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32", f" {starts}" + " i32" * 19 + " fp32"
     width = head_block(size)
     keys, queries = (_blocks(tile(size, torch.bfloat16, architecture), width) for tile in (keys_tile, queries_tile))
     delta = {"SIZE": size, "BLOCK_M": _DELTA_ROWS, "BLOCK_D": width}
@@ -393,6 +459,8 @@ KERNELS = (
         attention_backward,
         triton_attention_backward,
         why_not_attention_backward,
-        tuple(found for size in (64, 128, 256) for target in ARCHITECTURES for found in _specimens(size, target)),
+        tuple(
+            found for size in (64, 128, 256) for target in ARCHITECTURES for found in backward_specimens(size, target)
+        ),
     ),
 )

@@ -87,6 +87,18 @@ def test_attention_counts_both_products_halved_when_causal():
     assert attention("autoshard.attention_backward.default", True, grad, 9) == 1.25 * full
 
 
+def test_packed_attention_counts_equally_long_sequences():
+    """Three sequences of 10 queries and 20 keys among them: 4 and 7 each, rounded up; half where causal."""
+    q, k, starts = tensor(10, 4, 8), tensor(20, 2, 8), tensor(4)
+    full = 4 * 3 * 4 * 4 * 7 * 8
+    forward, backward = [q, k, k, starts, starts], [q, q, k, k, q, tensor(4, 10), starts, starts]
+    for causal, share in ((False, 1), (True, 0.5)):
+        found = work("autoshard.packed_attention.default", forward, [q], (*[None] * 5, causal, 0, 0.5))
+        assert found.flops == share * full
+        found = work("autoshard.packed_attention_backward.default", backward, [q, k, k], (*[None] * 8, causal, 0, 0.5))
+        assert found.flops == 2.5 * share * full
+
+
 @pytest.mark.parametrize("name", [*(f"aten.{view}" for view in VIEWS), "operator.getitem"])
 def test_views_move_nothing(name):
     """No FLOPs, no bytes, no launch."""

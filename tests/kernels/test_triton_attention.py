@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,23 +106,49 @@ def test_strided_inputs() -> None:
     _check(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)), is_causal=True)
 
 
-def test_shards_of_keys_combine() -> None:
-    """The log-sum-exps of two shards of keys combine their outputs, and their gradients add up."""
+@settings(max_examples=8)
+@given(
+    st.sets(st.integers(1, 39), max_size=3), st.sets(st.integers(1, 29), max_size=2), st.booleans(),
+    st.sampled_from([0, 7]), st.integers(0, 12),
+)  # fmt: skip
+def test_shards_combine(
+    key_cuts: set[int], query_cuts: set[int], is_causal: bool, window: int, query_offset: int
+) -> None:
+    """Shards of queries are rows of the whole; the log-sum-exps of shards of keys combine their outputs, and their
+    gradients add up to those of the whole."""
     torch.manual_seed(0)
-    q, k, v, grad_out = (_draw(1, 2, 12, 4) for _ in range(4))
-    whole, lse = flash_attention(q, k, v, 0.5, is_causal=True)
-    halves = [(k[:, :, i : i + 6], v[:, :, i : i + 6], i) for i in (0, 6)]
-    parts = [flash_attention(q, a, b, 0.5, is_causal=True, key_offset=i) for a, b, i in halves]
-    combined = torch.logaddexp(parts[0][1], parts[1][1])
-    torch.testing.assert_close(combined, lse)
-    torch.testing.assert_close(sum((s - lse).exp()[..., None] * o for o, s in parts), whole)
-    expected = flash_attention_backward(grad_out, q, k, v, whole, lse, 0.5, is_causal=True)
-    grads = [
-        flash_attention_backward(grad_out, q, a, b, whole, lse, 0.5, is_causal=True, key_offset=i) for a, b, i in halves
-    ]
-    torch.testing.assert_close(grads[0][0] + grads[1][0], expected[0])
-    torch.testing.assert_close(torch.cat([grad[1] for grad in grads], 2), expected[1])
-    torch.testing.assert_close(torch.cat([grad[2] for grad in grads], 2), expected[2])
+    q, grad_out = (_draw(1, 2, 30, 4) for _ in range(2))
+    k, v = (_draw(1, 1, 40, 4) for _ in range(2))
+    options = {"is_causal": is_causal, "window": window}
+    whole, lse = flash_attention(q, k, v, 0.5, **options, query_offset=query_offset)
+    expected = flash_attention_backward(grad_out, q, k, v, whole, lse, 0.5, **options, query_offset=query_offset)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for rows in _parts(query_cuts, 30):
+        outs, norms = [], []
+        here = (grad_out[:, :, rows], q[:, :, rows])
+        for columns in _parts(key_cuts, 40):
+            place = {"query_offset": query_offset + rows.start, "key_offset": columns.start}
+            shard = (here[1], k[:, :, columns], v[:, :, columns])
+            out, norm = flash_attention(*shard, 0.5, **options, **place)
+            outs.append(out)
+            norms.append(norm)
+            total = (whole[:, :, rows], lse[:, :, rows])
+            addends = flash_attention_backward(here[0], *shard, *total, 0.5, **options, **place)
+            for grad, part, addend in zip(grads, (rows, columns, columns), addends, strict=True):
+                grad[:, :, part] += addend
+        combined = torch.logsumexp(torch.stack(norms), 0)
+        # A row that sees no key of any shard has weight 0 everywhere.
+        weights = [(norm - combined).exp().nan_to_num(0.0)[..., None] for norm in norms]
+        torch.testing.assert_close(combined, lse[:, :, rows], rtol=1e-5, atol=1e-5)
+        out = torch.stack([weight * out for weight, out in zip(weights, outs, strict=True)]).sum(0)
+        torch.testing.assert_close(out, whole[:, :, rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-5)
+
+
+def _parts(cuts: set[int], size: int) -> list[slice]:
+    """The ranges between the cuts."""
+    ends = [0, *sorted(cuts), size]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def test_masks_and_dropout_are_refused() -> None:

@@ -77,6 +77,16 @@ def test_heads_can_be_split() -> None:
     assert any(all(placement.is_shard(1) for placement in (*inputs, *outputs)) for inputs, outputs in found)
 
 
+@pytest.mark.parametrize(("keys", "queries"), [(4, 4), (1, 4), (2, 4)])
+def test_packed_sequences(keys: int, queries: int) -> None:
+    """Heads of packed sequences are split with their key heads, or beyond them once each key head is alone."""
+    q, k, v = (torch.randn(9, heads, 3, dtype=torch.float64) for heads in (queries, keys, keys))
+    rest = (torch.tensor([0, 4, 9], dtype=torch.int32),) * 2 + (True, 2, 0.5)
+    out, lse = ops.packed_attention(q, k, v, *rest)
+    check_splits(ops.packed_attention.default, q, k, v, *rest, meshes=_MESHES)
+    check_splits(ops.packed_attention_backward.default, out, q, k, v, out, lse, *rest, meshes=_MESHES)
+
+
 @given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3))
 def test_dropout(shape: list[int]) -> None:
     """The mask of a piece is a piece of the mask."""
