@@ -20,7 +20,7 @@ from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.build_assignment import PlanningProblem
 from passes.constraints import allowed_options, constrainable, own_specs
-from passes.pipeline import PlanOptions, planning_problem
+from passes.pipeline import PlanOptions, lower_program, planning_problem
 from passes.what_if import cheapest_first, limits, outcome, outcome_of, why_not
 
 
@@ -62,7 +62,16 @@ class PlanAlternatives:
                 _alternative(spec, found[spec]) for spec in sorted(found, key=lambda spec: cheapest_first(found[spec]))
             ),
             memory_budget=plan.memory_budget,
+            kernels=self._kernels(plan, site_name),
         )
+
+    def _kernels(self, plan: Plan, node: str) -> tuple[str, ...]:
+        """What kernels are generated for groups that compute or read a node; none of a plan without inner blocks."""
+        if plan.repeats:
+            return ()
+        from passes.explain_kernels import explain_kernels
+
+        return explain_kernels(lower_program(self.program, plan, self.cluster).lowered, self.cluster.device, node)
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
         """See `Plan.why_not`."""

@@ -89,6 +89,7 @@ class Explanation:
         memory_budget: bytes per device, or None.
         costs: what the plan's recipe does with it; of plans of recipes only.
         memory: what it holds on each device by name, bytes; likewise.
+        kernels: those that `backend="triton"` generates for groups that compute or read it, in words.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Explanation:
     memory_budget: int | None
     costs: tuple[ValueCost, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data, specs as text."""
@@ -112,6 +114,7 @@ class Explanation:
             "others": items[1:],
             "costs": [asdict(item) for item in self.costs],
             "memory": dict(self.memory),
+            "kernels": list(self.kernels),
         }
 
     def __str__(self) -> str:
@@ -122,7 +125,8 @@ class Explanation:
         for item in (self.chosen, *self.others):
             table.add_row(repr(item.spec), *_cells(item, self.chosen))
         head = f"{self.name}: {shape}{together}; the best plan for each spec, {limit}"
-        return as_text(head, table, *self._of_recipes())
+        generated = [f"backend='triton' generates {item}" for item in self.kernels]
+        return as_text(head, table, *self._of_recipes(), *generated)
 
     def _of_recipes(self) -> list[str | Table]:
         """The recipes in words, and what the chosen one does with the value."""

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh
 from passes.fuse_kernels import fused_calls
+from passes.generate_kernels import STANDS_FOR
 from tests.end_to_end.models import gpt2, llama
+from tests.passes.families import FAMILIES
 
 
 class Mixture(nn.Module):
@@ -41,11 +43,36 @@ def mixtral() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return Mixture(), (torch.randn(4, 6, 8),)
 
 
+def vit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A vision transformer with a batch."""
+    return _family("vit")
+
+
+def encoder_decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """An encoder and a decoder with a batch."""
+    return _family("encoder-decoder")
+
+
+def _family(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.float(), tuple(item.float() if item.is_floating_point() else item for item in inputs)
+
+
 EXPECTED: dict[Callable[[], tuple[nn.Module, Any]], set[str]] = {
     gpt2: {"bias_gelu", "bias_gelu_backward", "add_layer_norm", "add_layer_norm_backward", "attention"},
     llama: {"gated", "gated_backward", "add_rms_norm", "add_rms_norm_backward", "rotary", "attention_backward"},
     mixtral: {"gated", "gated_backward", "add_rms_norm", "softmax", "softmax_backward"},
+    vit: {"bias_gelu"},
+    encoder_decoder: {"bias_gelu"},
 }
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Whether a node calls a generated kernel."""
+    return STANDS_FOR in node.meta
 
 
 @pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)
@@ -66,6 +93,10 @@ def test_models_with_kernels_equal_models_without(make: Callable[[], tuple[nn.Mo
         phased = sharded.programs[0].phased
         calls = fused_calls(phased.forward) + fused_calls(phased.backward)
         found = {name.removeprefix("autoshard.triton_").removesuffix(".default") for name in calls}
+        generated = [
+            node for phase in (phased.forward, phased.backward) for node in phase.graph.nodes if _is_made(node)
+        ]
+        assert bool(generated) == (backend == "triton")
     assert found >= EXPECTED[make]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-4)
