@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoshard.errors import VerificationError
 from autoshard.kernels.offload import TRANSFERS
 from autoshard.rules.hub import hub
 
@@ -61,17 +62,28 @@ class Numbering:
             node: the node.
             graph_module: holds its constants.
             commuted: a sum or product that is not known yet is that of its operands in the other order, if this is.
+
+        Raises:
+            VerificationError: an operand has no number.
         """
         if node.op == "get_attr":
             return self.add(node, constant_key(graph_module, node))
         if node.target is hub or node.target in TRANSFERS:
-            operand = node.args[0]
-            assert isinstance(operand, fx.Node), "an identity has one operand"
-            self.numbers[node] = self.numbers[operand]
+            (operand,) = node.all_input_nodes
+            self.numbers[node] = self._number_for(operand, node)
             return self.numbers[node]
-        key = call_key(node.op, node.target, node.args, node.kwargs, self.numbers.__getitem__)
+        key = self.structure(node)
         other = mirrored_key(key) if commuted and key not in self.keys else None
         return self.add(node, other if other in self.keys else key)
+
+    def structure(self, node: fx.Node) -> Key:
+        """The structure of a call whose operands have numbers; `VerificationError` if one has none."""
+        return call_key(node.op, node.target, node.args, node.kwargs, lambda operand: self._number_for(operand, node))
+
+    def _number_for(self, operand: fx.Node, reader: fx.Node) -> int:
+        if operand not in self.numbers:
+            raise VerificationError(f"{reader.format_node()} reads {operand.name!r} before it is computed.")
+        return self.numbers[operand]
 
     def key_of(self, number: int) -> Key:
         """The structure of the calls with this number."""
@@ -96,15 +108,20 @@ class Numbering:
         self.numbers[node] = number
         return number
 
-    def find(self, key: Key) -> frozenset[int]:
-        """The numbers of the calls of the form `key`, whose operands are sets of numbers: any of a set will do."""
-        sets = list(operands_of(key))
-        if all(len(operand) == 1 for operand in sets):
-            number = self.keys.get(_with_single_operands(key))
+    def find(self, key: Key, places: Sequence[int], values: Sequence[frozenset[int]]) -> frozenset[int]:
+        """The numbers of the calls of the form `key`, any number of each set will do.
+
+        Args:
+            key: the structure of a call whose operands are places in `values`.
+            places: these places.
+            values: sets of numbers.
+        """
+        if all(len(values[place]) == 1 for place in places):
+            number = self.keys.get(_with_single_operands(key, values))
             return frozenset() if number is None else frozenset({number})
-        widest = max(sets, key=len)
+        widest = max((values[place] for place in places), key=len)
         users = {user for operand in widest for user in self.users[operand]}
-        return frozenset(user for user in users if _fits(key, self._calls[user]))
+        return frozenset(user for user in users if _fits(key, self._calls[user], values))
 
     def draw_of(self, number: int) -> int:
         """How many equal calls came before a call that draws from a generator."""
@@ -183,23 +200,23 @@ def operands_of(key: Key) -> Iterator[Any]:
                 yield from operands_of(item)
 
 
-def _with_single_operands(key: Key) -> Key:
-    """The structure with each set of one number replaced by the number."""
+def _with_single_operands(key: Key, values: Sequence[frozenset[int]]) -> Key:
+    """The structure with the one number of its set instead of each place."""
     if key and key[0] == OPERAND:
-        (number,) = key[1]
+        (number,) = values[key[1]]
         return (OPERAND, number)
     if key and key[0] == LITERAL:
         return key
-    return tuple(_with_single_operands(item) if isinstance(item, tuple) else item for item in key)
+    return tuple(_with_single_operands(item, values) if isinstance(item, tuple) else item for item in key)
 
 
-def _fits(pattern: Key, key: Key) -> bool:
-    """Whether a call is of the form `pattern`, with any number of each set."""
+def _fits(pattern: Key, key: Key, values: Sequence[frozenset[int]]) -> bool:
+    """Whether a call is of the form `pattern`, with any number of its set for each place."""
     if pattern and pattern[0] == OPERAND:
-        return bool(key) and key[0] == OPERAND and key[1] in pattern[1]
+        return bool(key) and key[0] == OPERAND and key[1] in values[pattern[1]]
     if (pattern and pattern[0] == LITERAL) or len(pattern) != len(key):
         return pattern == key
     return all(
-        _fits(left, right) if isinstance(left, tuple) and isinstance(right, tuple) else left == right
+        _fits(left, right, values) if isinstance(left, tuple) and isinstance(right, tuple) else left == right
         for left, right in zip(pattern, key, strict=True)
     )

@@ -4,6 +4,7 @@ The joint program is numbered (`passes.number_values`). The forward is walked ne
 the joint inputs that they take, every node must make a call that the joint program makes, and its results must be the
 joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents;
 the update from those of the values that the backward carries into it, and of the inputs that it reads.
+What the forward leaves on the host for the backward is only fetched from there (`passes.verify_offload`).
 Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 
 Kernels are written out as the calls that they stand for first (`passes.expand_kernels`), so what is proven of phases
@@ -20,7 +21,9 @@ from torch import fx
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.kernels.offload import to_host
 from passes.number_values import Numbering, number_graph
+from passes.verify_offload import verify_offload
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 _UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
@@ -35,6 +38,7 @@ def verify_phases(phased: PhasedProgram) -> None:
         VerificationError: a node, a saved value or a result differs; the message names it.
     """
     _check_parts(phased)
+    _check_host(phased)
     joint = number_graph(phased.lowered.graph_module)
     inputs = [joint.keys["placeholder", index] for index in range(len(phased.lowered.inputs))]
     results = [joint.numbers[node] for node in _results(phased.lowered.graph_module)]
@@ -83,6 +87,18 @@ def _check_parts(phased: PhasedProgram) -> None:
             raise VerificationError(f"{word}={indices!r} of the phases should be {wanted!r}.")
     if bool(phased.update_outputs) != (phased.update is not None):
         raise VerificationError(f"the joint program has {len(phased.update_outputs)} updates, not {phased.update!r}.")
+
+
+def _check_host(phased: PhasedProgram) -> None:
+    """What lies on the host is fetched from there, in the phase that saves it or in the next."""
+    results, count = _results(phased.forward), len(phased.forward_outputs)
+    returned, saved = results[:count], results[count:]
+    verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
+    taken = phased.backward.graph.find_nodes(op="placeholder")
+    held = [node for node, given in zip(taken, saved, strict=False) if given.target is to_host]
+    verify_offload(phased.backward.graph, held)
+    if phased.update is not None:
+        verify_offload(phased.update.graph)
 
 
 def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:

@@ -11,7 +11,8 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.ir.program import Program
-from passes.number_values import Numbering
+from passes.number_values import OPERAND, Numbering
+from passes.verify_offload import verify_offload
 
 _aten = torch.ops.aten
 
@@ -20,11 +21,13 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
     """Prove that every result of `prepared` is the same expression as that of `traced`.
 
     Raises:
-        VerificationError: slots differ, or a result is another expression; the message names it and the user's line.
+        VerificationError: slots differ, a result is another expression, or a value is read from where it does not lie;
+            the message names it and the user's line.
     """
     if traced.inputs != prepared.inputs or _names(traced) != _names(prepared):
         raise VerificationError("preparing the program changed its inputs or the order of its outputs.")
     _check_results(prepared)
+    verify_offload(prepared.graph)
     numbering = Numbering()
     expected, found = _result_numbers(numbering, traced), _result_numbers(numbering, prepared)
     for slot, before, after in zip(prepared.outputs, expected, found, strict=True):
@@ -55,15 +58,19 @@ def _names(program: Program) -> list[tuple[str, str]]:
 
 def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
     numbering.restart_draws()
-    split = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(program.graph.find_nodes(op="placeholder")):
+        numbering.add(node, ("placeholder", index))
     for node in program.graph.nodes:
         if node.target is _aten.addmm.default and not node.kwargs:
-            bias, left, right = fx.map_arg(node.args, environment.__getitem__)
-            product = split.call_function(_aten.mm.default, (left, right))
-            environment[node] = split.call_function(_aten.add.Tensor, (product, bias))
-        else:
-            environment[node] = split.node_copy(node, environment.__getitem__)
-    numbering.add_graph(fx.GraphModule(program.graph_module, split))
+            _add_split(numbering, node)
+        elif node.op not in ("placeholder", "output"):
+            numbering.add_node(node, program.graph_module)
     nodes = program.nodes
-    return [numbering.numbers[environment[nodes[slot.node]]] for slot in program.outputs]
+    return [numbering.numbers[nodes[slot.node]] for slot in program.outputs]
+
+
+def _add_split(numbering: Numbering, node: fx.Node) -> None:
+    """Number `addmm(bias, left, right)` as `mm(left, right) + bias`."""
+    kind, _, (word, bias, left, right), keywords = numbering.structure(node)
+    product = numbering.add(node, (kind, _aten.mm.default, (word, left, right), keywords))
+    numbering.add(node, (kind, _aten.add.Tensor, (word, (OPERAND, product), bias), keywords))

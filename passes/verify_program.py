@@ -32,6 +32,7 @@ from autoshard.ir.program import OWNERS, InputSlot, OutputKind, OutputSlot, Prog
 from autoshard.ir.spec import Reduction
 from autoshard.rules.registry import author_of_rule, inferred_operators
 from passes.derive_values import Derivation
+from passes.local_forms import LocalForms
 from passes.number_values import draws_numbers
 from passes.verify_offload import verify_offload
 
@@ -80,13 +81,16 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def verify_program(program: Program, lowered: LoweredProgram, carried: Sequence[str] = ()) -> VerificationReport:
+def verify_program(
+    program: Program, lowered: LoweredProgram, carried: Sequence[str] = (), forms: LocalForms | None = None
+) -> VerificationReport:
     """Prove that every result of `lowered` is that of `program`, under the spec that its slot promises.
 
     Args:
         program: the traced program in the form that was lowered: canonical, with hubs.
         lowered: the program of one rank.
         carried: names of its values that are added up over micro-batches before the update reads them.
+        forms: those known of the mesh, where several programs on it are verified; default none.
 
     Raises:
         VerificationError: it could not be shown; the message names the node, what was expected and what was derived,
@@ -95,7 +99,7 @@ def verify_program(program: Program, lowered: LoweredProgram, carried: Sequence[
     start = time.monotonic()
     _check_slots(program, lowered)
     verify_offload(lowered.graph_module.graph)
-    derivation = Derivation(program, lowered)
+    derivation = Derivation(program, lowered, forms or LocalForms(lowered.mesh))
     derivation.run()
     _check_nodes(derivation)
     _check_results(derivation)

@@ -36,6 +36,7 @@ from rich.table import Table
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import Program
+from passes.local_forms import LocalForms
 from passes.verify_phases import verify_phases
 from passes.verify_preparation import verify_preparation
 from passes.verify_program import verify_program
@@ -96,12 +97,12 @@ def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0, s
         VerificationError: the right program was refused.
     """
     phased, traced, run = prove(family, layout)
-    part = Part(family, layout, len(phased.lowered.graph_module.graph.nodes))
+    part, forms = Part(family, layout, len(phased.lowered.graph_module.graph.nodes)), LocalForms(phased.lowered.mesh)
     start = time.perf_counter()
     for number in range(first, first + count):
         name = f"{seed}, {family}, {layout}, {number}"
         mutant = draw_mutant(phased, Random(name))
-        refused = mutant.is_refused(traced)
+        refused = mutant.is_refused(traced, forms)
         is_run = not refused or number % sampled == 0
         part.add(mutant, name, refused, run.is_changed_by(mutant) if is_run else None)
     part.seconds = time.perf_counter() - start

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -26,7 +26,8 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.testing.plans import decided_plan
 from autoshard.tracing import trace
-from cost_models.hardware import Cluster
+from cost_models.device import HostLink
+from cost_models.hardware import Cluster, node_type
 from passes.assignment import Edge
 from passes.build_assignment import PlanningProblem, build_problem
 from passes.constraints import own_specs
@@ -37,7 +38,12 @@ from passes.price import Prices
 from tests.passes.families import FAMILIES
 
 MESH = Mesh({"data": 2, "model": 2})
-_LAPTOP = Cluster("cpu_laptop", nodes=1, devices_per_node=4)
+_NODE = node_type("cpu_laptop")
+_LAPTOP = Cluster(_NODE, nodes=1, devices_per_node=4)
+_WITH_HOST = Cluster(
+    _NODE.with_device(replace(_NODE.device, host_link=HostLink(1e10, 1e10))), nodes=1, devices_per_node=4
+)
+"""The same, with memory of its own beside its host's."""
 
 Place = Callable[[InputSlot, tuple[int, ...], int], Sequence[PartitionSpec]]
 """Where a slot of some shape should lie, the wish first; the number tells slots of one kind apart."""
@@ -52,6 +58,8 @@ class Layout:
         dtype: of the model's parameters and inputs.
         precision: what is computed in; None for the model's own types.
         recomputes: whether all that may be recomputed is, as late as it may.
+        offloads: whether what may lie on the host between forward and backward does, until as late as it may; what
+            cannot is recomputed.
         kernels: whether fused kernels stand in for operators; they take no float64.
     """
 
@@ -61,6 +69,7 @@ class Layout:
     dtype: torch.dtype = torch.float64
     precision: str | None = None
     recomputes: bool = False
+    offloads: bool = False
     kernels: bool = False
 
     @property
@@ -115,6 +124,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "tensor and sequence": Layout(_by_turns, _sequence),
     "two axes": Layout(_two_axes, _over_data, _two_axes),
     "recomputed": Layout(_by_turns, _over_data, recomputes=True),
+    "offloaded": Layout(_rows, _rows, _rows, offloads=True),
     "mixed precision": Layout(_rows, _rows, _rows, torch.float32, "bf16"),
     "kernels": Layout(_by_turns, _over_data, dtype=torch.float32, kernels=True),
     "all together": Layout(_two_axes, _over_data, _two_axes, torch.float32, "bf16", recomputes=True, kernels=True),
@@ -166,19 +176,22 @@ def lowered_under(layout: Layout, program: Program, planning: PlanningProblem | 
 def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
     """The plan of a program on any mesh of data and model, under a layout."""
     choice = _follow(planning, _placed(planning, layout))
-    if layout.recomputes:
-        return _recomputing(planning, choice)
+    if layout.recomputes or layout.offloads:
+        return _bringing_back(planning, choice, _WITH_HOST if layout.offloads else _LAPTOP)
     return plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions())
 
 
-def _recomputing(planning: PlanningProblem, choice: Sequence[int]) -> Plan:
-    """The plan of a choice of strategies that recomputes all that it may, the latest way where there are two."""
+def _bringing_back(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster) -> Plan:
+    """The plan of a choice of strategies that offloads, if the cluster has a host, and else recomputes all it may.
+
+    Of two ways it takes the latest.
+    """
 
     def latest(variable: int, options: np.ndarray) -> int:
         count = len(planning.assignment.costs[variable])
         return int(max(option for option in options if option % count == choice[variable]))
 
-    return decided_plan(planning, planning.prices.cluster, latest, recompute=True)
+    return decided_plan(planning, cluster, latest, recompute=True)
 
 
 @cache
@@ -190,7 +203,7 @@ def _planning(program: Program) -> PlanningProblem:
     """The planning problem of a program, with a variable of its own for every site."""
     space = EnumerateStrategies(MESH)(prepare(program))
     alone = {name: name for name in space.sites}
-    return build_problem(space, Prices(_LAPTOP, MESH), find_lifetimes(space, 0.0), alone)
+    return build_problem(space, Prices(_WITH_HOST, MESH), find_lifetimes(space, 0.0), alone)
 
 
 def _placed(planning: PlanningProblem, layout: Layout) -> dict[int, np.ndarray]:

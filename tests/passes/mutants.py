@@ -25,6 +25,7 @@ from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import P, PartitionSpec, Reduction
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
+from passes.local_forms import LocalForms
 from passes.split_phases import SplitPhases
 from passes.verify_phases import verify_phases
 from passes.verify_preparation import verify_preparation
@@ -72,22 +73,22 @@ class Mutant:
     phased: PhasedProgram
     prepared: Program
 
-    def is_refused(self, traced: Program) -> bool:
-        """Whether the check of its place finds the mistake."""
+    def is_refused(self, traced: Program, forms: LocalForms | None = None) -> bool:
+        """Whether the check of its place finds the mistake; `forms` are those known of the mesh."""
         try:
-            self.check(traced)
+            self.check(traced, forms)
         except VerificationError:
             return True
         return False
 
-    def check(self, traced: Program) -> None:
+    def check(self, traced: Program, forms: LocalForms | None = None) -> None:
         """The check of its place, as `autoshard.compile` makes it."""
         if self.place is Place.PREPARATION:
             verify_preparation(traced, self.prepared)
         elif self.place is Place.PHASES:
             verify_phases(self.phased)
         else:
-            verify_program(self.prepared, self.phased.lowered, self.phased.carried)
+            verify_program(self.prepared, self.phased.lowered, self.phased.carried, forms)
 
 
 # Making them.

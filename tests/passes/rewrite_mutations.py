@@ -1,4 +1,4 @@
-"""Mutations of what recomputation, precisions and fused kernels put into a program. See `mutations`."""
+"""Mutations of what recomputation, offload, precisions and fused kernels put into a program. See `mutations`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.recompute import PHASE
+from autoshard.kernels.offload import TRANSFERS, from_host, to_host
 from tests.passes.mutations import Mutation, alike, is_tensor, local_value, pick
 
 aten = torch.ops.aten
@@ -59,6 +60,61 @@ def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     reader = random.choice(list(node.users))
     reader.replace_input_with(node, other)
     return f"{reader} reads {other} for {node}, which is recomputed"
+
+
+def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """What comes back from the host is another value that went there."""
+
+    def others(node: fx.Node) -> list[fx.Node]:
+        copies = [item for item in graph.nodes if item.target is to_host]
+        held = [item for item in graph.find_nodes(op="placeholder") if {u.target for u in item.users} == {from_host}]
+        return [item for item in (*copies, *held) if item is not node.args[0] and alike(item, node)]
+
+    node = pick(graph, random, lambda node: node.target is from_host and bool(others(node)))
+    if node is None:
+        return None
+    mine, other = node.args[0], random.choice(others(node))
+    node.args = (other,)
+    return f"{node} fetches {other} for {mine}"
+
+
+def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A stale value goes to the host: one that was there before what should."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+
+    def others(node: fx.Node) -> list[fx.Node]:
+        mine = node.args[0]
+        return [item for item in order if is_tensor(item) and order[item] < order[mine] and alike(item, mine)]  # type: ignore[index]
+
+    node = pick(graph, random, lambda node: node.target is to_host and bool(others(node)))
+    if node is None:
+        return None
+    mine, other = node.args[0], random.choice(others(node))
+    node.args = (other,)
+    return f"{node} copies {other} for {mine}"
+
+
+def skip_transfer(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A value is read where it lies: on the host, or, with a copy back, where it never left."""
+    node = pick(graph, random, lambda node: node.target in TRANSFERS)
+    if node is None:
+        return None
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)
+    return f"skipped {node}"
+
+
+def read_before_made(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A copy to or from the host, or a clone, stands before what it reads."""
+
+    def is_moved(node: fx.Node) -> bool:
+        return (node.target in TRANSFERS or _is_recomputed(node)) and node.all_input_nodes[0].op == "call_function"
+
+    node = pick(graph, random, is_moved)
+    if node is None:
+        return None
+    node.all_input_nodes[0].prepend(node)
+    return f"{node} stands before {node.all_input_nodes[0]}"
 
 
 def _casts(node: fx.Node) -> bool:
@@ -168,6 +224,7 @@ def exchange_kernel_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str 
 
 
 REWRITE_MUTATIONS: tuple[Mutation, ...] = (
-    recompute_from_other_input, read_stale_value, drop_cast, cast_to_other_type, drop_loss_scale,
+    recompute_from_other_input, read_stale_value, fetch_other_copy, copy_other_value, skip_transfer, read_before_made,
+    drop_cast, cast_to_other_type, drop_loss_scale,
     exchange_kernel_operands, change_kernel_constant, exchange_kernel_results,
 )  # fmt: skip
