@@ -53,6 +53,10 @@ class RankMismatchError(AutoshardError):
     """Ranks of one run disagree about the plan, the program or the versions they run."""
 
 
+class LostRankError(AutoshardError):
+    """Another rank of the run stopped, or did not answer in time, while this one communicated with it."""
+
+
 class UnknownHardwareError(AutoshardError):
     """A device, link or cluster name that no hardware file describes."""
 

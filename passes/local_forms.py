@@ -182,7 +182,7 @@ class CallForms:
 
     def _form(self, strategy: Strategy) -> LocalForm:
         node, recording = self.node, _Recording(len(strategy.inputs))
-        operands = iter(recording.operands)
+        operands: Iterator[Any] = iter(recording.operands)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))
         values = tensor_values(node)
         shapes = [tuple(value.shape) for value in values if value is not None]
@@ -277,9 +277,7 @@ class LocalForms:
             if spec is not None:
                 reached.append(place_of(node))
 
-        emit_reshard(
-            recording.operands[0], steps, tuple(value.shape), self.mesh, dtype=value.dtype, on_node=on_node
-        )
+        emit_reshard(recording.operands[0], steps, tuple(value.shape), self.mesh, dtype=value.dtype, on_node=on_node)
         return LocalForm(1, tuple(recording.lines[: reached[0]]), reached[:1])
 
 

@@ -27,6 +27,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.boundary import matches_dtensor, pad_local, unpad_local
 from autoshard.runtime.engine import NOTHING, Loaded
+from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import replace_parameters, swap_parameter
 from autoshard.runtime.process_groups import ProcessGroups, bind, taking_from_a_list
 from autoshard.runtime.write_in_place import write_in_place
@@ -86,7 +87,7 @@ class DistributedEngine:
         @torch.no_grad()
         def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             values.reverse()
-            with running_at(coordinates):
+            with running_at(coordinates), naming_lost_ranks():
                 return tuple(run_bound(values))
 
         return run
@@ -241,7 +242,8 @@ class DistributedEngine:
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
     """The global value of a DTensor, gathered on every rank, without gradient."""
-    return tensor.full_tensor().detach()
+    with naming_lost_ranks():
+        return tensor.full_tensor().detach()
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,10 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.hub import hub
+from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
 from autoshard.testing.programs import run_code
+from autoshard.tracing.operators import defining_module
 from passes.enumerate_strategies import resolve
 
 _LITERAL_ELEMENTS = 64
@@ -110,6 +113,7 @@ class _Shrinking:
             "import autoshard",
             "from autoshard import Mesh, P",
             "from autoshard.testing import check_calls",
+            *_imports(calls),
             "",
             "",
             "class Small(nn.Module):",
@@ -136,6 +140,31 @@ class _Shrinking:
         """How the plan leaves a value where it is computed."""
         source, result = resolve(node)
         return PartitionSpec() if source.op == "get_attr" else self.plan.nodes[source.name].outputs[result]
+
+
+_OWN_NAMESPACES = ("aten", "prims", "autoshard")
+
+
+def _imports(calls: Sequence[fx.Node]) -> list[str]:
+    """Statements that define the users' operators among calls, and their rules; a comment where none is known."""
+    found: dict[str, None] = {}
+    for target in dict.fromkeys(call.target for call in calls):
+        if not isinstance(target, OpOverload) or target.namespace in _OWN_NAMESPACES:
+            continue
+        modules = {name for name in (defining_module(target), author_of_rule(target)) if name is not None}
+        known = sorted(name for name in modules if not name.startswith("autoshard.") and _may_be_imported(name))
+        found.update(dict.fromkeys(f"import {name}  # defines {target}, or its rule" for name in known))
+        if not known:
+            found[f"# import here what defines {target}, and its rule"] = None
+    return list(found)
+
+
+def _may_be_imported(name: str) -> bool:
+    """Whether another script finds a module under its name: not one that is run as a script itself."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):  # its package is missing, or it has no spec
+        return False
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:

@@ -71,13 +71,18 @@ class Casts:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Casts:
-        """The casts of a model's parameters to `dtype`."""
-        left_out = {
-            id(parameter)
-            for module in model.modules()
+        """The casts of a model's parameters to `dtype`.
+
+        Raises:
+            TraceError: a norm with running statistics has float64 in it.
+        """
+        norms = {
+            name: module
+            for name, module in model.named_modules()
             if isinstance(module, _NormBase) and module.track_running_stats
-            for parameter in module.parameters(recurse=False)
         }
+        _check_norms(norms, dtype)
+        left_out = {id(parameter) for module in norms.values() for parameter in module.parameters(recurse=False)}
         wider = {id(parameter) for parameter in model.parameters() if is_wider(parameter, dtype)}
         return cls(dtype, frozenset(wider - left_out))
 
@@ -105,6 +110,21 @@ class Casts:
         if len({operand.dtype for operand in operands}) > 1:
             args, kwargs = self.cast_inputs((args, kwargs))
         return run(*args, **kwargs)
+
+
+def _check_norms(norms: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+    """Norms with running statistics stay as they are, and are then given narrow inputs."""
+    double = [name for name, norm in norms.items() if any(x.dtype is torch.float64 for x in _state_of(norm))]
+    if double:
+        raise TraceError(
+            f"precision={str(dtype).removeprefix('torch.')}: norm {double[0]!r} ({type(norms[double[0]]).__name__}) "
+            "has float64 parameters or running statistics; PyTorch takes float32 ones alone beside narrow inputs. Make "
+            "the model float32 (model.float()), or leave precision out."
+        )
+
+
+def _state_of(norm: nn.Module) -> list[Tensor]:
+    return [*norm.parameters(recurse=False), *norm.buffers(recurse=False)]
 
 
 def _in_float32(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

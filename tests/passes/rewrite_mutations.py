@@ -146,7 +146,7 @@ def drop_loss_scale(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """A scalar, the loss or its gradient, that is not scaled: a mean becomes a sum, a weight of a term is lost."""
 
     def scales(node: fx.Node) -> bool:
-        operand = node.args[0] if node.args else None
+        operand: Any = node.args[0] if node.args else None
         return node.target in _SCALES and is_tensor(operand) and alike(node, operand) and local_value(node).dim() == 0
 
     node = pick(graph, random, scales)

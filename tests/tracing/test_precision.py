@@ -135,6 +135,15 @@ def test_norms_with_running_statistics_keep_their_parameters() -> None:
     assert dtypes_of(program)["buffer_update 1.running_mean"] is torch.float32
 
 
+def test_a_norm_in_float64_is_refused_by_name() -> None:
+    """PyTorch's operator takes no float64 statistics beside narrow inputs; the message names the norm."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with pytest.raises(TraceError, match=r"precision=bfloat16: norm '1' \(BatchNorm1d\) has float64"):
+        trace(model, (x,), compute_dtype=BF16)
+    assert trace(model, (x,)).outputs
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_compute_narrowly(kind: type[nn.Module]) -> None:
     """Their parameters are read from a list of their own."""

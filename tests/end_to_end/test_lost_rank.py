@@ -1,0 +1,106 @@
+"""A rank that is killed, amid a step or before ranks agree, ends every other one with one clear error, not a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import autoshard
+from autoshard import LostRankError, Mesh, P, RankMismatchError
+from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.distributed import DistributedEngine
+
+RANKS = 3
+DEADLINE_S = 120.0
+
+
+class Small(nn.Module):
+    """A layer and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def kill_this_rank(*_: object) -> NoReturn:
+    """As the kernel does for want of memory: nothing is told, nothing is closed in order."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a killed process does not go on")
+
+
+def error_of(run: Callable[[], Any]) -> str:
+    """The error that a call ends in, with its class."""
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001  (which one it is, is asked)
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def work(rank: int, folder: str) -> None:
+    """Train; rank 2 dies before the last micro-batch of the second step, then rank 1 before it would agree with 0."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    survivors = ControlGroup([0, 1])
+    model, batch = Small(), torch.linspace(-1, 1, 108).view(18, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    asked = {"optimizer": optimizer, "micro_batches": 3, "constraints": {"input:*": P("data")}}
+    step = autoshard.compile(model, Mesh({"data": RANKS}), **asked)
+    step(batch)
+    if rank == 2:
+        DistributedEngine.add = kill_this_rank  # type: ignore[method-assign]
+    Path(folder, f"step.{rank}").write_text(error_of(lambda: step(batch)))
+    if rank == 1:
+        kill_this_rank()
+    error = error_of(lambda: survivors.agree(lambda: {"compiled program": "mine"}))
+    Path(folder, f"agreement.{rank}").write_text(error)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks wrote the errors that they ended in."""
+    path = tmp_path_factory.mktemp("errors")
+    processes = [mp.get_context("spawn").Process(target=work, args=(rank, str(path))) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    assert hanging == []
+    return path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_amid_a_step(folder: Path, rank: int) -> None:
+    """Each other rank says that one stopped, and what to look for."""
+    text = (folder / f"step.{rank}").read_text()
+    assert text.startswith(f"{LostRankError.__name__}: Rank {rank} was communicating with other ranks, and one of")
+
+
+def test_a_rank_that_dies_before_ranks_agree(folder: Path) -> None:
+    """Who waits for it is told at once, not after the time that is allowed."""
+    text = (folder / "agreement.0").read_text()
+    assert text.startswith(f"{RankMismatchError.__name__}: Rank 0 waited for all of ranks [0, 1]")
+
+
+def test_the_rank_that_died_said_nothing(folder: Path) -> None:
+    """It was killed where it should be."""
+    assert not (folder / "step.2").exists()
+    assert not (folder / "agreement.1").exists()
