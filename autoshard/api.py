@@ -147,6 +147,8 @@ def compile(
             micro_batches=micro_batches or 1,
             traced=update is not None,
         )
+        if verify:
+            _check_order(step)
     if example_inputs is not None:
         args, kwargs = split_inputs(example_inputs)
         with torch.enable_grad():
@@ -403,6 +405,13 @@ def _wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | N
     if backend != "inductor":
         return None
     return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False)
+
+
+def _check_order(step: TrainStep) -> None:
+    """The step takes each of its micro-batches once, in order."""
+    from passes.verify_order import verify_order
+
+    verify_order(step.order, step.micro_batches)
 
 
 def _check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:

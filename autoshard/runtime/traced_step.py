@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OutputKind
 from autoshard.ir.spec import Reduction
+from autoshard.ir.step_order import Action, StepOrder, Task
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
@@ -24,6 +26,16 @@ Part = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a micro-batch."""
 
 
+@dataclass(slots=True)
+class _Running:
+    """A step that runs: shares of the loss, what micro-batches keep for their backward, and gradients so far."""
+
+    executable: Executable | None = None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    saved: dict[int, list[LocalValue]] = field(default_factory=dict)
+    carried: list[LocalValue] | None = None
+
+
 class TracedStep:
     """Forward, backward and update of `sharded` by `optimizer`, as one program.
 
@@ -31,10 +43,14 @@ class TracedStep:
         sharded: the model.
         optimizer: one that is traced (see `traced_optimizer`), over its parameters.
         max_grad_norm: gradients are scaled down to this norm over all parameters, or None.
+        order: of its micro-batches.
     """
 
-    def __init__(self, sharded: ShardedModule, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+    def __init__(
+        self, sharded: ShardedModule, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, order: StepOrder
+    ) -> None:
         self._sharded = sharded
+        self._order = order
         self._state = TracedState(optimizer, dict(sharded.named_parameters()), sharded.engine)
         self._max_grad_norm = max_grad_norm
 
@@ -46,41 +62,58 @@ class TracedStep:
     @torch.no_grad()
     def run(self, parts: Sequence[Part]) -> torch.Tensor:
         """One step on micro-batches of equal weight; the sum of their shares of the loss."""
-        update = self._update()
-        executable: Executable | None = None
-        carried: list[LocalValue] = []
-        losses = []
-        for part in parts:
-            found, loss, gradients = self._run_part(part, update, len(parts))
-            losses.append(loss)
-            if executable is None:
-                executable, carried = found, gradients
-            else:
-                _check_alike(executable, found)
-                carried = [self._sharded.engine.add(carried.pop(0), gradients.pop(0)) for _ in range(len(carried))]
-        assert executable is not None, "a batch has at least one part"
-        if executable.phased.update is not None:
-            held = self._state.hold(executable)
-            executable.run_update(carried, held)
-            self._state.keep(executable, held)
-        self._state.optimizer.zero_grad(set_to_none=True)
-        self._state.optimizer.step()  # without gradients it only tells its schedulers and hooks
+        update, running = self._update(), _Running()
+        for task in self._order.tasks:
+            match task.action:
+                case Action.FORWARD:
+                    self._run_forward_of(parts, task, update, running)
+                case Action.BACKWARD:
+                    self._run_backward_of(task, running)
+                case Action.UPDATE:
+                    self._run_update(running)
+        losses = running.losses
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _update(self) -> Update:
         names = names_of(self._sharded.named_parameters())
         return describe_update(self._state.optimizer, names, self._max_grad_norm)
 
-    def _run_part(self, part: Part, update: Update, count: int) -> tuple[Executable, torch.Tensor, list[LocalValue]]:
-        """The program of a micro-batch, its share of the loss, and its gradients."""
-        executable, call = self._sharded.find_step(*part, update)
-        if count > 1:
+    def _run_forward_of(self, parts: Sequence[Part], task: Task, update: Update, running: _Running) -> None:
+        """Keep a micro-batch's share of the loss, and what its backward needs."""
+        assert task.micro_batch is not None, "a forward is of a micro-batch"
+        executable, call = self._sharded.find_step(*parts[task.micro_batch], update)
+        if len(parts) > 1:
             _check_sums(executable)
-        loss, saved = self._run_forward(executable, call)
-        share = torch.full((), 1 / count, dtype=loss.dtype, device=self._sharded.engine.device)
+        _check_alike(running.executable or executable, executable)
+        loss, running.saved[task.micro_batch] = self._run_forward(executable, call)
+        running.executable = executable
+        running.losses.append(loss / self._order.divisor)
+
+    def _run_backward_of(self, task: Task, running: _Running) -> None:
+        """Add a micro-batch's gradients to what is carried into the update."""
+        executable = running.executable
+        assert executable is not None, "a backward comes after its forward"
+        assert task.micro_batch is not None, "a backward is of a micro-batch"
+        device, dtype = self._sharded.engine.device, loss_of(executable).dtype
         tangent = loss_of(executable).slot.name.replace("output:", "tangent:")
-        carried = executable.run_to_gradients(saved, {tangent: share})
-        return executable, loss if count == 1 else loss / count, carried
+        share = torch.full((), 1 / self._order.divisor, dtype=dtype, device=device)
+        gradients = executable.run_to_gradients(running.saved.pop(task.micro_batch), {tangent: share})
+        if running.carried is None:
+            running.carried = gradients
+            return
+        carried = running.carried
+        running.carried = [self._sharded.engine.add(carried.pop(0), gradients.pop(0)) for _ in range(len(carried))]
+
+    def _run_update(self, running: _Running) -> None:
+        """Parameters and state become what the update makes of the gradients of all micro-batches."""
+        executable, carried = running.executable, running.carried
+        assert executable is not None, "a step has a micro-batch"
+        if executable.phased.update is not None and carried is not None:
+            held = self._state.hold(executable)
+            executable.run_update(carried, held)
+            self._state.keep(executable, held)
+        self._state.optimizer.zero_grad(set_to_none=True)
+        self._state.optimizer.step()  # without gradients it only tells its schedulers and hooks
 
     def _run_forward(self, executable: Executable, call: FlatCall) -> tuple[torch.Tensor, list[LocalValue]]:
         """The loss, and what is kept for the backward; buffers are updated, other outputs are not put together."""

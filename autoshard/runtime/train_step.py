@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.step_order import one_after_another
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_step import TracedStep, find_loss
 
@@ -46,7 +47,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.micro_batches = micro_batches
-        self._traced = TracedStep(sharded, optimizer, max_grad_norm) if traced else None
+        self.order = one_after_another(micro_batches)
+        self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order) if traced else None
 
     @property
     def is_traced(self) -> bool:

@@ -42,14 +42,16 @@ from passes.verify_preparation import verify_preparation
 from passes.verify_program import verify_program
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, phased_of, program_of
-from tests.passes.mutants import Mutant, Run, draw_mutant, run_of
+from tests.passes.mutants import Mutant, Run, draw_mutant, mutate_order, run_of
 
 RESULTS = "tests/benchmarks/results/mutation_campaign.md"
 SAMPLED = 10
 """Of refused mutants one in so many is run."""
 
+ORDERS = 20
+"""Of the mutants of a whole step one in so many runs its micro-batches otherwise."""
+
 WITHOUT_COUNTERPART = {
-    "micro-batches reordered": "the order of micro-batches is a loop of the runtime, not part of any program",
     "a bucket split wrong": "no pass makes buckets",
     "sends and receives out of order": "no program has pipeline stages yet",
 }
@@ -101,12 +103,18 @@ def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0, s
     start = time.perf_counter()
     for number in range(first, first + count):
         name = f"{seed}, {family}, {layout}, {number}"
-        mutant = draw_mutant(phased, Random(name))
+        mutant = _draw(phased, number, Random(name))
         refused = mutant.is_refused(traced, forms)
         is_run = not refused or number % sampled == 0
         part.add(mutant, name, refused, run.is_changed_by(mutant) if is_run else None)
     part.seconds = time.perf_counter() - start
     return part
+
+
+def _draw(phased: PhasedProgram, number: int, random: Random) -> Mutant:
+    """A mutant of a program; of one with an update one in so many is of the order of its micro-batches."""
+    of_order = mutate_order(phased, random) if number % ORDERS == ORDERS - 1 else None
+    return of_order or draw_mutant(phased, random)
 
 
 def prove(family: str, layout: str) -> tuple[PhasedProgram, Program, Run]:
@@ -127,12 +135,13 @@ def main(arguments: list[str]) -> int:
     parts = [(family, layout) for family, layout in product(FAMILIES, layouts) if options.family in ("", family)]
     counts = [options.count // len(parts) + (index < options.count % len(parts)) for index in range(len(parts))]
     options.folder.mkdir(parents=True, exist_ok=True)
-    tasks = list(zip(parts, counts, strict=True))
-    if options.kept:
-        tasks = [(part, count) for part, count in tasks if _path(options.folder, *part, count, options.seed).exists()]
     work = partial(_attack_or_read, seed=options.seed, folder=options.folder)
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(work, *zip(*((*part, count) for part, count in tasks), strict=True)))
+    if options.kept:
+        found = [_read(path) for path in sorted(options.folder.glob("*.json"))]
+    else:
+        tasks = zip(*((*part, count) for part, count in zip(parts, counts, strict=True)), strict=True)
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(work, *tasks))
     Console(width=120).print(_by_kind(found), *(hole for part in found for hole in part.holes), sep="\n")
     if options.out is not None:
         options.out.write_text(report(found, options.seed))
@@ -146,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--family", default="", choices=("", *FAMILIES), help="only this one")
     parser.add_argument("--layout", nargs="*", choices=LAYOUTS, help="only these")
-    parser.add_argument("--kept", action="store_true", help="only of what is in the folder: draw no more")
+    parser.add_argument("--kept", action="store_true", help="of all that is in the folder: draw no more")
     parser.add_argument("--out", type=Path, help=f"write a page, e.g. {RESULTS}")
     parser.add_argument("--folder", type=Path, default=Path("build/mutation_campaign"), help="where parts are kept")
     return parser
@@ -162,10 +171,15 @@ def _attack_or_read(family: str, layout: str, count: int, *, seed: int, folder: 
     if not path.exists():
         part = attack(family, layout, count, seed)
         path.write_text(json.dumps({item.name: getattr(part, item.name) for item in fields(Part)}, indent=1))
+    found = _read(path)
+    Console().print(f"{family}, {layout}: {count} in {found.seconds:.0f} s, {len(found.holes)} holes")
+    return found
+
+
+def _read(path: Path) -> Part:
     found = Part(**json.loads(path.read_text()))
     for name in _COUNTED:
         setattr(found, name, Counter(getattr(found, name)))
-    Console().print(f"{family}, {layout}: {count} in {found.seconds:.0f} s, {len(found.holes)} holes")
     return found
 
 
@@ -180,8 +194,8 @@ def report(parts: list[Part], seed: int) -> str:
     lines = [
         "# Mutants beside the verifier",
         "",
-        f"`python -m tests.benchmarks.mutation_campaign --count {sums['drawn']} --seed {seed}`, "
-        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}.",
+        f"`python -m tests.benchmarks.mutation_campaign`, seed {seed}, {time.strftime('%Y-%m-%d')}, torch "
+        f"{torch.__version__}.",
         "",
         f"{sums['drawn']} mutants of {len(parts)} programs ({len({part.family for part in parts})} families under "
         f"{len({part.layout for part in parts})} layouts); "

@@ -21,16 +21,19 @@ from torch import Tensor, fx
 from autoshard.errors import AutoshardError, VerificationError
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.program import InputKind, Program
+from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.spec import P, PartitionSpec, Reduction
+from autoshard.ir.step_order import Action, StepOrder, one_after_another
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from passes.local_forms import LocalForms
 from passes.split_phases import SplitPhases
+from passes.verify_order import verify_order
 from passes.verify_phases import verify_phases
 from passes.verify_preparation import verify_preparation
 from passes.verify_program import verify_program
 from tests.passes.mutations import MUTATIONS, Mutation, copy_of, is_tensor, pick
+from tests.passes.order_mutations import ORDER_MUTATIONS
 from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
 from tests.passes.training_mutations import TRAINING_MUTATIONS
 
@@ -43,6 +46,10 @@ TOLERANCE = 1e-8
 _ONE = Mesh({"one": 1})
 _FAILURES = (AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError)
 """How a program that cannot run shows it."""
+
+
+RIGHT_ORDER = one_after_another(2)
+"""Mutants of phases run two micro-batches."""
 
 
 class Place(StrEnum):
@@ -65,6 +72,7 @@ class Mutant:
         what: what it did.
         phased: the program with the mistake (the right one, if it is in its preparation).
         prepared: the form that is lowered, with the mistake if it is there.
+        order: in which a step runs its micro-batches, with the mistake if it is there.
     """
 
     place: Place
@@ -72,6 +80,7 @@ class Mutant:
     what: str
     phased: PhasedProgram
     prepared: Program
+    order: StepOrder = RIGHT_ORDER
 
     def is_refused(self, traced: Program, forms: LocalForms | None = None) -> bool:
         """Whether the check of its place finds the mistake; `forms` are those known of the mesh."""
@@ -88,6 +97,7 @@ class Mutant:
         elif self.place is Place.PHASES:
             verify_phases(self.phased)
         else:
+            verify_order(self.order, 2)
             verify_program(self.prepared, self.phased.lowered, self.phased.carried, forms)
 
 
@@ -110,6 +120,15 @@ def mutate(phased: PhasedProgram, place: Place, kind: str, random: Random) -> Mu
         return None
     what, wrong, prepared = found
     return Mutant(place, kind, what, wrong, prepared)
+
+
+def mutate_order(phased: PhasedProgram, random: Random) -> Mutant | None:
+    """A mutant whose step runs its micro-batches otherwise; None for a program without an update."""
+    if phased.update is None:
+        return None
+    kind = random.choice(list(ORDER_MUTATIONS))
+    what, order = ORDER_MUTATIONS[kind](RIGHT_ORDER, random)
+    return Mutant(Place.MICRO_BATCHES, kind, what, phased, phased.lowered.traced, order)
 
 
 _Found = tuple[str, PhasedProgram, Program]
@@ -302,14 +321,16 @@ class Run:
 
         def is_changed() -> bool:
             try:
-                found = self.numbers(mutant.place, mutant.phased, mutant.prepared)
+                found = self.numbers(mutant.place, mutant.phased, mutant.prepared, mutant.order)
             except _FAILURES:
                 return True
             return len(found) != len(expected) or not all(map(_is_close, found, expected))
 
         return _ask_child(is_changed)
 
-    def numbers(self, place: Place, phased: PhasedProgram, prepared: Program) -> list[Tensor]:
+    def numbers(
+        self, place: Place, phased: PhasedProgram, prepared: Program, order: StepOrder = RIGHT_ORDER
+    ) -> list[Tensor]:
         """All results; of every rank, if they should hold copies."""
         if place is Place.PREPARATION:
             values = [[value] for value in self.batches[0]]
@@ -317,7 +338,7 @@ class Run:
         lowered = phased.lowered
         given = [self._laid_out(lowered, batch) for batch in self.batches]
         if place in (Place.PHASES, Place.MICRO_BATCHES):
-            return _numbers_of(lowered, _run_step(phased, given))
+            return _numbers_of(lowered, _run_step(phased, given, order))
         return _numbers_of(lowered, simulate(lowered.graph_module, lowered.mesh, given[0]))
 
     def _laid_out(self, lowered: LoweredProgram, batch: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -385,22 +406,44 @@ def run_of(phased: PhasedProgram, examples: Sequence[Tensor]) -> Run:
     return Run(phased, (first, second))
 
 
-def _run_step(phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]]) -> list[list[Tensor]]:
-    """Results in the order of the joint program's slots, gradients added over micro-batches; see `TracedStep`."""
-    mesh = phased.lowered.mesh
-    results: list[Any] = [None] * len(phased.lowered.outputs)
+def _run_step(phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: StepOrder) -> list[list[Tensor]]:
+    """Results in the order of the joint program's slots, outputs and gradients added over micro-batches.
+
+    As `TracedStep` does it: the first forward that runs draws the first seed, and each reads the buffers that the one
+    before it wrote.
+    """
+    mesh, inputs, outputs = phased.lowered.mesh, phased.lowered.inputs, phased.lowered.outputs
+    results: list[Any] = [None] * len(outputs)
+    places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(inputs)}
+    buffers: dict[int, list[Tensor]] = {}
+    seeds = [index for index, slot in enumerate(inputs) if slot.slot.kind is InputKind.SEED]
+    saved: dict[int | None, list[list[Tensor]]] = {}
     carried: list[list[Tensor]] | None = None
-    for batch in batches:
-        found = simulate(phased.forward, mesh, [batch[index] for index in phased.forward_inputs])
-        _put(results, phased.forward_outputs, found)
-        kept = found[len(phased.forward_outputs) :]
-        found = simulate(phased.backward, mesh, [*kept, *(batch[index] for index in phased.backward_inputs)])
-        _put(results, phased.backward_outputs, found)
-        gradients = found[len(phased.backward_outputs) :]
-        carried = gradients if carried is None else [_add(*pair) for pair in zip(carried, gradients, strict=True)]
-    if phased.update is not None and carried is not None:
-        taken = [*carried, *(batches[0][index] for index in phased.update_inputs)]
-        _put(results, phased.update_outputs, simulate(phased.update, mesh, taken))
+    drawn = 0
+    for task in order.tasks:
+        match task.action:
+            case Action.FORWARD:
+                batch = dict(enumerate(batches[task.micro_batch or 0])) | buffers
+                batch |= {index: batches[drawn % len(batches)][index] for index in seeds}
+                drawn += 1
+                found = simulate(phased.forward, mesh, [batch[index] for index in phased.forward_inputs])
+                for index, ranks in zip(phased.forward_outputs, found, strict=False):
+                    if outputs[index].slot.kind is OutputKind.BUFFER_UPDATE:
+                        buffers[places[InputKind.BUFFER, outputs[index].slot.name]] = ranks
+                    results[index] = ranks
+                saved[task.micro_batch] = found[len(phased.forward_outputs) :]
+            case Action.BACKWARD:
+                tangents = [batches[task.micro_batch or 0][index] for index in phased.backward_inputs]
+                shares = [[value / order.divisor for value in ranks] for ranks in tangents]
+                found = simulate(phased.backward, mesh, [*saved[task.micro_batch], *shares])
+                _put(results, phased.backward_outputs, found)
+                gradients = found[len(phased.backward_outputs) :]
+                carried = (
+                    gradients if carried is None else [_add(*pair) for pair in zip(carried, gradients, strict=True)]
+                )
+            case Action.UPDATE if phased.update is not None and carried is not None:
+                taken = [*carried, *(batches[0][index] for index in phased.update_inputs)]
+                _put(results, phased.update_outputs, simulate(phased.update, mesh, taken))
     return results
 
 

@@ -108,7 +108,8 @@ def read_before_made(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     """A copy to or from the host, or a clone, stands before what it reads."""
 
     def is_moved(node: fx.Node) -> bool:
-        return (node.target in TRANSFERS or _is_recomputed(node)) and node.all_input_nodes[0].op == "call_function"
+        is_again = node.target in TRANSFERS or _is_recomputed(node)
+        return is_again and any(operand.op == "call_function" for operand in node.all_input_nodes[:1])
 
     node = pick(graph, random, is_moved)
     if node is None:
