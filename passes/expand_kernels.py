@@ -9,7 +9,7 @@ succeed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph without kernels, over a graph of its own.
 
     Raises:
-        VerificationError: a kernel is called with arguments that its form does not have.
+        VerificationError: a kernel is called with arguments that its form does not have, or a node reads a value that
+            is not computed yet.
     """
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
@@ -55,6 +56,12 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
             if isinstance(node.target, OpOverload):
                 copied.target = _ORIGINALS.get(node.target, node.target)
     return fx.GraphModule(graph_module, graph)
+
+
+def _check_operands(node: fx.Node, *computed: Collection[fx.Node]) -> None:
+    for operand in node.all_input_nodes:
+        if not any(operand in nodes for nodes in computed):
+            raise VerificationError(f"{node.format_node()} reads {operand.name!r} before it is computed.")
 
 
 def _result(node: fx.Node, result: fx.Node | None) -> fx.Node:

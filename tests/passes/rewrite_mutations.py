@@ -229,3 +229,6 @@ REWRITE_MUTATIONS: tuple[Mutation, ...] = (
     drop_cast, cast_to_other_type, drop_loss_scale,
     exchange_kernel_operands, change_kernel_constant, exchange_kernel_results,
 )  # fmt: skip
+
+OFFLOAD_MUTATIONS: tuple[Mutation, ...] = (fetch_other_copy, copy_other_value, skip_transfer)
+"""Those of them that only an offloaded program can have."""

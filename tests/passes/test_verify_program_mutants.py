@@ -14,7 +14,7 @@ from tests.benchmarks.mutation_campaign import attack, prove
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS
 from tests.passes.mutants import KINDS, Place, draw_mutant, mutate
-from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
+from tests.passes.rewrite_mutations import OFFLOAD_MUTATIONS, REWRITE_MUTATIONS
 
 FEW = (
     ("gpt", "tensor"), ("recommender", "ZeRO-3"), ("lstm", "ZeRO-1"), ("graph", "two axes"), ("lstm", "recomputed"),
@@ -33,7 +33,7 @@ def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> No
     assert sum(part.changing.values()) >= 1
 
 
-@pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS])
+@pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS if item not in OFFLOAD_MUTATIONS])
 def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
     """Wherever one of them changes numbers, in a program that recomputes in bfloat16, with kernels."""
     phased, traced, run = prove("llama", "all together")
@@ -66,7 +66,8 @@ def test_a_right_program_has_numbers_to_be_held_beside() -> None:
 
 def test_every_kind_of_mutation_can_be_made() -> None:
     """On one of some programs at least; and equal seeds give equal mutants."""
-    programs = [prove(family, layout)[0] for family, layout in (*FEW[:2], ("llama", "all together"))]
+    others = ("llama", "all together"), ("recommender", "offloaded")
+    programs = [prove(family, layout)[0] for family, layout in (*FEW[:2], *others)]
 
     def is_made(place: Place, kind: str) -> bool:
         return any(mutate(phased, place, kind, Random(seed)) for phased in programs for seed in range(8))
