@@ -43,6 +43,7 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
     environment: dict[fx.Node, fx.Node] = {}
     results: dict[fx.Node, tuple[fx.Node | None, ...]] = {}
     for node in graph_module.graph.nodes:
+        _check_operands(node, environment, results)
         generated = generated_kernel(node.target)
         if generated is not None or (node.target in _FUSED and FORM in node.meta):
             written = _write_out if generated is None else partial(_write_group, generated.group)

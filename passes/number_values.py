@@ -174,12 +174,17 @@ def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
 OPERAND, LIST, DICT, SLICE, LITERAL = "operand", "list", "dict", "slice", "literal"
 """What a frozen argument begins with."""
 
+_LONG = 16
+"""More integers than this are one literal: an all-to-all over a thousand ranks lists the size of each one's piece."""
+
 
 def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
     """An argument as nested tuples that are equal where a call cannot tell the arguments apart."""
     if isinstance(value, (fx.Node, fx.Proxy)):
         return (OPERAND, operand(value))
     if isinstance(value, (list, tuple)):
+        if len(value) > _LONG and all(type(item) is int for item in value):
+            return (LITERAL, list, tuple(value))
         return (LIST, *(freeze(item, operand) for item in value))
     if isinstance(value, dict):
         return (DICT, *((name, freeze(value[name], operand)) for name in sorted(value)))
