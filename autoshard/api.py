@@ -132,7 +132,8 @@ def compile(
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)
     before = dict(model.named_parameters())
-    engine = make_engine(mesh, device, _wrap_of(backend), _check_in_place if verify else None)
+    finish = _bucket_updates if planner.with_kernels else None
+    engine = make_engine(mesh, device, _wrap_of(backend), _check_in_place if verify else None, finish)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     sharded = ShardedModule(model, engine, planner)
@@ -419,6 +420,12 @@ def _check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
     from passes.verify_in_place import verify_in_place
 
     verify_in_place(before, after, written)
+
+
+def _bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
+    from passes.bucket_updates import bucket_updates  # imports triton
+
+    return bucket_updates(graph_module)
 
 
 def _has_kernels(backend: str, device: torch.device) -> bool:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from torch._ops import OpOverload
 
 from autoshard.kernels import (
+    triton_adam,
     triton_add_norm,
     triton_attention,
     triton_attention_backward,
@@ -77,7 +78,7 @@ FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for k
 def specimens(architecture: str) -> tuple[Specimen, ...]:
     """All representative compilations for one of `launch.ARCHITECTURES`."""
     kernels = [*(kernel for found in KERNELS.values() for kernel in found), *FUSED]
-    found = (specimen for kernel in kernels for specimen in kernel.specimens)
+    found = [specimen for kernel in kernels for specimen in kernel.specimens] + [*triton_adam.specimens()]
     return tuple(specimen for specimen in found if specimen.architecture in (None, architecture))
 
 

@@ -35,6 +35,7 @@ from autoshard.runtime.write_in_place import write_in_place
 T = TypeVar("T")
 
 CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], None]
+FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
 
 REPLICATED = PartitionSpec()
 
@@ -46,6 +47,7 @@ class DistributedEngine:
         device_mesh: the mesh, with names for its dims; this process must be on it.
         wrap: applied to each bound graph before it runs, e.g. a compiler.
         check_in_place: sees each graph that writes over inputs: the functional one, the other, and what is written.
+        finish_in_place: rewrites each graph that writes over inputs, before it is checked.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class DistributedEngine:
         device_mesh: DeviceMesh,
         wrap: Callable[[fx.GraphModule], Callable] | None = None,
         check_in_place: CheckInPlace | None = None,
+        finish_in_place: FinishInPlace | None = None,
     ) -> None:
         if device_mesh.get_coordinate() is None:
             raise MeshError(f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()}).")
@@ -60,6 +63,7 @@ class DistributedEngine:
         self.groups = ProcessGroups(device_mesh)
         self._wrap = wrap
         self._check_in_place = check_in_place
+        self._finish_in_place = finish_in_place
         self._reshards: dict[tuple, Loaded] = {}
 
     @property
@@ -94,6 +98,8 @@ class DistributedEngine:
 
     def _in_place(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
         writing = write_in_place(graph_module, written)
+        if self._finish_in_place is not None:
+            writing = self._finish_in_place(writing)
         if self._check_in_place is not None:
             self._check_in_place(graph_module, writing, written)
         return writing

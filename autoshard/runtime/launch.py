@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard.errors import MeshError
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.agreement import ControlGroup
-from autoshard.runtime.distributed import CheckInPlace, DistributedEngine
+from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
 from autoshard.runtime.engine import Engine, SimulatorEngine
 
 T = TypeVar("T")
@@ -44,19 +44,20 @@ def make_engine(
     device: torch.device,
     wrap: Callable[[fx.GraphModule], Callable[..., Any]] | None = None,
     check_in_place: CheckInPlace | None = None,
+    finish_in_place: FinishInPlace | None = None,
 ) -> Engine:
     """The engine for a mesh: processes where there are as many as ranks, else the simulator.
 
     Args:
         mesh: a torch mesh, always run by processes; or an abstract one.
         device: where the model is.
-        wrap, check_in_place: with processes, see `DistributedEngine`.
+        wrap, check_in_place, finish_in_place: with processes, see `DistributedEngine`.
 
     Raises:
         MeshError: the mesh is larger than a run of several processes, or is no mesh.
     """
     if isinstance(mesh, DeviceMesh):
-        return DistributedEngine(mesh, wrap, check_in_place)
+        return DistributedEngine(mesh, wrap, check_in_place, finish_in_place)
     if not isinstance(mesh, Mesh):
         raise MeshError(
             f"mesh={mesh!r} is a {type(mesh).__name__}; pass autoshard.Mesh({{'data': 2}}), a torch DeviceMesh with "
@@ -73,7 +74,7 @@ def make_engine(
         return SimulatorEngine(mesh, device)
     kind = "cuda" if device.type == "cuda" else "cpu"
     device_mesh = init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
-    return DistributedEngine(device_mesh, wrap, check_in_place)
+    return DistributedEngine(device_mesh, wrap, check_in_place, finish_in_place)
 
 
 def _log_simulation(mesh: Mesh, processes: int) -> None:

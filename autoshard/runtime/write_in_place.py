@@ -94,7 +94,7 @@ class _Writing:
 
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
         """Whether the memory of a value is free to be written by `reader`: nothing else reads it then or later."""
-        root = _root(value)
+        root = root_of(value)
         if root.op == "placeholder" and self.placeholders.index(root) not in self.written.values():
             return False
         aliases = _aliases(root)
@@ -109,8 +109,8 @@ class _Writing:
         """
         if result is target:
             return target
-        assert _root(result).op != "placeholder", f"{result} is an input itself, and {target} another"
-        uses = [user for root in (target, _root(result)) for alias in _aliases(root) for user in alias.users]
+        assert root_of(result).op != "placeholder", f"{result} is an input itself, and {target} another"
+        uses = [user for root in (target, root_of(result)) for alias in _aliases(root) for user in alias.users]
         last = max([result, *(user for user in uses if user.op != "output")], key=self.order.__getitem__)
         with self.graph.inserting_after(last):
             self._add(_aten.copy_.default, (target, result), last)
@@ -139,7 +139,7 @@ def _may_alias(node: fx.Node) -> bool:
     return schema is not None and any(item.alias_info is not None for item in schema.returns)
 
 
-def _root(value: fx.Node) -> fx.Node:
+def root_of(value: fx.Node) -> fx.Node:
     """What a value is a view of, or itself."""
     while value.op == "call_function" and _may_alias(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -23,6 +24,7 @@ from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.plans import plans
 from autoshard.tracing import trace
+from passes.bucket_updates import bucket_updates
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
 from tests.runtime.processes import report, run_checks
@@ -353,6 +355,23 @@ def check_memory_on_gloo() -> None:
         assert abs(found / predicted - 1) < 0.03, (constraints, found, predicted)
 
 
+def check_kernels_on_gloo() -> None:
+    """One launch updates each group of parameters, where pieces of them are put together behind it too."""
+    for constraints in (ZERO_1, ZERO_3):
+        made = []
+
+        def record(graph_module: fx.GraphModule, made: list[fx.GraphModule] = made) -> fx.GraphModule:
+            made.append(bucket_updates(graph_module))
+            return made[-1]
+
+        with mock.patch("passes.bucket_updates.bucket_updates", record):
+            options = {"constraints": constraints, "backend": "triton", "limit": 0.5}
+            check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
+        (update,) = made
+        calls = [str(node.target) for node in update.graph.nodes if "adam" in str(node.target)]
+        assert calls == ["autoshard.triton_adam_updates_.default"] * 2  # `check_step` has two groups
+
+
 def check_inductor_on_gloo() -> None:
     """Compiled code updates as the graph does."""
     options = {"constraints": ZERO_1, "backend": "inductor"}
@@ -366,6 +385,7 @@ CHECKS = {
     "uneven": check_uneven_on_gloo,
     "state": check_state_on_gloo,
     "memory": check_memory_on_gloo,
+    "kernels": check_kernels_on_gloo,
 }
 
 
