@@ -32,6 +32,7 @@ Every bound is taken less one part in 10^9, for rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -174,6 +175,11 @@ class PipeShapes:
         swapped = steady * (ranks < last) + np.maximum(0.0, steady - 1) * (ranks > 0)
         return np.where(self.swaps, swapped, np.maximum(0.0, self.sends * micro_batches - 1))
 
+    def hand_overs(self, micro_batches: int, *, overlaps: bool) -> Floats:
+        """Hand-overs on each rank's path, those beside computation left out if they overlap it, [pipes, ranks]."""
+        hops = (1 + self.is_whole) * np.arange(float(self.counts.shape[1]))
+        return hops if overlaps else hops + self.waits(micro_batches)
+
 
 def pipe_shapes(names: Sequence[str], blocks: Sequence[str], pipes: Sequence[Pipe]) -> PipeShapes:
     """The shapes of pipelines; `names` is the order of sections, `blocks` the model's."""
@@ -190,7 +196,10 @@ def pipe_shapes(names: Sequence[str], blocks: Sequence[str], pipes: Sequence[Pip
 @lru_cache(maxsize=8192)
 def pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, Floats]:
     """Counts, what comes before, and hand-overs of one pipeline."""
-    plain = Recipe(pipeline=pipe.pipeline, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends)
+    plain = Recipe(
+        pipeline=pipe.pipeline, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends,
+        stage_blocks=pipe.stage_blocks if pipe.uneven else None,
+    )  # fmt: skip
     owners = np.array(stage_ranks(schedule_of(pipe), pipe.pipeline, pipe.virtual_stages))
     stages = np.zeros((len(owners), len(names)))
     for stage, row in zip(share_out(blocks, plain), stages, strict=True):
@@ -220,14 +229,13 @@ def rank_paths(
     floors: SectionFloors, shapes: PipeShapes, micro_batches: int, send_s: float, *, overlaps: bool
 ) -> Paths:
     """The path of each rank (see the module's docstring); hand-overs take `send_s`, beside computation or not."""
-    hops = (1 + shapes.is_whole) * np.arange(float(shapes.counts.shape[1]))
-    waits = 0.0 if overlaps else shapes.waits(micro_batches)
 
     def along(forward: Floats, backward: Floats) -> Floats:
         entering = shapes.before @ forward + shapes.is_whole * (shapes.before @ backward)
         return entering + micro_batches * (shapes.counts @ (forward + backward))
 
-    seconds = along(floors.forward, floors.backward) + (hops + waits) * send_s
+    sends_s = shapes.hand_overs(micro_batches, overlaps=overlaps) * send_s
+    seconds = along(floors.forward, floors.backward) + sends_s
     return Paths(seconds, along(floors.forward_gain, floors.backward_gain))
 
 
@@ -249,6 +257,23 @@ def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Clus
     for _ in range(3):
         turn = np.maximum(turn, speeds() * at(1.0 - 1.0 / speeds()))
     return ROUNDING * np.minimum(at(1.0 - 1.0 / speeds()), turn / speeds())
+
+
+_LONGER = 1.05
+"""Steps that are longer than a bound by more than this are not told apart: the clock of longer steps is faster."""
+
+
+def longer_step(products_s: float, step_s: float, cluster: Cluster) -> tuple[float, float]:
+    """For steps somewhat longer than a bound at the clock of sustained products.
+
+    Returns:
+        The share of what an infinitely fast clock takes off that the clock of such a step does, and the step at that
+        clock, seconds: a bound on all longer ones. (0, infinite) without a power limit.
+    """
+    if cluster.device.matmul.units == 1 or math.isinf(step_s):
+        return 0.0, math.inf
+    speed = power_limit().speed(min(1.0, products_s / (_LONGER * step_s)))
+    return 1.0 - 1.0 / speed, _LONGER * step_s / speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,13 +354,23 @@ def path_floors(
     pipes = np.arange(len(ranks))
     ends = ends_of(floors, shapes.counts[pipes, ranks], work_of)
     seconds, gain = paths.seconds[pipes, ranks], paths.gain[pipes, ranks]
-    counts = shapes.counts[0].sum(axis=0)
-    latency = counts @ floors.work - ~shapes.is_whole[:, 0] * (counts @ floors.late) + shapes.sends.sum(axis=1) * send_s
+    latency, latency_gain = latencies(floors, shapes, send_s)
 
     def at(shares: Floats) -> Floats:
         shares = np.broadcast_to(shares, seconds.shape)
         path = seconds - shares * gain + ends.least(shares, recipe, model)
-        return np.maximum(path, latency - shares * (counts @ floors.gain)) + model.step_overhead_s
+        return np.maximum(path, latency - shares * latency_gain) + model.step_overhead_s
 
-    products_s = float((shapes.counts[0] @ floors.products).sum()) * recipe.micro_batches / recipe.pipeline
-    return step_floors(at, products_s, cluster)
+    return step_floors(at, mean_products(floors, shapes, recipe), cluster)
+
+
+def latencies(floors: SectionFloors, shapes: PipeShapes, send_s: float) -> tuple[Floats, float]:
+    """Bounds on a micro-batch's way through each pipeline and back, [pipes], and what a clock takes off them."""
+    counts = shapes.counts[0].sum(axis=0)
+    late = ~shapes.is_whole[:, 0] * (counts @ floors.late)
+    return counts @ floors.work - late + shapes.sends.sum(axis=1) * send_s, float(counts @ floors.gain)
+
+
+def mean_products(floors: SectionFloors, shapes: PipeShapes, recipe: Recipe) -> float:
+    """Seconds of products in a step, mean over pipeline ranks: as `price_recipe.products_time`."""
+    return float((shapes.counts[0] @ floors.products).sum()) * recipe.micro_batches / recipe.pipeline

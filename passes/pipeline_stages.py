@@ -43,29 +43,39 @@ def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _block_counts(blocks: int, recipe: Recipe) -> list[int]:
-    """Blocks on each stage, as even as can be; with `split_ends` the ends count as blocks."""
+def _block_counts(blocks: int, recipe: Recipe) -> tuple[int, ...]:
+    """Blocks on each stage."""
     if recipe.stage_blocks is not None:
         if sum(recipe.stage_blocks) != blocks:
             found = sum(recipe.stage_blocks)
             raise RecipeError(
                 f"stage_blocks={recipe.stage_blocks!r} shares out {found} blocks; the model has {blocks}."
             )
-        return list(recipe.stage_blocks)
+        return tuple(recipe.stage_blocks)
     stages = recipe.stages
     if stages == 1:
-        return [blocks]
-    slots = blocks + (2 if recipe.split_ends else 0)
-    if slots < stages:
+        return (blocks,)
+    if blocks + 2 * recipe.split_ends < stages:
         raise RecipeError(
             f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
             f"{blocks} blocks."
         )
+    return even_blocks(blocks, stages, split_ends=recipe.split_ends)
+
+
+def even_blocks(blocks: int, stages: int, *, split_ends: bool) -> tuple[int, ...]:
+    """Blocks on each of several stages, as even as can be; with `split_ends` the ends count as blocks.
+
+    Example:
+        >>> even_blocks(10, 4, split_ends=False), even_blocks(10, 4, split_ends=True)
+        ((2, 3, 3, 2), (2, 3, 3, 2))
+    """
+    slots = blocks + 2 * split_ends
     bounds = [round(index * slots / stages) for index in range(stages + 1)]
     counts = [after - before for before, after in pairwise(bounds)]
-    if recipe.split_ends:
+    if split_ends:
         counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
-    return counts
+    return tuple(counts)
 
 
 def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int]]:

@@ -13,7 +13,15 @@ from cost_models.hardware import Cluster
 from cost_models.schedule_orders import most_in_flight
 from cost_models.step import StepModel, fitted
 from cost_models.topology import GroupLinks
-from passes.bound_memory import full_ranks, layout_memory_floors, memory_floors, whole_bytes
+from passes.bound_boundaries import (
+    Boundaries,
+    StageLoads,
+    fastest_boundaries,
+    smallest_boundaries,
+    stage_loads,
+    uneven_floor,
+)
+from passes.bound_memory import full_ranks, layout_memory_floors, memory_floors, rank_floors, whole_bytes
 from passes.bound_recipes import (
     Floats,
     PipeShapes,
@@ -34,7 +42,7 @@ from passes.price_model import CountedModel
 from passes.price_recipe import accumulation_bytes, send_time, sharded_time, step_price
 from passes.price_sections import EXPERT, SectionPrice, SectionSizes
 from passes.recipe_groups import Groups, recipe_groups
-from passes.recipe_space import Pipe, divisors
+from passes.recipe_space import Pipe, divisors, schedule_of
 
 _GATHERS = 3
 """The ZeRO stage that gathers parameters for each micro-batch."""
@@ -108,8 +116,11 @@ class RecipePricer:
         """The largest value that a recipe's layout makes: a rank has twice that, beside all else."""
         return max(size.largest_bytes for size in self.sizes(recipe).values())
 
-    def layout_memory_floors(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Floats:
-        """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`."""
+    def layout_memory_floors(self, first: Recipe, most: int, recomputes: Sequence[str], *, uneven: bool) -> Floats:
+        """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
+
+        `uneven`: whether blocks may be shared out in any way.
+        """
         sizes = self.sizes(first)
         pipes = tuple(
             size
@@ -117,7 +128,8 @@ class RecipePricer:
             if first.pipeline <= size <= most and size <= len(self.counted.blocks) + 2
         )
         ranks = full_ranks(tuple(sizes), self.counted.blocks, pipes)
-        return layout_memory_floors(sizes, ranks, first, self._state(first), recomputes)
+        whole = self._counts_of(tuple(sizes)) if uneven else None
+        return layout_memory_floors(sizes, ranks, first, self._state(first), recomputes, whole=whole)
 
     def _state(self, recipe: Recipe) -> float:
         """Bytes of a parameter with its gradient and state where they are sharded most."""
@@ -126,9 +138,9 @@ class RecipePricer:
             self._least_state = sum(state_bytes(1.0, 1, sharded).values())
         return self._least_state
 
-    def pipeline_memory_floor(self, recipe: Recipe) -> float:
+    def pipeline_memory_floor(self, recipe: Recipe, *, uneven: bool) -> float:
         """Bound on the memory of all recipes with the pipeline ranks of one, and that gather as it does."""
-        by_stages = self.layout_memory_floors(recipe, recipe.pipeline, [recipe.recompute])
+        by_stages = self.layout_memory_floors(recipe, recipe.pipeline, [recipe.recompute], uneven=uneven)
         return max(self.state_floor(recipe), float(by_stages[0]))
 
     def state_floor(self, recipe: Recipe) -> float:
@@ -210,6 +222,36 @@ class RecipePricer:
 
         return path_floors(floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model)
 
+    def uneven_floor(self, recipe: Recipe, pipe: Pipe) -> float:
+        """Bound on the step of all recipes that gather as one does, with each pipeline of an open one."""
+        shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
+        return uneven_floor(self._section_floors(recipe), shapes, recipe, self.cluster, self.model)
+
+    def fastest_boundaries(self, recipe: Recipe, pipe: Pipe, memory_limit: float, *, has_ends: bool) -> Boundaries:
+        """Bounds on the step of a recipe with each pipeline of an open one that fits, with its ends or before them."""
+        loads, memory = self._stage_memory(recipe, pipe)
+
+        def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
+            return [self._end_work(dense, expert, tensors, recipe) if has_ends else EndWork(0.0, 0.0, 0.0)]
+
+        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
+        shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
+        return fastest_boundaries(
+            self._section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe, work_of,
+            self.cluster, self.model,
+        )  # fmt: skip
+
+    def smallest_boundaries(self, recipe: Recipe, pipe: Pipe) -> Boundaries:
+        """Bounds on the memory of a recipe with each pipeline of an open one."""
+        return smallest_boundaries(*self._stage_memory(recipe, pipe))
+
+    def _stage_memory(self, recipe: Recipe, pipe: Pipe) -> tuple[StageLoads, Floats]:
+        """What the stages of an open pipeline may have, and bounds on the memory that takes, [ranks, loads]."""
+        sizes = self.sizes(recipe)
+        loads = stage_loads(tuple(sizes), self.counted.blocks)
+        held = np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
+        return loads, rank_floors(sizes, loads.counts, held[:, None], recipe, self.groups(recipe))
+
     def _end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
         key = (dense, expert, tensors, recipe.reduces_each, *shape)
@@ -262,7 +304,10 @@ class RecipePricer:
 
     def _counts(self, recipe: Recipe) -> Floats:
         """How often the model has each section."""
-        names = tuple(self.sections(recipe))
+        return self._counts_of(tuple(self.sections(recipe)))
+
+    def _counts_of(self, names: tuple[str, ...]) -> Floats:
+        """How often the model has each of some sections."""
         if names not in self._names:
             held = [BEFORE, *self.counted.blocks, AFTER]
             self._names[names] = np.array([float(held.count(name)) for name in names])
@@ -273,6 +318,11 @@ def _layout_of(recipe: Recipe) -> tuple[object, ...]:
     """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)
+
+
+def _any_boundaries(pipe: Pipe, blocks: int) -> Pipe:
+    """One of the pipelines of an open one."""
+    return pipe._replace(stage_blocks=(blocks, *[0] * (pipe.pipeline - 1)))
 
 
 def _exchanges(price: SectionPrice) -> bool:

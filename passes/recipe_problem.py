@@ -70,8 +70,9 @@ class RecipeProblem:
             RecipeError: a field that is not searched.
         """
         limit = self.memory_limit if memory_limit is None else memory_limit
+        space = self.space(fixed, only)
         return search_recipes(
-            self.space(fixed, only), Fastest(self.pricer, limit), self.pricer.memory_bytes,
+            space, Fastest(self.pricer, limit, space.has_uneven), self.pricer.memory_bytes,
             time_budget_s=time_budget_s, known=known, watch=watch,
         )  # fmt: skip
 
@@ -84,7 +85,8 @@ class RecipeProblem:
     ) -> FoundRecipe:
         """The recipe with the least memory; its objective is bytes. See `best`."""
         space = self.space(fixed, only)
-        return search_recipes(space, Smallest(self.pricer), self.pricer.memory_bytes, time_budget_s=time_budget_s)
+        smallest = Smallest(self.pricer, space.has_uneven)
+        return search_recipes(space, smallest, self.pricer.memory_bytes, time_budget_s=time_budget_s)
 
     def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
         """The fastest recipe of each known kind that this model and cluster have, see `known_kinds`.
@@ -142,7 +144,11 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
     node = cluster.devices_per_node
     inside = range(2, node + 1)
     megatron: Only = {"tensor": inside, "sequence_parallel": (True,), "context": (1,), "zero": (0, 1)}
-    schedules: Only = {"pipeline": range(2, cluster.size + 1), "schedule": ("1f1b", "interleaved-1f1b")}
+    schedules: Only = {
+        "pipeline": range(2, cluster.size + 1),
+        "schedule": ("1f1b", "interleaved-1f1b"),
+        "stage_blocks": (None,),
+    }
     kinds: dict[str, Only] = {
         "data parallel": {**alone, "zero": (0,)},
         "ZeRO-1": {**alone, "zero": (1,), "zero_group": (None,)},

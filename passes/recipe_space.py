@@ -5,8 +5,9 @@ A recipe of the space is a choice in four steps, every one of which is data here
 1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
    between split regions, and the micro-batch. It decides what a section of the model takes and keeps;
 2. what is computed again (`recompute`);
-3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and whether the ends count as blocks. What devices
-   are left are `data`;
+3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, evenly with
+   the ends counted as blocks, or, with one stage on each rank and at most a thousand ways to do it, in any other way.
+   What devices are left are `data`;
 4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
 
 All other fields (precision, optimizer, what the framework overlaps and fuses) are those of a given recipe, `base`.
@@ -18,10 +19,11 @@ What no recipe can be is known beforehand:
 * tensor ranks are at most `most_tensor`, those of a node, as in all published runs; a context rank has at least
   `least_tokens` of a sequence, a tile of attention kernels;
 * a pipeline has a stage for each block at most (ends counted where they are split off), and its schedule admits the
-  micro-batches (`cost_models.schedule_orders.admits`).
+  micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
 
 Names for the same thing are left out: a group of all replicas is `zero_group=None`, "1f1b" with virtual stages is
-"interleaved-1f1b". ZeRO-1 alone can keep tensors whole (`base.whole_tensors`).
+"interleaved-1f1b", and blocks that are shared out evenly are not listed in `stage_blocks`. ZeRO shards over two
+replicas or more, and ZeRO-1 alone can keep tensors whole (`base.whole_tensors`).
 """
 
 from __future__ import annotations
@@ -36,14 +38,17 @@ from typing import NamedTuple
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from cost_models.schedule_orders import admits
-from passes.pipeline_stages import name_of_schedule
+from passes.pipeline_stages import even_blocks, name_of_schedule
 from passes.price_model import CountedModel, RecipeKind
 
 SEARCHED = (
     "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
-    "virtual_stages", "split_ends", "micro_batch", "recompute", "zero", "zero_group",
+    "virtual_stages", "split_ends", "stage_blocks", "micro_batch", "recompute", "zero", "zero_group",
 )  # fmt: skip
 """The fields of a recipe that the space chooses."""
+
+_MOST_WAYS = 1000
+"""Where there are more ways to share blocks out over stages, they are shared out evenly."""
 
 Only = Mapping[str, Collection[object]]
 """Fields and the values that they may have."""
@@ -66,12 +71,23 @@ class Layout(NamedTuple):
 
 
 class Pipe(NamedTuple):
-    """A pipeline; `schedule` is "" for a single rank."""
+    """A pipeline, or a set of them; `schedule` is "" for a single rank.
+
+    `uneven`: blocks are shared out in another way than evenly, to each stage as many as `stage_blocks` says; where that
+    is shorter than the pipeline, this is the set of all pipelines that begin so.
+    """
 
     pipeline: int = 1
     schedule: str = ""
     virtual_stages: int = 1
     split_ends: bool = False
+    uneven: bool = False
+    stage_blocks: tuple[int, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this is a set of pipelines."""
+        return self.uneven and len(self.stage_blocks) < self.pipeline
 
 
 def schedule_of(pipe: Pipe) -> str:
@@ -182,7 +198,35 @@ class RecipeSpace:
             if self._allows("schedule", pipe.schedule or None)
             and self._allows("virtual_stages", pipe.virtual_stages)
             and self._allows("split_ends", pipe.split_ends)
+            and (self.has_uneven if pipe.uneven else self._allows("stage_blocks", None))
         ]
+
+    @property
+    def has_uneven(self) -> bool:
+        """Whether blocks may be shared out unevenly."""
+        return any(value is not None for value in self.only.get("stage_blocks", ((),)))
+
+    def next_stages(self, pipe: Pipe) -> list[Pipe]:
+        """An open pipeline, with each number of blocks that its next stage may have."""
+        blocks, stage = len(self.counted.blocks), len(pipe.stage_blocks)
+        left, after = blocks - sum(pipe.stage_blocks), pipe.pipeline - 1 - stage
+        least, most = min(stage, after, 1), left - max(0, after - 1)
+        counts = range(least, most + 1) if after else (left,)
+        found = [pipe._replace(stage_blocks=(*pipe.stage_blocks, count)) for count in counts]
+        even = _even(blocks, pipe.pipeline)
+        return [
+            each
+            for each in found
+            if each.is_open or (each.stage_blocks not in even and self._allows("stage_blocks", each.stage_blocks))
+        ]
+
+    def closed(self, pipe: Pipe) -> Iterator[Pipe]:
+        """All pipelines of a set; a pipeline alone if it is none."""
+        if not pipe.is_open:
+            yield pipe
+            return
+        for each in self.next_stages(pipe):
+            yield from self.closed(each)
 
     def shardings(self, layout: Layout, ranks: int) -> list[Sharding]:
         """What ZeRO may shard."""
@@ -217,7 +261,7 @@ class RecipeSpace:
             schedule=pipe.schedule or None,
             virtual_stages=pipe.virtual_stages,
             split_ends=pipe.split_ends,
-            stage_blocks=None,
+            stage_blocks=pipe.stage_blocks if pipe.uneven and not pipe.is_open else None,
             zero=sharding.zero,
             zero_group=sharding.group or None,
             whole_tensors=self.base.whole_tensors and sharding.zero == 1,
@@ -228,7 +272,8 @@ class RecipeSpace:
         for layouts in self.layouts():
             for layout, recompute in product(layouts, self.recomputes()):
                 for ranks in self.pipelines(layout):
-                    for pipe, sharding in product(self.pipes(layout, ranks), self.shardings(layout, ranks)):
+                    pipes = (each for pipe in self.pipes(layout, ranks) for each in self.closed(pipe))
+                    for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
                         yield self.recipe(layout, recompute, pipe, sharding)
 
 
@@ -247,7 +292,23 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
             pipe = Pipe(ranks, schedule, virtual, split_ends)
             if virtual <= most and admits(schedule_of(pipe), ranks, micro_batches, virtual):
                 found.append(pipe)
+    if 0 < _ways(blocks, ranks) <= _MOST_WAYS:
+        known = ("gpipe", "1f1b", "zero-bubble")
+        pipes = [Pipe(ranks, schedule, uneven=True) for schedule in known]
+        found += [pipe for pipe in pipes if admits(schedule_of(pipe), ranks, micro_batches)]
     return tuple(found) if blocks else ()
+
+
+def _ways(blocks: int, stages: int) -> int:
+    """In how many ways blocks are shared out over two or more stages, of which all but the ends have one."""
+    return math.comb(blocks + 1, stages - 1)
+
+
+@lru_cache(maxsize=1024)
+def _even(blocks: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """How blocks are shared out evenly: what has no need of `stage_blocks`."""
+    kinds = [split_ends for split_ends in (False, True) if stages <= blocks + 2 * split_ends]
+    return tuple(even_blocks(blocks, stages, split_ends=split_ends) for split_ends in kinds)
 
 
 @lru_cache(maxsize=1024)

@@ -189,6 +189,8 @@ class Recipe:
         if self.pipeline > 1:
             stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
             ends = ", its ends split off" if self.split_ends else ""
+            if self.stage_blocks is not None:
+                ends = f", of {'+'.join(map(str, self.stage_blocks))} blocks"
             axes.append(f"pipeline {self.pipeline} ({self.schedule or '1f1b'}{stages}{ends})")
         some = self.recompute_modules or "attention's core"
         again = {"none": "", "selective": f"; {some} computed again", "full": "; blocks computed again"}

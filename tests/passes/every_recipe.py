@@ -1,0 +1,97 @@
+"""Every recipe of a small model on a small cluster, field by field: the oracle of the search over recipes.
+
+It knows nothing of `passes.recipe_space`: the rules of docs/recipes.md are written down once more, and whatever
+`Recipe` and pricing take beside them is a recipe. Things that have several names come several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import RECOMPUTE, SCHEDULES, Recipe
+from cost_models.hardware import Cluster
+from passes.price_model import CountedModel
+from passes.recipe_plan import predict_recipe
+
+HEADS = EXPERTS = 4
+"""Of the models of `tests.passes.decoders`; all else that axes split is a multiple of it."""
+
+ONE_STAGE = ("gpipe", "1f1b", "zero-bubble")
+"""Schedules with which a rank may have one stage, of any number of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A recipe and what it takes."""
+
+    recipe: Recipe
+    time_s: float
+    memory_bytes: int
+
+
+def every_price(counted: CountedModel, cluster: Cluster, base: Recipe, least_tokens: int) -> list[Priced]:
+    """All recipes that can be priced, whatever memory they take."""
+    found = []
+    for recipe in every_recipe(counted, cluster, base, least_tokens):
+        try:
+            prediction = predict_recipe(counted, recipe, cluster)
+        except RecipeError:
+            continue
+        found.append(Priced(recipe, prediction.step_time_s, prediction.peak_memory_bytes))
+    return found
+
+
+def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_tokens: int) -> Iterator[Recipe]:
+    """All recipes that the rules admit; not all of them have a price."""
+    recomputes = RECOMPUTE if counted.blocks else ("none",)
+    for axes, pipe in product(_axes(counted, cluster, least_tokens), _pipes(counted, cluster.size)):
+        replicas = axes["data"] * axes["context"]
+        if axes["tensor"] * replicas * pipe["pipeline"] != cluster.size:
+            continue
+        for micro_batch, recompute, zero in product(range(1, base.batch + 1), recomputes, _zeros(replicas)):
+            try:
+                yield replace(base, **axes, **pipe, **zero, micro_batch=micro_batch, recompute=recompute)
+            except RecipeError:
+                continue
+
+
+def _axes(counted: CountedModel, cluster: Cluster, least_tokens: int) -> Iterator[dict[str, int | bool]]:
+    sizes = range(1, cluster.size + 1)
+    experts = sizes if counted.has_experts else (1,)
+    for data, tensor, context, expert in product(sizes, sizes, sizes, experts):
+        divides = HEADS % tensor == 0 and HEADS % context == 0 and EXPERTS % expert == 0
+        if not divides or tensor > cluster.devices_per_node or context * least_tokens > counted.tokens:
+            continue
+        for parallel, expert_tensor in product((False, True), {1, tensor if counted.has_experts else 1}):
+            if expert_tensor * expert <= EXPERTS * HEADS:
+                yield {
+                    "data": data, "tensor": tensor, "context": context, "expert": expert,
+                    "sequence_parallel": parallel, "expert_tensor": expert_tensor,
+                }  # fmt: skip
+
+
+def _pipes(counted: CountedModel, devices: int) -> Iterator[dict[str, object]]:
+    blocks = len(counted.blocks)
+    yield {"pipeline": 1, "schedule": None}
+    for ranks, schedule in product(range(2, devices + 1), SCHEDULES):
+        for virtual, split_ends in product(range(2, (blocks + 2) // ranks + 1), (False, True)):
+            yield {"pipeline": ranks, "schedule": schedule, "virtual_stages": virtual, "split_ends": split_ends}
+        for shares in _shares(blocks, ranks) if schedule in ONE_STAGE else ():
+            yield {"pipeline": ranks, "schedule": schedule, "stage_blocks": shares}
+
+
+def _shares(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """All ways to share blocks out over two or more stages, of which all but the ends have one."""
+    for shares in product(range(blocks + 1), repeat=stages):
+        if sum(shares) == blocks and all(shares[1:-1]):
+            yield shares
+
+
+def _zeros(replicas: int) -> Iterator[dict[str, int | None]]:
+    """ZeRO shards among two ranks or more."""
+    yield {"zero": 0}
+    for zero, group in product((1, 2, 3), range(2, replicas + 1)):
+        yield {"zero": zero, "zero_group": group}

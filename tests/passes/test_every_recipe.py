@@ -1,0 +1,107 @@
+"""The search finds what pricing every recipe finds: stages of any size, schedules, memory limit, recomputation.
+
+Models are drawn as lists of blocks of the kinds of two small decoders, clusters as nodes of several kinds with drawn
+networks and memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoshard
+from autoshard import Cluster, Recipe
+from cost_models.hardware import node_type
+from passes.price_model import CountedModel, PricedModel
+from passes.recipe_problem import RecipeProblem
+from tests.passes.decoders import dense, folded, sparse, tokens
+from tests.passes.every_recipe import every_price
+
+LEAST_TOKENS = 16
+SPARSE = PricedModel(folded(sparse())).counted
+DENSE_BLOCK, EXPERTS_BLOCK = dict.fromkeys(SPARSE.blocks)
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int) -> CountedModel:
+    """Blocks of two kinds, in any order."""
+    blocks = draw(st.lists(st.sampled_from([DENSE_BLOCK, EXPERTS_BLOCK]), min_size=1, max_size=most))
+    return CountedModel(tuple(blocks), SPARSE.tokens, SPARSE.count, EXPERTS_BLOCK in blocks)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most: int) -> Cluster:
+    """A few devices of one kind, with a network that may be slow."""
+    shapes = [(nodes, each) for nodes in range(1, most + 1) for each in range(1, most + 1) if 2 <= nodes * each <= most]
+    node = node_type(draw(st.sampled_from(["h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "l4"])))
+    nodes, each = draw(st.sampled_from([(n, e) for n, e in shapes if e <= node.devices_per_node]))
+    if node.inter is not None:
+        node = node.with_network(bytes_per_s_per_device=draw(st.sampled_from([1e8, 1e10])))
+    return Cluster(node, nodes, each)
+
+
+BASES = st.builds(
+    Recipe,
+    global_batch=st.sampled_from([2, 4]),
+    overlap_pipeline=st.booleans(),
+    overlap_parameters=st.booleans(),
+    overlap_gradients=st.booleans(),
+    cuda_graph=st.booleans(),
+    gradient_dtype=st.sampled_from(["f32", "bf16"]),
+)
+
+
+def check(counted: CountedModel, cluster: Cluster, base: Recipe, share: float) -> None:
+    """Compare the search with every price, at a memory limit drawn among those that matter, and below them all."""
+    prices = every_price(counted, cluster, base, LEAST_TOKENS)
+    sizes = sorted({each.memory_bytes for each in prices})
+    limit = sizes[round(share * (len(sizes) - 1))]
+    best = min(each.time_s for each in prices if each.memory_bytes <= limit)
+    device = replace(cluster.device, memory_bytes=limit)
+    small = Cluster(cluster.node.with_device(device), cluster.nodes, cluster.devices_per_node)
+    problem = RecipeProblem(counted, small, base, limit, LEAST_TOKENS)
+    found = problem.best()
+    assert found.recipe is not None
+    assert found.objective == found.lower_bound == best == problem.pricer.time_s(found.recipe)
+    assert problem.pricer.memory_bytes(found.recipe) <= limit
+    assert found.is_complete
+    assert problem.smallest().objective == sizes[0]
+    assert replace(problem, memory_limit=sizes[0] - 1).best().recipe is None
+
+
+@settings(max_examples=3)
+@given(models(most=3), clusters(most=3), BASES, st.floats(0, 1))
+def test_it_finds_what_pricing_every_recipe_finds(
+    counted: CountedModel, cluster: Cluster, base: Recipe, share: float
+) -> None:
+    """Time to the last digit, within the memory, with a proof; the least memory; and nothing where nothing fits."""
+    check(counted, cluster, base, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(models(most=5), clusters(most=4), BASES, st.floats(0, 1))
+def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
+    counted: CountedModel, cluster: Cluster, base: Recipe, share: float
+) -> None:
+    """With four devices and five blocks there are up to 20,000 recipes."""
+    check(counted, cluster, base, share)
+
+
+def test_plan_finds_what_price_says_is_best() -> None:
+    """Through the public calls: every recipe of a decoder of two blocks on two devices, priced one by one."""
+    model, base = dense(2), Recipe(global_batch=2)
+    cluster = Cluster("a100_sxm_80gb", 1, 2)
+    counted = autoshard.pricing.priced_model(model, tokens(), None).counted
+    recipes = [each.recipe for each in every_price(counted, cluster, base, LEAST_TOKENS)]
+    prices = [autoshard.price(model, cluster, each, example_inputs=tokens()).predicted for each in recipes]
+    limit = sorted(each.peak_memory_bytes for each in prices)[len(prices) // 2]
+    best = min(each.step_time_s for each in prices if each.peak_memory_bytes <= limit)
+    problem = autoshard.recipe_search.recipe_problem(model, cluster, base, example_inputs=tokens(), memory_limit=limit)
+    found = replace(problem, least_tokens=LEAST_TOKENS).best().recipe
+    assert found is not None
+    priced = autoshard.price(model, cluster, found, example_inputs=tokens()).predicted
+    assert (priced.step_time_s, priced.peak_memory_bytes <= limit) == (best, True)
