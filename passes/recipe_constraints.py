@@ -20,7 +20,7 @@ _ELSEWHERE = {
     "global_batch": "pass global_batch=",
     "precision": "pass precision=",
     "optimizer": "pass optimizer=",
-    "stage_blocks": "stages are as even as can be; autoshard.price takes a recipe with others",
+    "stage_blocks": "the search shares blocks out itself; autoshard.price takes a recipe with others",
     "whole_tensors": "autoshard.price takes a recipe with it",
     "offload": "no recipe that offloads has a price yet",
 }

@@ -248,7 +248,12 @@ class Recipe:
             raise RecipeError(f"schedule={self.schedule!r} needs a pipeline, but pipeline=1.")
         if self.schedule == "interleaved-1f1b" and self.virtual_stages == 1:
             raise RecipeError("schedule='interleaved-1f1b' needs virtual_stages of at least 2; use '1f1b' for one.")
-        if self.stage_blocks is not None and len(self.stage_blocks) != self.stages:
+        if self.stage_blocks is None:
+            return
+        object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))
+        if not all(isinstance(count, int) and count >= 0 for count in self.stage_blocks):
+            raise RecipeError(f"stage_blocks={self.stage_blocks!r} must be whole numbers of at least 0, one a stage.")
+        if len(self.stage_blocks) != self.stages:
             raise RecipeError(
                 f"stage_blocks has {len(self.stage_blocks)} entries, but there are pipeline={self.pipeline} x "
                 f"virtual_stages={self.virtual_stages} = {self.stages} stages."

@@ -39,6 +39,7 @@ def test_a_recipe_without_global_batch_runs_one_micro_batch() -> None:
         ({"schedule": "gpipe"}, "schedule='gpipe' needs a pipeline"),
         ({"pipeline": 2, "schedule": "interleaved-1f1b"}, "needs virtual_stages of at least 2"),
         ({"pipeline": 2, "stage_blocks": (1, 2, 3)}, "stage_blocks has 3 entries"),
+        ({"pipeline": 2, "stage_blocks": (5, -1)}, r"stage_blocks=\(5, -1\) must be whole numbers"),
     ],
 )
 def test_a_contradiction_is_named(fields: dict[str, Any], message: str) -> None:

@@ -30,18 +30,20 @@ def test_the_fullest_rank_of_a_schedule_holds_a_micro_batch_for_each_rank(
     assert fullest >= min(ranks, micro_batches) * pipe.virtual_stages
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
-    """Whatever its schedule and sharding."""
+@pytest.mark.parametrize(("name", "uneven"), [("dense", False), ("dense", True), ("sparse", True)])
+def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: str, uneven: bool) -> None:
+    """Whatever its schedule and sharding, and how blocks are shared out."""
     counted: CountedModel = MODELS[name]
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
-    space = RecipeSpace(counted, 4, Recipe(global_batch=8), only={"micro_batch": (1, 4)})
+    stages = {} if uneven else {"stage_blocks": (None,)}
+    space = RecipeSpace(counted, 4, Recipe(global_batch=8), only={"micro_batch": (1, 4), **stages})
     for layout in itertools.chain.from_iterable(space.layouts()):
         ranks = list(space.pipelines(layout))
         first = space.recipe(layout, "none", space.pipes(layout, ranks[0])[0], Sharding())
-        floors = pricer.layout_memory_floors(first, ranks[-1], RECOMPUTE)
+        floors = pricer.layout_memory_floors(first, ranks[-1], RECOMPUTE, uneven=uneven)
         assert floors.min() > 0
         for (floor, recompute), size in itertools.product(zip(floors, RECOMPUTE, strict=True), ranks):
-            for pipe, sharding in itertools.product(space.pipes(layout, size), space.shardings(layout, size)):
+            pipes = itertools.chain.from_iterable(map(space.closed, space.pipes(layout, size)))
+            for pipe, sharding in itertools.product(pipes, space.shardings(layout, size)):
                 recipe = space.recipe(layout, recompute, pipe, sharding)
-                assert floor <= pricer.pipeline_memory_floor(recipe) <= pricer.memory_bytes(recipe)
+                assert floor <= pricer.pipeline_memory_floor(recipe, uneven=uneven) <= pricer.memory_bytes(recipe)

@@ -24,7 +24,11 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
     """A pipeline, blocks of two kinds, micro-batches."""
     ranks, micro_batches = draw(st.integers(2, 4)), draw(st.integers(1, 24))
     blocks = draw(st.lists(st.sampled_from(["a", "b"]), min_size=ranks, max_size=9))
-    return draw(st.sampled_from(_pipes(ranks, micro_batches, len(blocks)))), blocks, micro_batches
+    pipe = draw(st.sampled_from(_pipes(ranks, micro_batches, len(blocks))))
+    if pipe.is_open:
+        cuts = sorted(draw(st.lists(st.integers(0, len(blocks)), min_size=ranks - 1, max_size=ranks - 1)))
+        pipe = pipe._replace(stage_blocks=tuple(np.diff([0, *cuts, len(blocks)]).tolist()))
+    return pipe, blocks, micro_batches
 
 
 @given(pipelines(), st.lists(SECONDS, min_size=9, max_size=9), st.booleans())
@@ -40,7 +44,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     found = rank_paths(floors, shapes, micro_batches, send_s, overlaps=overlaps).floor(np.zeros(1))[0]
     recipe = Recipe(
         pipeline=pipe.pipeline, schedule=pipe.schedule, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends,
-        global_batch=micro_batches, overlap_pipeline=overlaps,
+        stage_blocks=pipe.stage_blocks or None, global_batch=micro_batches, overlap_pipeline=overlaps,
     )  # fmt: skip
     stages = []
     for stage in share_out(blocks, recipe):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from autoshard import Cluster, Recipe, RecipeError
+from passes.pipeline_stages import even_blocks
 from passes.price_model import PricedModel
 from passes.recipe_plan import predict_recipe
 from passes.recipe_space import RecipeSpace
@@ -44,6 +46,11 @@ def _all_recipes(blocks: int) -> set[Recipe]:
             except RecipeError:
                 continue
             found.add(recipe)
+            if virtual == 1 < pipeline and not split:
+                even = [even_blocks(blocks, pipeline, split_ends=ends) for ends in (False, True)[pipeline > blocks :]]
+                for shares in itertools.product(range(blocks + 1), repeat=pipeline):
+                    if sum(shares) == blocks and all(shares[1:-1]) and shares not in even:
+                        found.add(dataclasses.replace(recipe, stage_blocks=shares))
     return found
 
 
