@@ -72,9 +72,10 @@ def test_the_best_that_keeps_constraints_is_found(constraints: dict[str, object]
 @given(st.data())
 def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
     """With the price of that recipe."""
-    time, memory, recipe = data.draw(st.sampled_from(every_recipe()))
+    even = [item for item in every_recipe() if item[2].stage_blocks is None]
+    time, memory, recipe = data.draw(st.sampled_from(even))
     names = ("data", "tensor", "sequence_parallel", "context", "pipeline", "schedule", "virtual_stages", "split_ends",
-             "micro_batch", "recompute", "zero", "zero_group")  # fmt: skip
+             "stage_blocks", "micro_batch", "recompute", "zero", "zero_group")  # fmt: skip
     plan = autoshard.plan(
         MODEL, CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=4, memory_budget=memory,
         constraints={name: getattr(recipe, name) for name in names},
