@@ -49,7 +49,7 @@ def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_to
     recomputes = RECOMPUTE if counted.blocks else ("none",)
     for axes, pipe in product(_axes(counted, cluster, least_tokens), _pipes(counted, cluster.size)):
         replicas = axes["data"] * axes["context"]
-        if axes["tensor"] * replicas * pipe["pipeline"] != cluster.size:
+        if pipe["pipeline"] != cluster.size / axes["tensor"] / replicas:
             continue
         for micro_batch, recompute, zero in product(range(1, base.batch + 1), recomputes, _zeros(replicas)):
             try:

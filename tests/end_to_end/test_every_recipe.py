@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Cluster, Recipe
+from autoshard.pricing import priced_model
+from autoshard.recipe_search import recipe_problem
 from cost_models.hardware import node_type
 from passes.price_model import CountedModel, PricedModel
 from passes.recipe_problem import RecipeProblem
@@ -95,12 +97,12 @@ def test_plan_finds_what_price_says_is_best() -> None:
     """Through the public calls: every recipe of a decoder of two blocks on two devices, priced one by one."""
     model, base = dense(2), Recipe(global_batch=2)
     cluster = Cluster("a100_sxm_80gb", 1, 2)
-    counted = autoshard.pricing.priced_model(model, tokens(), None).counted
+    counted = priced_model(model, tokens(), None).counted
     recipes = [each.recipe for each in every_price(counted, cluster, base, LEAST_TOKENS)]
     prices = [autoshard.price(model, cluster, each, example_inputs=tokens()).predicted for each in recipes]
     limit = sorted(each.peak_memory_bytes for each in prices)[len(prices) // 2]
     best = min(each.step_time_s for each in prices if each.peak_memory_bytes <= limit)
-    problem = autoshard.recipe_search.recipe_problem(model, cluster, base, example_inputs=tokens(), memory_limit=limit)
+    problem = recipe_problem(model, cluster, base, example_inputs=tokens(), memory_limit=limit)
     found = replace(problem, least_tokens=LEAST_TOKENS).best().recipe
     assert found is not None
     priced = autoshard.price(model, cluster, found, example_inputs=tokens()).predicted
