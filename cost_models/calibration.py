@@ -183,7 +183,7 @@ def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
     small = torch.randn(8, device=place)
     aten = torch.ops.aten
     launched = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.div.Tensor)  # as programs call operators
-    actions["launch"] = lambda: lambda: [launched[i % 4](small, small) for i in range(LAUNCHES)]
+    actions["launch"] = lambda: lambda: [launched[i % len(launched)](small, small) for i in range(LAUNCHES)]
     query = torch.randn(1, 4, 256, 64, device=place)
     attention = torch.nn.functional.scaled_dot_product_attention
     actions["attention"] = lambda: lambda: attention(query, query, query)

@@ -11,7 +11,13 @@ from torch import Tensor
 from autoshard.kernels.kernel import Kernel, Specimen
 from autoshard.kernels.launch import ARCHITECTURES, require
 from autoshard.kernels.library import define
-from autoshard.kernels.packed_attention import CONSTANTS, packed_attention, packed_attention_backward
+from autoshard.kernels.packed_attention import (
+    CONSTANTS,
+    fake_backward,
+    heads_first,
+    packed_attention,
+    packed_attention_backward,
+)
 from autoshard.kernels.triton_attention import Packing, attend_into, forward_specimen, refuse_heads
 from autoshard.kernels.triton_attention_backward import attend_backward_into, backward_specimens
 
@@ -47,11 +53,6 @@ def why_not_packed_attention_backward(
     return refuse_heads(grad_out=grad_out, q=q, k=k, v=v)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """[S, H, D] as [1, H, S, D]."""
-    return x.transpose(0, 1)[None]
-
-
 def _packed_attention(
     q: Tensor,
     k: Tensor,
@@ -65,7 +66,7 @@ def _packed_attention(
     require("triton_packed_attention", refuse_heads(q=q, k=k, v=v))
     out, lse = _packed_attention_fake(q)
     packing = Packing(query_starts.contiguous(), key_starts.contiguous())
-    operands = (_heads_first(q), _heads_first(k), _heads_first(v))
+    operands = (heads_first(q), heads_first(k), heads_first(v))
     attend_into(out, lse, *operands, scale, is_causal=is_causal, window=window, packing=packing)
     return out, lse
 
@@ -88,17 +89,11 @@ def _packed_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     require("triton_packed_attention_backward", refuse_heads(grad_out=grad_out, q=q, k=k, v=v))
-    grads = _packed_attention_backward_fake(grad_out, q, k, v)
+    grads = fake_backward(grad_out, q, k, v)
     packing = Packing(query_starts.contiguous(), key_starts.contiguous())
-    operands = (_heads_first(grad_out), _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(out))
+    operands = (heads_first(grad_out), heads_first(q), heads_first(k), heads_first(v), heads_first(out))
     attend_backward_into(grads, *operands, lse[None], scale, is_causal=is_causal, window=window, packing=packing)
     return grads
-
-
-def _packed_attention_backward_fake(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 triton_packed_attention = define(
@@ -112,7 +107,7 @@ triton_packed_attention_backward = define(
     f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {CONSTANTS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     _packed_attention_backward,
-    _packed_attention_backward_fake,
+    fake_backward,
 )
 
 _STARTS = "*i32 *i32"

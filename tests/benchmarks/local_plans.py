@@ -1,6 +1,6 @@
 """Predicted beside measured: step time and peak memory of plans that run on this machine's cores, over Gloo.
 
-    python -m tests.benchmarks.local_plans            both models on 2 and on 4 ranks, about ten minutes
+    python -m tests.benchmarks.local_plans            both models on 2 and on 4 ranks, about half an hour
     python -m tests.benchmarks.local_plans --ranks 4 --models gpt --part 1/2 --save
                                                       a part of it; --save merges its rows into results/local_plans.json
     python -m tests.benchmarks.local_plans --report   all rows that are saved, and the figures over them
