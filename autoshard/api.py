@@ -44,7 +44,7 @@ from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 
 if TYPE_CHECKING:
-    from passes.verify_program import VerificationReport
+    from passes.verification.verify_program import VerificationReport
 
 
 def compile(
@@ -200,7 +200,7 @@ def plan(
         KeyboardInterrupt: by Ctrl-C, if no plan that fits was found yet. Else the plan is the best until then
             (`was_interrupted`), with the bound proven by then. A second Ctrl-C always raises.
     """
-    from passes.formulas import PlanFormulas
+    from passes.counting.formulas import PlanFormulas
 
     if recipe is not None:
         cluster = _checked_cluster(mesh_or_cluster, mesh)
@@ -255,8 +255,8 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
         VerificationError: a program could not be shown equal; names the node, and the line it comes from.
         TraceError: nothing has been compiled yet.
     """
-    from passes.verify_phases import verify_phases
-    from passes.verify_program import verify_program
+    from passes.verification.verify_phases import verify_phases
+    from passes.verification.verify_program import verify_program
 
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     last = sharded.program
@@ -410,20 +410,20 @@ def _wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | N
 
 def _check_order(step: TrainStep) -> None:
     """The step takes each of its micro-batches once, in order."""
-    from passes.verify_order import verify_order
+    from passes.verification.verify_order import verify_order
 
     verify_order(step.order, step.micro_batches)
 
 
 def _check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
     """See `DistributedEngine`."""
-    from passes.verify_in_place import verify_in_place
+    from passes.verification.verify_in_place import verify_in_place
 
     verify_in_place(before, after, written)
 
 
 def _bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
-    from passes.bucket_updates import bucket_updates  # imports triton
+    from passes.lowering.bucket_updates import bucket_updates  # imports triton
 
     return bucket_updates(graph_module)
 

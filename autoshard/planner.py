@@ -45,10 +45,10 @@ from autoshard.runtime.traced_optimizer import describe_update, names_of, why_un
 from cost_models.hardware import Cluster
 
 if TYPE_CHECKING:
-    from passes.explain import PlanAlternatives
     from passes.pipeline import PlanOptions
-    from passes.search_control import SearchControl
-    from passes.verify_program import VerificationReport
+    from passes.questions.explain import PlanAlternatives
+    from passes.solver.search_control import SearchControl
+    from passes.verification.verify_program import VerificationReport
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Planner:
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
-        from passes.constraints import constrained_outputs
+        from passes.planning.constraints import constrained_outputs
 
         start = time.perf_counter()
         program = make_together(
@@ -160,7 +160,7 @@ class Planner:
         A deep model is planned without its inner blocks where those beside them are alike. If it then does not fit, it
         is planned with all of them: only so can values be recomputed.
         """
-        from passes.elided import NotAlikeError
+        from passes.strategies.elided import NotAlikeError
 
         for margin in _MARGINS:
             program = self.trace_elided(request, margin)
@@ -195,7 +195,7 @@ class Planner:
         Raises:
             KeyboardInterrupt: it was ended before anything that fits was found.
         """
-        from passes.search_control import SearchControl
+        from passes.solver.search_control import SearchControl
 
         with search_bar(self.time_budget_s, self.progress) as show:
             control = SearchControl()
@@ -213,7 +213,7 @@ class Planner:
 
     def alternatives(self, program: Program, mesh: Mesh) -> PlanAlternatives:
         """What answers `Plan.explain` for the plans that `search_meshes` finds."""
-        from passes.explain import PlanAlternatives
+        from passes.questions.explain import PlanAlternatives
 
         return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}))
 
@@ -280,9 +280,9 @@ class Planner:
 
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
-        from passes.elided import NotAlikeError
         from passes.expand_plan import expand_plan
         from passes.pipeline import prepare
+        from passes.strategies.elided import NotAlikeError
 
         for margin in () if request.placed else _MARGINS:
             short = self.trace_elided(request, margin)
@@ -323,10 +323,10 @@ class Planner:
     def _lower(self, program: Program, chosen: Plan) -> tuple[PhasedProgram, VerificationReport | None]:
         """The program of one rank, and the proof that it equals the traced one, if it is to be proven."""
         from passes.pipeline import lower_program
-        from passes.verify_passes import verify_pass
-        from passes.verify_phases import verify_phases
-        from passes.verify_preparation import verify_preparation
-        from passes.verify_program import verify_program
+        from passes.verification.verify_passes import verify_pass
+        from passes.verification.verify_phases import verify_phases
+        from passes.verification.verify_preparation import verify_preparation
+        from passes.verification.verify_program import verify_program
 
         cluster = self.cluster_for(chosen.mesh)
         on_pass = verify_pass if _verifies_each_pass() else None

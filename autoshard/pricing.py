@@ -20,7 +20,7 @@ from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 
 if TYPE_CHECKING:
-    from passes.price_model import PricedModel
+    from passes.recipes.price_model import PricedModel
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
@@ -68,8 +68,8 @@ def price(
         >>> plan.parameters["0.weight"].spec
         P('tensor')
     """
-    from passes.recipe_formulas import RecipeFormulas
-    from passes.recipe_plan import recipe_plan
+    from passes.recipes.recipe_formulas import RecipeFormulas
+    from passes.recipes.recipe_plan import recipe_plan
 
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
@@ -99,8 +99,8 @@ def priced_model(
 
 
 def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
-    from passes.fold_program import fold_program
-    from passes.price_model import PricedModel
+    from passes.recipes.fold_program import fold_program
+    from passes.recipes.price_model import PricedModel
 
     short = tracing.shorten(model)
 

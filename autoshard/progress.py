@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from autoshard.ir.printer import format_time
 
 if TYPE_CHECKING:
-    from passes.search_control import SearchControl
+    from passes.solver.search_control import SearchControl
 
 Show = Callable[[str, float, float], None]
 """Shows what is searched, the best so far (infinite for none) and the lower bound, seconds."""

@@ -17,9 +17,9 @@ from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
 
 if TYPE_CHECKING:
-    from passes.recipe_problem import RecipeProblem
-    from passes.recipe_space import Only
-    from passes.search_recipes import Watch
+    from passes.recipes.recipe_problem import RecipeProblem
+    from passes.recipes.recipe_space import Only
+    from passes.recipes.search_recipes import Watch
 
 
 def search_plan(
@@ -44,9 +44,9 @@ def search_plan(
         NotAvailableError: an optimizer or precision that recipes do not have, a constraint on a value's spec, or time
             ran out before any was priced.
     """
-    from passes.recipe_alternatives import RecipeAlternatives
-    from passes.recipe_constraints import pin
-    from passes.recipe_shortage import shortage
+    from passes.recipes.recipe_alternatives import RecipeAlternatives
+    from passes.recipes.recipe_constraints import pin
+    from passes.recipes.recipe_shortage import shortage
 
     base, pinned = pin(base_recipe(model, optimizer, precision, global_batch), constraints or {})
     limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
@@ -86,7 +86,7 @@ def recipe_problem(
     pinned: Only | None = None,
 ) -> RecipeProblem:
     """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
-    from passes.recipe_problem import RecipeProblem
+    from passes.recipes.recipe_problem import RecipeProblem
 
     counted = priced_model(model, example_inputs, loss_fn).counted
     return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})

@@ -19,10 +19,10 @@ from autoshard.ir.program import Program, describe
 from autoshard.ir.repeat import Repeat
 from autoshard.runtime.sharded_module import Request
 from autoshard.tracing import without
-from passes.elided import NotAlikeError
-from passes.fold_blocks import module_paths
-from passes.lower import check_digest
+from passes.lowering.lower import check_digest
 from passes.pipeline import prepare
+from passes.strategies.elided import NotAlikeError
+from passes.strategies.fold_blocks import module_paths
 
 _Unit = tuple[int, int]
 """A repeat (its position) and the first block of a unit; what is in none has (-1, 0)."""

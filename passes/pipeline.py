@@ -20,28 +20,28 @@ from autoshard.ir.repeat import names_alike
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.assignment import Solution
-from passes.baselines import solve_baselines
-from passes.build_assignment import PlanningProblem, build_problem
-from passes.canonicalize import Canonicalize
-from passes.constraints import allowed_options, constrained_outputs
-from passes.cover import cover
-from passes.elided import find_elided
-from passes.elided_lifetimes import with_elided
-from passes.enumerate_strategies import EnumerateStrategies
-from passes.fold_blocks import fold_blocks
-from passes.insert_hubs import InsertHubs
-from passes.liveness import find_lifetimes
-from passes.lower import Lower, result_key
-from passes.name_layouts import plan_of_parameter
-from passes.predict import TODAY, Runtime, predict
-from passes.price import Prices, StepPrice
-from passes.recompute import InsertRecompute
-from passes.recompute_problem import Again
-from passes.recompute_search import JointSolution, solve_jointly, with_again
-from passes.search import Search
-from passes.search_control import ALL_PLANS, SearchControl
-from passes.split_phases import SplitPhases
+from passes.lowering.lower import Lower, result_key
+from passes.lowering.split_phases import SplitPhases
+from passes.memory.elided_lifetimes import with_elided
+from passes.memory.liveness import find_lifetimes
+from passes.planning.baselines import solve_baselines
+from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.planning.constraints import allowed_options, constrained_outputs
+from passes.planning.cover import cover
+from passes.planning.search import Search
+from passes.prediction.name_layouts import plan_of_parameter
+from passes.prediction.predict import TODAY, Runtime, predict
+from passes.preparation.canonicalize import Canonicalize
+from passes.preparation.insert_hubs import InsertHubs
+from passes.recomputation.recompute import InsertRecompute
+from passes.recomputation.recompute_problem import Again
+from passes.recomputation.recompute_search import JointSolution, solve_jointly, with_again
+from passes.solver.assignment import Solution
+from passes.solver.search_control import ALL_PLANS, SearchControl
+from passes.strategies.elided import find_elided
+from passes.strategies.enumerate_strategies import EnumerateStrategies
+from passes.strategies.fold_blocks import fold_blocks
+from passes.strategies.price import Prices, StepPrice
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class PlanOptions:
         with_baselines: price the known recipes too.
         before: a plan of the program on another mesh, to start from; the result is not worse than it is here.
         micro_batches: how many of them a training step has; the program is that of one.
-        runtime: what the prediction is of: what runs today, or a runtime that overlaps; see `passes.predict`.
+        runtime: what the prediction is of: what runs today, or a runtime that overlaps (`passes.prediction.predict`).
         recompute: whether values of the forward may be computed again in the backward where memory is short.
         offload: whether, then, they may also lie in the host's memory until the backward.
         control: told how the search goes, and may stop it: the plan is then the best until then.
@@ -238,8 +238,8 @@ def lower_program(
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     if not with_kernels:
         return _run((SplitPhases(),), lowered, on_pass)
-    from passes.fuse_kernels import FuseKernels
-    from passes.generate_kernels import GenerateKernels
+    from passes.lowering.fuse_kernels import FuseKernels
+    from passes.lowering.generate_kernels import GenerateKernels
 
     fused = _run((FuseKernels(),), lowered, on_pass)
     phased = replace(SplitPhases()(fused), lowered=lowered)

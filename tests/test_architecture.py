@@ -22,6 +22,21 @@ _LEAVES = (
     "cost_models",
 )
 
+_PROGRAMS = ("passes.preparation", "passes.solver", "passes.strategies", "passes.memory", "passes.planning")
+_PROVEN = ("passes.preparation", "passes.strategies")
+# The folders of `passes`, and what each may import of the others. Verification sees nothing of lowering.
+_PASSES: dict[str, tuple[str, ...]] = {
+    "passes.preparation": (),
+    "passes.solver": (),
+    "passes.strategies": _PROGRAMS[:2],
+    "passes.memory": _PROGRAMS[:3],
+    "passes.planning": _PROGRAMS[:4],
+    "passes.prediction": _PROGRAMS,
+    "passes.recomputation": _PROGRAMS,
+    "passes.verification": _PROVEN,
+    "passes.lowering": (*_PROVEN, "passes.verification"),
+}
+
 # What each part may import of us, besides itself.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.errors": (),
@@ -31,27 +46,29 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.tracing": (*_IR, "autoshard.kernels"),
     "autoshard.runtime": _IR,
     "cost_models": (),
-    "passes": _LEAVES,
+    **{room: (*_LEAVES, *below) for room, below in _PASSES.items()},
+    "passes": (*_LEAVES, *_PASSES),
     "autoshard.calibration": ("autoshard.kernels", "cost_models"),
     "autoshard.cluster": _LEAVES,
-    "autoshard.progress": (*_IR, "passes"),
-    "autoshard.planner": (*_LEAVES, "passes", "autoshard.cluster", "autoshard.progress"),
+    "autoshard.progress": (*_IR, "passes", *_PASSES),
+    "autoshard.planner": (*_LEAVES, "passes", *_PASSES, "autoshard.cluster", "autoshard.progress"),
     "autoshard.api": (
-        *(*_LEAVES, "passes", "autoshard.cluster", "autoshard.planner", "autoshard.pricing"),
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.cluster", "autoshard.planner", "autoshard.pricing"),
         "autoshard.recipe_search",
     ),
-    "autoshard.pricing": (*_LEAVES, "passes"),
-    "autoshard.recipe_search": (*_LEAVES, "passes", "autoshard.pricing", "autoshard.progress"),
+    "autoshard.pricing": (*_LEAVES, "passes", *_PASSES),
+    "autoshard.recipe_search": (*_LEAVES, "passes", *_PASSES, "autoshard.pricing", "autoshard.progress"),
     "autoshard.cli": (
         *_LEAVES,
         "passes",
+        *_PASSES,
         "autoshard.api",
         "autoshard.calibration",
         "autoshard.cluster",
         "autoshard.pricing",
         "autoshard",
     ),
-    "autoshard.testing": (*_LEAVES, "passes", "autoshard.api", "autoshard.cluster"),
+    "autoshard.testing": (*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.cluster"),
     "autoshard": (*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.pricing"),
 }
 

@@ -17,8 +17,8 @@ from autoshard import Cluster, Mesh, Plan
 from autoshard.cluster import candidate_meshes
 from autoshard.progress import interruptible, search_bar
 from autoshard.testing import check_plan
-from passes import search as search_module
-from passes.search_control import SearchControl
+from passes.planning import search as search_module
+from passes.solver.search_control import SearchControl
 from tests.passes.blocks import Blocks
 
 MESH = Mesh({"data": 2})

@@ -20,8 +20,8 @@ from autoshard.runtime.simulator import simulate
 from autoshard.testing.plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
 from autoshard.tracing import trace
-from passes.enumerate_strategies import Site, resolve
 from passes.pipeline import lower_program, prepare
+from passes.strategies.enumerate_strategies import Site, resolve
 
 CallSpecs = tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]
 """How a call takes its tensor operands, and gives its tensor results."""

@@ -26,15 +26,15 @@ from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type
-from passes.assignment import Assignment
-from passes.build_assignment import PlanningProblem, build_problem
-from passes.enumerate_strategies import EnumerateStrategies, Site, operands_of
-from passes.liveness import UPDATE, find_lifetimes
+from passes.memory.liveness import UPDATE, find_lifetimes
 from passes.pipeline import PlanOptions, plan_of_choice, prepare
-from passes.price import Prices
-from passes.recompute_options import OFFLOADED, RECOMPUTED, find_options
-from passes.recompute_problem import build_recompute_problem
-from passes.recompute_search import host_bytes, with_again
+from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
+from passes.recomputation.recompute_problem import build_recompute_problem
+from passes.recomputation.recompute_search import host_bytes, with_again
+from passes.solver.assignment import Assignment
+from passes.strategies.enumerate_strategies import EnumerateStrategies, Site, operands_of
+from passes.strategies.price import Prices
 
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:

@@ -28,7 +28,7 @@ from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
 from autoshard.testing.programs import run_code
 from autoshard.tracing.operators import defining_module
-from passes.enumerate_strategies import resolve
+from passes.strategies.enumerate_strategies import resolve
 
 _LITERAL_ELEMENTS = 64
 """Integers that are printed one by one; of more only their range is kept."""

@@ -5,7 +5,7 @@ between the second and the third. What repeats may be several blocks long (`[A, 
 `shorten`, and keep their parameters' names.
 
 That a program of the short model tells what the whole one does, holds where the model treats alike blocks alike;
-`passes.elided` checks on the program what can be seen there.
+`passes.strategies.elided` checks on the program what can be seen there.
 """
 
 from __future__ import annotations

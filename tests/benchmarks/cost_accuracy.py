@@ -40,12 +40,12 @@ from cost_models.intervals import (
     keep_step_time_uncertainty,
 )
 from cost_models.step import StepModel, fitted
-from passes.pipeline_stages import Stage
-from passes.price_memory import beside_tensors
-from passes.price_model import RecipeKind
-from passes.price_recipe import step_price
-from passes.recipe_groups import recipe_groups
-from passes.recipe_plan import predict_recipe
+from passes.recipes.pipeline_stages import Stage
+from passes.recipes.price_memory import beside_tensors
+from passes.recipes.price_model import RecipeKind
+from passes.recipes.price_recipe import step_price
+from passes.recipes.recipe_groups import recipe_groups
+from passes.recipes.recipe_plan import predict_recipe
 from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
 from tests.benchmarks.section_table import SectionTable

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.fused_counts
 
 One decoder layer of Llama 3 8B on one sequence of 2,048 tokens in bfloat16, for one device: on the meta device, so it
-runs anywhere. What counts as a launch and as bytes is in `passes.count_launches`; attention is one launch on both
-sides.
+runs anywhere. What counts as a launch and as bytes is in `passes.lowering.count_launches`; attention is one
+launch on both sides.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.tracing import trace
 from cost_models.device import device
-from passes.count_launches import Traffic, count_launches, traffic_of
-from passes.fuse_kernels import FuseKernels
-from passes.generate_kernels import GenerateKernels
+from passes.lowering.count_launches import Traffic, count_launches, traffic_of
+from passes.lowering.fuse_kernels import FuseKernels
+from passes.lowering.generate_kernels import GenerateKernels
+from passes.lowering.split_phases import SplitPhases
 from passes.pipeline import PlanOptions, lower_program, plan_program
-from passes.split_phases import SplitPhases
 from tests.passes.blocks import h100s
 
 _MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")

@@ -19,13 +19,13 @@ from autoshard import DoesNotFitError, Mesh, P, PartitionSpec
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from cost_models.topology import Link
-from passes.assignment import Floats
-from passes.build_assignment import PlanningProblem, build_problem
-from passes.constraints import allowed_options
-from passes.fold_blocks import fold_blocks
 from passes.pipeline import PlanOptions, plan_of_choice, planning_problem
-from passes.price import Prices
-from passes.search import Search
+from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.planning.constraints import allowed_options
+from passes.planning.search import Search
+from passes.solver.assignment import Floats
+from passes.strategies.fold_blocks import fold_blocks
+from passes.strategies.price import Prices
 
 Constraints = Mapping[str, PartitionSpec]
 Model = Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]

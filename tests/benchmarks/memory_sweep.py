@@ -23,8 +23,8 @@ from autoshard.ir.printer import format_bytes, format_time
 from autoshard.planner import Planner, update_of
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import Request
-from passes.build_assignment import PlanningProblem
 from passes.pipeline import Decision, PlanOptions, plan_of_choice, planning_problem, solve
+from passes.planning.build_assignment import PlanningProblem
 from tests.benchmarks.decoder import Decoder, DecoderShape
 
 MESH = Mesh({"data": 8})

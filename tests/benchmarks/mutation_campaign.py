@@ -36,10 +36,10 @@ from rich.table import Table
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import Program
-from passes.local_forms import LocalForms
-from passes.verify_phases import verify_phases
-from passes.verify_preparation import verify_preparation
-from passes.verify_program import verify_program
+from passes.verification.local_forms import LocalForms
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_preparation import verify_preparation
+from passes.verification.verify_program import verify_program
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, phased_of, program_of
 from tests.passes.mutants import Mutant, Run, draw_mutant, mutate_order, run_of

@@ -32,15 +32,15 @@ from autoshard import Mesh
 from autoshard.cluster import local_cluster
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
-from passes.build_assignment import PlanningProblem, build_problem
-from passes.enumerate_strategies import EnumerateStrategies, SearchSpace
-from passes.fold_blocks import fold_blocks
-from passes.liveness import find_lifetimes
+from passes.memory.liveness import find_lifetimes
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, prepare
-from passes.price import Prices
-from passes.search import Search
-from passes.verify_phases import verify_phases
-from passes.verify_program import verify_program
+from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.planning.search import Search
+from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace
+from passes.strategies.fold_blocks import fold_blocks
+from passes.strategies.price import Prices
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_program import verify_program
 from tests.benchmarks import deep_models
 from tests.benchmarks.recipe_time import TASKS, recipe_table, time_apart
 from tests.zoo.processes import quiet

@@ -1,6 +1,6 @@
 """What the software of each source offered when its runs were published: the part of the space that its users had.
 
-Each entry is a union of restrictions of the searched fields (`passes.recipe_space.Only`). Where a source is silent an
+Each entry is a union of restrictions of the searched fields (`recipe_space.Only`). Where a source is silent an
 option is taken to have been there, so that what a plan gains within these restrictions is not laid to the software.
 
 * llm-foundry (2023): FSDP alone, no other axis; blocks are computed again whole or not at all.
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoshard import Recipe
-from passes.recipe_space import SEARCHED, Only
+from passes.recipes.recipe_space import SEARCHED, Only
 
 _WHOLE_BLOCKS: Only = {"recompute": ("none", "full")}
 _OF_2021: Only = {**_WHOLE_BLOCKS, "context": (1,), "sequence_parallel": (False,)}

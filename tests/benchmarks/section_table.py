@@ -18,15 +18,20 @@ from pathlib import Path
 import torch
 
 from autoshard.pricing import priced_model
-from passes.count_sections import Section
-from passes.price_model import CountedModel, RecipeKind
+from passes.recipes.count_sections import Section
+from passes.recipes.price_model import CountedModel, RecipeKind
 from tests.benchmarks.decoder import Decoder, DecoderShape
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sections"
 _CODE = (
-    *("passes/canonicalize.py", "passes/fold_program.py", "passes/propagate_axis.py", "passes/count_sections.py"),
-    *("passes/trace_values.py", "passes/route_tokens.py", "tests/benchmarks/decoder.py"),
+    "passes/preparation/canonicalize.py",
+    "passes/recipes/fold_program.py",
+    "passes/recipes/propagate_axis.py",
+    "passes/recipes/count_sections.py",
+    "passes/recipes/trace_values.py",
+    "passes/recipes/route_tokens.py",
+    "tests/benchmarks/decoder.py",
 )
 
 _Counts = tuple[tuple[str, ...], int, Mapping[str, Section]]

@@ -25,15 +25,15 @@ from autoshard.cluster import local_cluster
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
-from passes.build_assignment import build_problem
-from passes.enumerate_strategies import EnumerateStrategies
-from passes.fold_blocks import fold_blocks
-from passes.liveness import find_lifetimes
+from passes.memory.liveness import find_lifetimes
 from passes.pipeline import PlanOptions, lower_program, plan_program, prepare
-from passes.price import Prices
-from passes.verify_phases import verify_phases
-from passes.verify_preparation import verify_preparation
-from passes.verify_program import verify_program
+from passes.planning.build_assignment import build_problem
+from passes.strategies.enumerate_strategies import EnumerateStrategies
+from passes.strategies.fold_blocks import fold_blocks
+from passes.strategies.price import Prices
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_preparation import verify_preparation
+from passes.verification.verify_program import verify_program
 from tests.benchmarks.planning_time import Times
 from tests.passes.layouts import LAYOUTS, plan_under
 from tests.zoo.processes import quiet

@@ -11,7 +11,7 @@ import pytest
 
 import autoshard
 from autoshard import cli
-from passes.lower import Lower
+from passes.lowering.lower import Lower
 from tests.passes.mutations import copy_of, scale_value
 
 _FILE = """

@@ -22,7 +22,7 @@ from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.testing.plans import most_recomputed_plan, most_split_plan
 from autoshard.tracing import trace
-from passes.lower import Lower
+from passes.lowering.lower import Lower
 from tests.end_to_end.training import assert_equal, train
 from tests.passes.mutations import copy_of, scale_value
 from tests.runtime.processes import report, run_checks

@@ -17,8 +17,8 @@ from autoshard import Cluster, Recipe
 from autoshard.pricing import priced_model
 from autoshard.recipe_search import recipe_problem
 from cost_models.hardware import node_type
-from passes.price_model import CountedModel, PricedModel
-from passes.recipe_problem import RecipeProblem
+from passes.recipes.price_model import CountedModel, PricedModel
+from passes.recipes.recipe_problem import RecipeProblem
 from tests.passes.decoders import dense, folded, sparse, tokens
 from tests.passes.every_recipe import every_price
 

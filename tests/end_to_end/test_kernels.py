@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh
-from passes.fuse_kernels import fused_calls
-from passes.generate_kernels import STANDS_FOR
+from passes.lowering.fuse_kernels import fused_calls
+from passes.lowering.generate_kernels import STANDS_FOR
 from tests.end_to_end.models import gpt2, llama
 from tests.passes.families import FAMILIES
 

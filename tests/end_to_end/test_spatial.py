@@ -18,7 +18,7 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan
 from autoshard.testing.plans import greedy_plan
 from autoshard.tracing import trace
-from passes.enumerate_strategies import Site
+from passes.strategies.enumerate_strategies import Site
 from tests.end_to_end.training import assert_close, whole
 from tests.runtime.processes import report, run_checks
 

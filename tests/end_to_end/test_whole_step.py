@@ -24,7 +24,7 @@ from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.plans import plans
 from autoshard.tracing import trace
-from passes.bucket_updates import bucket_updates
+from passes.lowering.bucket_updates import bucket_updates
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
 from tests.runtime.processes import report, run_checks
@@ -364,7 +364,7 @@ def check_kernels_on_gloo() -> None:
             made.append(bucket_updates(graph_module))
             return made[-1]
 
-        with mock.patch("passes.bucket_updates.bucket_updates", record):
+        with mock.patch("passes.lowering.bucket_updates.bucket_updates", record):
             options = {"constraints": constraints, "backend": "triton", "limit": 0.5}
             check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
         (update,) = made

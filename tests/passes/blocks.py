@@ -10,8 +10,8 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
-from passes.build_assignment import PlanningProblem
 from passes.pipeline import PlanOptions, planning_problem
+from passes.planning.build_assignment import PlanningProblem
 
 
 class Block(nn.Module):

@@ -14,8 +14,8 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind, Program
 from cost_models.operators import seems_to_contract, work
 from cost_models.work import Kind, TensorInfo
-from passes.canonicalize import is_view
-from passes.price import dtype_name, operator_name
+from passes.preparation.canonicalize import is_view
+from passes.strategies.price import dtype_name, operator_name
 
 
 def flops(graph: fx.Graph) -> float:

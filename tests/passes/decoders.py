@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard import tracing
-from passes.fold_program import FoldedProgram, fold_program
+from passes.recipes.fold_program import FoldedProgram, fold_program
 
 SEQUENCE, HIDDEN, VOCAB = 32, 64, 96
 

@@ -28,13 +28,13 @@ from autoshard.testing.plans import decided_plan
 from autoshard.tracing import trace
 from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type
-from passes.assignment import Edge
-from passes.build_assignment import PlanningProblem, build_problem
-from passes.constraints import own_specs
-from passes.enumerate_strategies import EnumerateStrategies
-from passes.liveness import find_lifetimes
+from passes.memory.liveness import find_lifetimes
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, prepare
-from passes.price import Prices
+from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.planning.constraints import own_specs
+from passes.solver.assignment import Edge
+from passes.strategies.enumerate_strategies import EnumerateStrategies
+from passes.strategies.price import Prices
 from tests.passes.families import FAMILIES
 
 MESH = Mesh({"data": 2, "model": 2})

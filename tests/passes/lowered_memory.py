@@ -1,6 +1,6 @@
 """The most bytes that a lowered program has in use on a rank, by walking through it as processes run it.
 
-What the planner's count (`passes.liveness`) is compared with: it knows the plan, this one reads what is run.
+What the planner's count (`passes.memory.liveness`) is compared with: it knows the plan, this one reads what is run.
 Parameters, buffers, optimizer state and inputs are held throughout; what the forward saves, until the backward has used
 it; gradients to the end, or until the update, which writes over what it updates. A call hands its outputs out whole; a
 training step keeps none.
@@ -17,8 +17,8 @@ from autoshard.ir.program import OWNERS, OutputKind
 from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.write_in_place import write_in_place
-from passes.scratch import emitted_reshard
-from passes.storages import Storage, Storages
+from passes.memory.storages import Storage, Storages
+from passes.strategies.scratch import emitted_reshard
 
 
 def peak_bytes(phased: PhasedProgram, sharded_outputs: Collection[str] = (), micro_batches: int = 1) -> int:

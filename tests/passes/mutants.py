@@ -26,12 +26,12 @@ from autoshard.ir.spec import P, PartitionSpec, Reduction
 from autoshard.ir.step_order import Action, StepOrder, one_after_another
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
-from passes.local_forms import LocalForms
-from passes.split_phases import SplitPhases
-from passes.verify_order import verify_order
-from passes.verify_phases import verify_phases
-from passes.verify_preparation import verify_preparation
-from passes.verify_program import verify_program
+from passes.lowering.split_phases import SplitPhases
+from passes.verification.local_forms import LocalForms
+from passes.verification.verify_order import verify_order
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_preparation import verify_preparation
+from passes.verification.verify_program import verify_program
 from tests.passes.mutations import MUTATIONS, Mutation, copy_of, is_tensor, pick
 from tests.passes.order_mutations import ORDER_MUTATIONS
 from tests.passes.rewrite_mutations import REWRITE_MUTATIONS

@@ -12,7 +12,7 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import registry
 from passes import pipeline
 from passes.pipeline import PlanOptions, lower_program, plan_program
-from passes.predict import HOST
+from passes.prediction.predict import HOST
 from tests.passes.blocks import blocks_program, h100s, perceptron_program
 
 WEIGHTS = ("up.weight", "down.weight")

@@ -28,14 +28,14 @@ from autoshard.runtime.engine import Engine, SimulatorEngine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.tracing import check_guards, trace
-from passes.assignment import Solution
-from passes.build_assignment import PlanningProblem
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
-from passes.search import Search
-from passes.smallest_peak import choice_of_smallest_peak
-from passes.verify_phases import verify_phases
-from passes.verify_preparation import verify_preparation
-from passes.verify_program import verify_program
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search
+from passes.solver.assignment import Solution
+from passes.solver.smallest_peak import choice_of_smallest_peak
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_preparation import verify_preparation
+from passes.verification.verify_program import verify_program
 from tests.zoo.architecture import Architecture
 
 MESH = Mesh({"data": 2, "model": 2})

@@ -1,0 +1,1 @@
+"""Costs of plans as expressions in sizes."""

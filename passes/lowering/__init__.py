@@ -1,0 +1,1 @@
+"""From a planned program to what a rank runs: local shapes, collectives, phases, kernels."""

@@ -1,0 +1,321 @@
+"""Choose groups of operators that one generated kernel shall compute, by what that saves under the cost model.
+
+Each call that a kernel can compute starts as a group of its own. Then the two groups whose union saves most time are
+united, again and again, until no union saves any. Candidates are a maker and a reader of a value, and two readers of
+one. The time of a group is that of a launch and of moving its operands and results (`cost_models.compute`); without a
+device, its bytes. Equal savings are decided by the order of the program, so the choice is the same everywhere.
+
+A union is legal where
+
+1. one kernel can compute it (`autoshard.kernels.generated`): its loops agree, its dtypes are known, its tiles stay in
+   registers;
+2. all that reads its results comes after all that it reads. Calls are ordered anew for that, each as early as its
+   operands allow, and whatever no kernel computes stays in the order it has: collectives, random numbers, products;
+3. it is in a program that writes over nothing, and its operands lie on one device.
+
+Views and constants cost nothing: they are part of every group that reads them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoshard.kernels.generated.define import NamedGroup
+from autoshard.kernels.generated.group import Group, Ref, Step, Value
+from autoshard.kernels.generated.loops import NoLoopsError
+from autoshard.kernels.generated.operators import Kind, kind_of
+from autoshard.kernels.generated.source import write_source
+from cost_models.compute import memory_time
+from cost_models.device import Device
+from passes.lowering.count_launches import is_launch, traffic_of
+
+_NEAREST = 8
+"""Readers of one value are united with those that come soonest after, so many of them."""
+
+_WIDTH = 110
+"""Characters in a line of a docstring."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenGroup:
+    """Calls of a program that one kernel computes.
+
+    Args:
+        members: the calls, without views and constants, in order.
+        operands: what they read.
+        results: those of the members that something else reads, in order.
+        group: what they compute.
+        names: a name for every value of `group`.
+        saved_bytes: what no longer goes through memory.
+        saved_launches: kernels that are no longer launched.
+    """
+
+    members: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    group: Group
+    names: tuple[str, ...]
+    saved_bytes: int = 0
+    saved_launches: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that its kernel reads and writes."""
+        return sum(_bytes_of(node) for node in (*self.operands, *self.results))
+
+    def named(self, alike: int = 1) -> NamedGroup:
+        """The group with names, for its source; `alike`: how many of them a program has."""
+        nodes = textwrap.fill(", ".join(node.name for node in self.members) + ".", _WIDTH)
+        source = next((node.meta["source"] for node in self.members if node.meta.get("source")), "an unknown line")
+        again = f" The program has {alike} such groups." if alike > 1 else ""
+        launches = f"{self.saved_launches} launch{'es' if self.saved_launches > 1 else ''}"
+        saved = f"Saves {launches} and {self.saved_bytes} bytes read or written.{again}"
+        return NamedGroup(self.group, self.names, f"{nodes}\n\n{textwrap.fill(f'From {source}. {saved}', _WIDTH)}")
+
+
+def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, ...]:
+    """The groups of a graph whose nodes have fake values in `meta["val"]`, in the order of their first members."""
+    if any(_writes(node) for node in graph.nodes):
+        return ()
+    return _Choice(graph, device).run()
+
+
+def view_base(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or itself."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node names the elements of its operand by other indices."""
+    if len(node.all_input_nodes) != 1:
+        return False
+    if node.target is torch.ops.aten.contiguous.default:
+        return node.all_input_nodes[0].meta["val"].is_contiguous()
+    return kind_of(node.target) is Kind.VIEW
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a node waits for its operands alone, and computes nothing that is worth a place of its own."""
+    is_constant = kind_of(node.target) is Kind.CONSTANT and not node.all_input_nodes
+    return node.op == "get_attr" or node.target is operator.getitem or is_view(node) or is_constant
+
+
+def _is_member(node: fx.Node) -> bool:
+    """Whether a kernel could compute a call."""
+    if kind_of(node.target) not in (Kind.POINTWISE, Kind.REDUCTION) or is_view(node) or not node.all_input_nodes:
+        return False
+    values = [_value(item) for item in (node, *node.all_input_nodes)]
+    devices = {value.device for value in values if isinstance(value, Tensor) and value.dim()}
+    options = {"device", "layout", "pin_memory"} & {name for name, item in node.kwargs.items() if item is not None}
+    return all(isinstance(value, Tensor) for value in values) and len(devices) <= 1 and not options
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Groups of a graph, while they are united.
+
+    Args:
+        graph: the graph.
+        device: what it runs on.
+        places: each node's place when every call comes as early as its operands allow.
+        readers: what reads each value, by itself or by way of views.
+        groups: the groups there are now, by number.
+        owners: the number of each member's group.
+    """
+
+    graph: fx.Graph
+    device: Device | None
+    places: dict[fx.Node, int] = field(init=False)
+    readers: Mapping[fx.Node, Sequence[fx.Node]] = field(init=False)
+    groups: dict[int, ChosenGroup] = field(default_factory=dict)
+    owners: dict[fx.Node, int] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.places = _places(self.graph)
+        self.readers = _readers(self.graph, self.places)
+
+    def run(self) -> tuple[ChosenGroup, ...]:
+        for node in sorted(filter(_is_member, self.graph.nodes), key=self.places.__getitem__):
+            alone = self._build([node])
+            if alone is not None:
+                self._add(alone)
+        self._unite_all()
+        found = [chosen for chosen in self.groups.values() if len(chosen.members) > 1 and chosen.saved_launches > 0]
+        return tuple(sorted(found, key=lambda chosen: self.places[chosen.members[0]]))
+
+    def _add(self, chosen: ChosenGroup) -> int:
+        number = next(self.numbers)
+        self.groups[number] = chosen
+        self.owners.update(dict.fromkeys(chosen.members, number))
+        return number
+
+    def _unite_all(self) -> None:
+        """Unite the pair that saves most, until none saves anything."""
+        waiting: list[Any] = []  # (-saved, places of the first members, numbers of the groups)
+        unions: dict[tuple[int, int], ChosenGroup] = {}
+
+        def consider(first: int, second: int) -> None:
+            pair = (min(first, second), max(first, second))
+            union = None if pair in unions else self._union(*pair)
+            if union is None:
+                return
+            saved = sum(self._time(self.groups[number]) for number in pair) - self._time(union)
+            if saved > 0:
+                unions[pair] = union
+                places = sorted(self.places[self.groups[number].members[0]] for number in pair)
+                heapq.heappush(waiting, (-saved, *places, *pair))
+
+        for number in list(self.groups):
+            for other in self._neighbours(number):
+                if other > number:
+                    consider(number, other)
+        while waiting:
+            *_, first, second = heapq.heappop(waiting)
+            union = unions.pop((first, second))
+            if first in self.groups and second in self.groups:
+                del self.groups[first], self.groups[second]
+                number = self._add(union)
+                for other in self._neighbours(number):
+                    consider(number, other)
+
+    def _neighbours(self, number: int) -> list[int]:
+        """The groups that make what a group reads, read what it makes, or read what it reads."""
+        chosen = self.groups[number]
+        found: dict[int, None] = {}
+        for value in (*chosen.operands, *chosen.results):
+            users = [user for user in self.readers[value] if self.owners.get(user, number) != number]
+            users.sort(key=lambda user: abs(self.places[user] - self.places[chosen.members[0]]))
+            found |= dict.fromkeys(self.owners[user] for user in users[:_NEAREST])
+            if value in self.owners:
+                found[self.owners[value]] = None
+        found.pop(number, None)
+        return list(found)
+
+    def _union(self, first: int, second: int) -> ChosenGroup | None:
+        members = [*self.groups[first].members, *self.groups[second].members]
+        last = max(map(self.places.__getitem__, members))
+        within = set(members)
+        if any(self.places[user] < last for node in members for user in self.readers[node] if user not in within):
+            return None
+        return self._build(sorted(members, key=self.places.__getitem__))
+
+    def _build(self, members: Sequence[fx.Node]) -> ChosenGroup | None:
+        """The group of some members; None where no kernel can compute it."""
+        within = set(members)
+        results = [node for node in members if any(user not in within for user in self.readers[node])]
+        chosen = _GroupBuilder(within).build(members, results)
+        if chosen is None or not results:
+            return None
+        try:
+            write_source(chosen.group, chosen.names, "")
+        except NoLoopsError:
+            return None
+        return chosen
+
+    def _time(self, chosen: ChosenGroup) -> float:
+        """Seconds that a group's kernel takes; bytes where the device is not known."""
+        if self.device is None:
+            return chosen.moved_bytes
+        return self.device.launch_latency_s + memory_time(chosen.moved_bytes, self.device)
+
+
+@dataclass(slots=True)
+class _GroupBuilder:
+    """Writes calls of a program as a group."""
+
+    within: set[fx.Node]
+    operands: dict[fx.Node, int] = field(default_factory=dict)
+    steps: list[fx.Node] = field(default_factory=list)
+
+    def build(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> ChosenGroup | None:
+        """The group of these members, in order; None where it would read nothing."""
+        for node in members:
+            self._visit(node)
+        if not self.operands:
+            return None
+        nodes = [*self.operands, *self.steps]
+        numbers = {node: number for number, node in enumerate(nodes)}
+        group = Group(
+            operands=tuple(Value.of(_value(node)) for node in self.operands),
+            steps=tuple(_step(node, numbers) for node in self.steps),
+            results=tuple(numbers[node] for node in results),
+        )
+        launches = [node for node in members if is_launch(node)]
+        chosen = ChosenGroup(
+            tuple(members), tuple(self.operands), tuple(results), group, tuple(node.name for node in nodes)
+        )
+        saved = sum(traffic_of(node).memory_bytes for node in launches) - chosen.moved_bytes
+        return replace(chosen, saved_bytes=saved, saved_launches=len(launches) - 1)
+
+    def _visit(self, node: fx.Node) -> None:
+        if node in self.operands or node in self.steps:
+            return
+        is_constant = kind_of(node.target) is Kind.CONSTANT and not node.all_input_nodes
+        if node not in self.within and not is_view(node) and not is_constant:
+            self.operands[node] = len(self.operands)
+            return
+        for operand in node.all_input_nodes:
+            self._visit(operand)
+        self.steps.append(node)
+
+
+def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Step:
+    def argument(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return Ref(numbers[item])
+        return tuple(map(argument, item)) if isinstance(item, (list, tuple)) else item
+
+    target: Any = node.target
+    kwargs = tuple((name, argument(item)) for name, item in sorted(node.kwargs.items()))
+    return Step(target, argument(node.args), kwargs, Value.of(_value(node)))
+
+
+def _places(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The places of all nodes when what kernels can compute comes right behind the last call that it waits for."""
+    levels: dict[fx.Node, int] = {}
+    calls = 0
+    for node in graph.nodes:
+        if node.op != "placeholder" and not _is_free(node) and not _is_member(node):
+            calls += 1
+            levels[node] = calls
+        else:
+            levels[node] = max((levels[operand] for operand in node.all_input_nodes), default=0)
+    ordered = sorted(graph.nodes, key=levels.__getitem__)  # stable: among equals the graph's own order
+    return {node: place for place, node in enumerate(ordered)}
+
+
+def _readers(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node what reads it, by itself or by way of views, in order."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        direct: dict[fx.Node, None] = {}
+        for user in node.users:
+            direct |= dict.fromkeys(found[user] if is_view(user) else [user])
+        found[node] = sorted(direct, key=places.__getitem__)
+    return found
+
+
+def _bytes_of(node: fx.Node) -> int:
+    value = _value(node)
+    return value.numel() * value.element_size()
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")

@@ -1,0 +1,278 @@
+"""Let Triton kernels stand in for operators of a lowered program.
+
+Before → after: `mul(silu(gate), up)` → `triton_gated(gate, up, "silu")`, and so for every group of calls that is of a
+form of a fused kernel; then `softmax(x)` → `triton_softmax(x)` for single calls (`autoshard.kernels.registry` has
+both). Other calls stay.
+
+A group is replaced where that is legal and pays:
+
+1. The kernel takes the operands (dtypes, shapes), and gives what the results were: shape and dtype.
+2. The operands are there before anything reads a result.
+3. At least two launches go; or one, where a backward's kernel computes anew what the forward kept for it, which may
+   then become part of a group itself. A value inside the group that others read stays computed, for them; where that
+   is dear, the group is left alone (`FusedKernel.readers_of_anew`): logits that the model returns are there anyway.
+
+It works on the program as a whole, before it is cut into forward and backward: a backward's kernel computes again from
+its operands what the forward would have kept, so the forward need not. Results keep the names of the nodes they stand
+for. `passes.verification.expand_kernels` is the way back, by which a fused program is verified.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoshard.ir.lowered import LoweredProgram
+from autoshard.kernels.kernel import FusedKernel
+from autoshard.kernels.registry import FUSED, find_kernel, kernels_of
+from passes.lowering.count_launches import is_launch, sends
+from passes.lowering.match_form import Match, Pattern, find_matches, trace_form
+from passes.preparation.number_values import Numbering, number_graph
+from passes.verification.expand_kernels import FORM
+
+_NEAREST = 32
+"""Calls that may be a further result of a group are tried from the nearest on, so many of them."""
+_ATTEMPTS = 8
+"""Matches of one anchor that are looked at before it is left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FuseKernels:
+    """See the module's docstring."""
+
+    def __call__(self, lowered: LoweredProgram) -> LoweredProgram:
+        """The program with kernels, over a graph of its own."""
+        fusion = _Fusion(_copy(lowered.graph_module, {}))
+        for kernel in FUSED:
+            for form in range(len(kernel.forms)):
+                fusion.apply(kernel, form)
+        for node in fusion.graph_module.graph.nodes:
+            if isinstance(node.target, OpOverload) and kernels_of(node.target):
+                _replace_alone(node)
+        _drop_views(fusion.graph_module.graph)
+        return replace(lowered, graph_module=_copy(fusion.graph_module, fusion.names))
+
+
+def fused_calls(graph_module: fx.GraphModule) -> Counter[str]:
+    """How often each kernel is called, by the kernel's name."""
+    names = (str(node.target) for node in graph_module.graph.nodes)
+    return Counter(name for name in names if name.startswith("autoshard.triton_"))
+
+
+def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.GraphModule:
+    """The same program over a graph of its own, with other names for some nodes."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), environment.__getitem__)
+        name = names.get(node, node.name)
+        copied = environment[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copied.meta = dict(node.meta)
+    return fx.GraphModule(graph_module, graph)
+
+
+def _drop_views(graph: fx.Graph) -> None:
+    """Take away views that nothing reads any more, so that what they view is not kept for them."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and not is_launch(node) and not sends(node):
+            graph.erase_node(node)
+
+
+def _replace_alone(node: fx.Node) -> None:
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _value_of)
+    kernel = find_kernel(target, args, kwargs)
+    if kernel is not None:
+        node.target = kernel.replacement
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Calls that a kernel is about to replace.
+
+    Args:
+        match: their numbers.
+        results: the nodes that hold each result.
+        going: the nodes that nothing reads once the results are the kernel's.
+        first_reader: the first node that reads a result.
+        spares: whether some other phase computes a value that the kernel computes anew, and need not keep it.
+    """
+
+    match: Match
+    results: tuple[tuple[fx.Node, ...], ...]
+    going: frozenset[fx.Node]
+    first_reader: fx.Node
+    spares: bool
+
+
+@dataclass(slots=True)
+class _Fusion:
+    """A graph that is being fused.
+
+    Args:
+        graph_module: what is changed.
+        names: the names that nodes shall have at the end.
+        numbering: value numbers of all nodes there are or were.
+        nodes: the nodes that hold each number now.
+        places: each node's place in the original order.
+    """
+
+    graph_module: fx.GraphModule
+    names: dict[fx.Node, str] = field(default_factory=dict)
+    numbering: Numbering = field(init=False)
+    nodes: defaultdict[int, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    places: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.numbering = number_graph(self.graph_module)
+        for place, (node, number) in enumerate(self.numbering.numbers.items()):
+            self.places[node] = place
+            self.nodes[number].append(node)
+
+    def apply(self, kernel: FusedKernel, form: int) -> None:
+        """Put the kernel in place of every group of this form."""
+        patterns: dict[tuple[object, ...], Pattern] = {}
+        by_target: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+        for node in self.graph_module.graph.nodes:
+            by_target[node.target].append(node)
+        for anchor in list(self.graph_module.graph.nodes):
+            like = _value_of(anchor)
+            if anchor.op != "call_function" or not isinstance(like, Tensor) or not kernel.forms[form].may_yield(like):
+                continue
+            signature = (tuple(like.shape), like.dtype, like.device)
+            if signature not in patterns:
+                patterns[signature] = trace_form(kernel.forms[form], like)
+            pattern = patterns[signature]
+            if pattern.root.target is not anchor.target or not self._is_there(anchor):
+                continue
+            matches = self._matches(pattern, anchor, by_target)
+            any(self._replace(kernel, form, match, anchor) for match in islice(matches, _ATTEMPTS))
+
+    def _matches(
+        self, pattern: Pattern, anchor: fx.Node, by_target: Mapping[Any, Sequence[fx.Node]]
+    ) -> Iterator[Match]:
+        def candidates(target: Any) -> Iterator[int]:
+            here = [node for node in by_target.get(target, ()) if self._is_there(node) and _is_beside(node, anchor)]
+            nearest = sorted(here, key=lambda node: abs(self.places[node] - self.places[anchor]))
+            return (self.numbering.numbers[node] for node in nearest[:_NEAREST])
+
+        return find_matches(pattern, self.numbering, self.numbering.numbers[anchor], candidates)
+
+    def _is_there(self, node: fx.Node) -> bool:
+        return node in self.nodes[self.numbering.numbers[node]]
+
+    def _replace(self, kernel: FusedKernel, form: int, match: Match, anchor: fx.Node) -> bool:
+        """Put the kernel in place of one group, if that is legal and pays."""
+        group = self._group(match, anchor)
+        arguments = None if group is None else self._arguments(kernel, form, group, anchor)
+        if group is None or arguments is None:
+            return False
+        fakes = fx.map_arg(arguments, _value_of)
+        if kernel.why_not(*fakes) is not None:
+            return False
+        made = kernel.operator(*fakes)
+        values = made if isinstance(made, tuple) else (made,)
+        if not all(_fits(value, nodes) for value, nodes in zip(values, group.results, strict=True)):
+            return False
+        if sum(map(is_launch, group.going)) < (1 if group.spares else 2) or not self._spares_dear_values(kernel, group):
+            return False
+        call = self._insert(kernel, arguments, anchor)
+        call.meta |= {"val": made, FORM: form}
+        self._take_over(group, call, values)
+        return True
+
+    def _group(self, match: Match, anchor: fx.Node) -> _Group | None:
+        results = tuple(
+            () if number is None else tuple(node for node in self.nodes[number] if _is_beside(node, anchor))
+            for number in match.results
+        )
+        held = {node for nodes in results for node in nodes}
+        going: set[fx.Node] = set()
+        inner = {node for number in match.inner for node in self.nodes[number]}
+        for node in sorted(inner, reverse=True):
+            if node in held or all(user in going for user in node.users):
+                going.add(node)
+        readers = {user for node in held for user in node.users} - going
+        spares = any(is_launch(node) and not _is_beside(node, anchor) for node in inner - going)
+        return _Group(match, results, frozenset(going), min(readers), spares) if readers else None
+
+    def _arguments(self, kernel: FusedKernel, form: int, group: _Group, anchor: fx.Node) -> tuple[Any, ...] | None:
+        """The kernel's arguments, each operand in the latest node that holds it; None where one comes too late."""
+        values = dict(group.match.variables)
+        for name, value in values.items():
+            if not isinstance(value, tuple):
+                continue
+            there = [node for node in self.nodes[value[0]] if node < group.first_reader and node not in group.going]
+            if not there:
+                return None
+            values[name] = max(there)
+        values |= kernel.forms[form].constants(anchor.meta["val"])
+        arguments: dict[str, Any] = {name: values[name] for name in kernel.parameters}
+        fakes = fx.map_arg(arguments, _value_of)
+        free = {name: compute(fakes) for name, compute in kernel.forms[form].free.items()}
+        return tuple(arguments.values()) if all(values[name] == value for name, value in free.items()) else None
+
+    def _spares_dear_values(self, kernel: FusedKernel, group: _Group) -> bool:
+        """Whether nothing but calls that are to go as well still reads what the kernel computes anew."""
+        if kernel.readers_of_anew is None:
+            return True
+        inner = {node for number in group.match.inner for node in self.nodes[number]}
+        readers = {user for node in inner - group.going for user in node.users} - inner
+        return all(reader.target in kernel.readers_of_anew for reader in readers)
+
+    def _insert(self, kernel: FusedKernel, arguments: tuple[Any, ...], anchor: fx.Node) -> fx.Node:
+        """The kernel's call, behind its last operand."""
+        graph = self.graph_module.graph
+        last = max(item for item in arguments if isinstance(item, fx.Node))
+        if last.op == "placeholder":
+            last = max(node for node in graph.nodes if node.op == "placeholder")
+        with graph.inserting_after(last):
+            call = graph.create_node("call_function", kernel.operator, arguments)
+        call.meta = dict(anchor.meta)
+        return call
+
+    def _take_over(self, group: _Group, call: fx.Node, values: Sequence[Any]) -> None:
+        """Let the kernel's results stand where the group's did, and take away what nothing reads."""
+        graph = self.graph_module.graph
+        for index, (number, nodes) in enumerate(zip(group.match.results, group.results, strict=True)):
+            if number is None or not nodes:
+                continue
+            made = call
+            if isinstance(call.meta["val"], tuple):
+                with graph.inserting_after(call):
+                    made = graph.create_node("call_function", operator.getitem, (call, index))
+                made.meta = {**nodes[0].meta, "val": values[index]}
+            self.names[made] = nodes[0].name
+            self.numbering.numbers[made] = number
+            self.places[made] = self.places[nodes[0]]
+            self.nodes[number].append(made)
+            for node in nodes:
+                node.replace_all_uses_with(made)
+        for node in sorted(group.going, reverse=True):
+            self.nodes[self.numbering.numbers[node]].remove(node)
+            graph.erase_node(node)
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _is_beside(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes run in one phase: what a backward computes anew is not the forward's."""
+    return node.meta.get("phase") == other.meta.get("phase")
+
+
+def _fits(value: Tensor | None, nodes: Collection[fx.Node]) -> bool:
+    """Whether a kernel's result is what the nodes held; statistics may be float32 where ATen's are narrower."""
+    held = [_value_of(node) for node in nodes]
+    if value is None:
+        return not held
+    return all(value.shape == item.shape and value.dtype in (item.dtype, torch.float32) for item in held)

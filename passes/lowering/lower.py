@@ -1,0 +1,223 @@
+"""Lower a planned program to the program of one rank: local shapes, explicit collectives.
+
+Before → after: for each call, its operands are resharded to the specs of its strategy, and its local form is emitted;
+hubs vanish; results are resharded to the specs that they leave with as soon as they are computed, so that no full
+gradient outlives its reduction.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import NotAvailableError, PlanMismatchError
+from autoshard.ir.emit import emit_reshard
+from autoshard.ir.lowered import LocalSlot, LoweredProgram
+from autoshard.ir.plan import NodePlan, Plan
+from autoshard.ir.program import InputSlot, OutputSlot, Program, tensor_values
+from autoshard.ir.reshard import StepCost, plan_reshard
+from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.emit_local import emit_local
+from autoshard.rules.hub import hub
+from passes.strategies.enumerate_strategies import resolve, rule_of
+from passes.strategies.local_tracer import LocalTracer
+from passes.strategies.match_strategy import match_strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """See the module's docstring.
+
+    Args:
+        plan: what to lower to; made for the program that is passed.
+        step_cost: price of a reshard step, by which the steps of each reshard are chosen.
+    """
+
+    plan: Plan
+    step_cost: StepCost | None = None
+
+    def __call__(self, program: Program) -> LoweredProgram:
+        """The program of one rank; `PlanMismatchError` if the plan is of another program."""
+        check_digest(self.plan, program)
+        return _Lowering(program, self.plan, self.step_cost).run()
+
+
+def check_digest(plan: Plan, program: Program) -> None:
+    """Raise `PlanMismatchError` if a plan is of another program."""
+    digest = program.digest()
+    if digest != plan.program_digest:
+        raise PlanMismatchError(
+            f"the plan is for another model or other inputs: it is for program {plan.program_digest} with "
+            f"inputs {dict(plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
+        )
+
+
+_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+"""Operators whose value depends on how their operand lies in memory."""
+
+
+def result_key(slot: OutputSlot) -> str:
+    """The name by which a plan knows a result."""
+    return f"{slot.kind.value} {slot.name}"
+
+
+@dataclass(slots=True)
+class _Lowering:
+    program: Program
+    plan: Plan
+    step_cost: StepCost | None
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    tracer: LocalTracer = field(init=False)
+    local: dict[tuple[str, int], tuple[fx.Proxy, PartitionSpec]] = field(default_factory=dict)
+    results: dict[int, fx.Node] = field(default_factory=dict)
+    nodes: dict[str, fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tracer = LocalTracer(self.graph, fake_mode_of(self.program))
+        self.nodes = self.program.nodes
+
+    def run(self) -> LoweredProgram:
+        pending = self._results_by_node()
+        constants = torch.nn.Module()
+        for node in self.program.graph.nodes:
+            if node.op == "output":
+                break
+            self.tracer.like = node
+            self._lower(node, constants)
+            for index in pending[node.name]:
+                self._emit_result(index)
+        self.tracer.like = None
+        self.graph.output(tuple(self.results[index] for index in range(len(self.program.outputs))))
+        module = fx.GraphModule(constants, self.graph)
+        return LoweredProgram(
+            self.program,
+            self.plan.mesh,
+            module,
+            self._slots(self.program.inputs),
+            self._slots(self.program.outputs),
+        )
+
+    def _results_by_node(self) -> dict[str, list[int]]:
+        pending: dict[str, list[int]] = defaultdict(list)
+        for index, slot in enumerate(self.program.outputs):
+            pending[slot.node].append(index)
+        return pending
+
+    def _lower(self, node: fx.Node, constants: torch.nn.Module) -> None:
+        if node.op == "placeholder":
+            self._keep(node, 0, self._placeholder(node), self._node_plan(node).outputs[0])
+        elif node.op == "get_attr":
+            setattr(constants, str(node.target), getattr(self.program.graph_module, str(node.target)))
+            proxy = self.tracer.create_proxy("get_attr", node.target, (), {})
+            proxy.node.meta["val"] = node.meta["val"]
+            self._keep(node, 0, proxy, PartitionSpec())
+        elif node.target is hub:
+            spec = self._node_plan(node).outputs[0]
+            self._keep(node, 0, self._operand(node.args[0], spec), spec)
+        elif node.target is not operator.getitem:
+            self._lower_call(node)
+
+    def _placeholder(self, node: fx.Node) -> fx.Proxy:
+        value, spec = node.meta["val"], self._node_plan(node).outputs[0]
+        return self.tracer.placeholder(node.name, value, spec.local_shape(value.shape, self.plan.mesh))
+
+    def _lower_call(self, node: fx.Node) -> None:
+        rule, node_plan = rule_of(node), self._node_plan(node)
+        strategy = match_strategy(rule, self.plan.mesh, node_plan, node.name)
+        specs = iter(strategy.inputs)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._argument(argument, specs))
+        if node.target in _STRIDED:
+            _check_strides(node, args[0])
+        values = [value for value in tensor_values(node) if value is not None]
+        shapes = [tuple(value.shape) for value in values]
+        result = emit_local(node.target, args, kwargs, rule, strategy, self.plan.mesh, shapes, tracer=self.tracer)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self._keep(node, 0, result, strategy.outputs[0])
+            return
+        present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
+        for position, index in enumerate(present):
+            if self._is_used(node, index):
+                self._keep(node, position, result[index], strategy.outputs[position])
+
+    def _is_used(self, node: fx.Node, index: int) -> bool:
+        return any(user.target is operator.getitem and user.args[1] == index for user in node.users)
+
+    def _argument(self, argument: fx.Node, specs: Any) -> Any:
+        if not isinstance(argument.meta.get("val"), torch.Tensor):
+            return self.local[argument.name, 0][0]
+        return self._operand(argument, next(specs))
+
+    def _operand(self, node: Any, target: PartitionSpec) -> fx.Proxy:
+        """The local value of a traced node, resharded to `target`."""
+        source_node, result = resolve(node)
+        proxy, source = self.local[source_node.name, result]
+        value = node.meta["val"]
+        steps = plan_reshard(
+            source,
+            target,
+            tuple(value.shape),
+            self.plan.mesh,
+            itemsize=value.dtype.itemsize,
+            cost=self.step_cost,
+        )
+        if not steps:
+            return proxy
+        self.tracer.moving = source_node
+        moved = emit_reshard(proxy, steps, tuple(value.shape), self.plan.mesh, dtype=value.dtype, on_node=_note_spec)
+        self.tracer.moving = None
+        return moved
+
+    def _emit_result(self, index: int) -> None:
+        slot = self.program.outputs[index]
+        node = self.nodes[slot.node]
+        self.results[index] = self._operand(node, self.plan.outputs[result_key(slot)]).node
+
+    def _keep(self, node: fx.Node, result: int, proxy: fx.Proxy, spec: PartitionSpec) -> None:
+        proxy.node.meta.setdefault("spec", spec)
+        self.local[node.name, result] = (proxy, spec)
+
+    def _node_plan(self, node: fx.Node) -> NodePlan:
+        return self.plan.nodes[node.name]
+
+    def _slots(self, slots: tuple[InputSlot, ...] | tuple[OutputSlot, ...]) -> tuple[LocalSlot, ...]:
+        return tuple(LocalSlot(slot, self._slot_spec(slot), *self._shape_and_dtype(slot)) for slot in slots)
+
+    def _slot_spec(self, slot: InputSlot | OutputSlot) -> PartitionSpec:
+        if isinstance(slot, InputSlot):
+            return self.plan.nodes[slot.node].outputs[0]
+        return self.plan.outputs[result_key(slot)]
+
+    def _shape_and_dtype(self, slot: InputSlot | OutputSlot) -> tuple[tuple[int, ...], torch.dtype]:
+        value = self.nodes[slot.node].meta["val"]
+        return tuple(value.shape), value.dtype
+
+
+def _check_strides(node: fx.Node, operand: Any) -> None:
+    """Refuse a call that reads its operand's memory in an order which a reshard has changed."""
+    traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.node.meta["val"].stride()
+    if traced != local:
+        raise NotAvailableError(
+            f"{node.target} (node {node.name!r}, from {node.meta.get('source') or 'an unknown line'}) reads memory by "
+            f"strides, and its operand has strides {local} on each device where the model has {traced}. Write it with "
+            "view, unfold or slicing, or constrain its operand to stay whole."
+        )
+
+
+def _note_spec(node: fx.Node, spec: PartitionSpec | None) -> None:
+    if spec is not None:
+        node.meta["spec"] = spec
+
+
+def fake_mode_of(program: Program) -> Any:
+    """The fake tensor mode that the program was traced under."""
+    for node in program.graph.nodes:
+        for value in tensor_values(node):
+            mode = getattr(value, "fake_mode", None)
+            if mode is not None:
+                return mode
+    raise AssertionError("a traced program has fake values")

@@ -1,0 +1,172 @@
+"""Find what a fused kernel may stand in for: calls of the form that it computes, by value number.
+
+A form is traced into a small graph and unified with the calls of a program (`number_values`), from a result up to its
+operands: operators and literals must be equal, a variable takes any operand or literal, the same one everywhere.
+Additions and multiplications match in either order. As values are compared, not nodes, it does not matter how often a
+view of a value is written down, or that a value is computed in the forward and read in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.proxy import GraphAppendingTracer
+
+from autoshard.kernels.kernel import Form
+from passes.preparation.number_values import LITERAL, OPERAND, Key, Numbering, call_key, mirrored_key
+
+Bindings = Mapping[fx.Node, Key]
+"""Nodes of a pattern to what they stand for: an operand's number, or a literal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A form, traced.
+
+    Args:
+        variables: name to placeholder.
+        results: the node of each result; None where the form has none.
+        keys: each call's structure, operands being nodes of the pattern.
+    """
+
+    variables: Mapping[str, fx.Node]
+    results: tuple[fx.Node | None, ...]
+    keys: Mapping[fx.Node, Key]
+
+    @property
+    def root(self) -> fx.Node:
+        """The call of the first result, which every form has."""
+        root = self.results[0]
+        assert root is not None, "a form has its first result"
+        return root
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Calls of a program that are of a form.
+
+    Args:
+        variables: each variable's value: a number of the program in a one-tuple, or a literal.
+        results: the number of each result.
+        inner: the numbers of all calls, results included.
+    """
+
+    variables: Mapping[str, tuple[int] | object]
+    results: tuple[int | None, ...]
+    inner: frozenset[int]
+
+
+def trace_form(form: Form, like: Tensor) -> Pattern:
+    """The pattern of a form for a first result like `like`."""
+    graph = fx.Graph()
+    tracer = GraphAppendingTracer(graph)
+    proxies = {name: fx.Proxy(graph.placeholder(name), tracer) for name in form.variables}
+    results = form.results(like, proxies)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    keys = {node: call_key(node.op, node.target, node.args, node.kwargs, lambda operand: operand) for node in calls}
+    variables = {name: proxy.node for name, proxy in proxies.items()}
+    return Pattern(variables, tuple(None if item is None else item.node for item in results), keys)
+
+
+def find_matches(
+    pattern: Pattern, numbering: Numbering, anchor: int, candidates: Callable[[Any], Iterable[int]]
+) -> Iterator[Match]:
+    """The ways in which `anchor` is the pattern's first result.
+
+    Args:
+        pattern: what to look for.
+        numbering: the program's.
+        anchor: a number.
+        candidates: numbers of calls of an operator, for results that are no operand of others, best first.
+    """
+    for bindings in _unify(pattern, numbering, (OPERAND, pattern.root), (OPERAND, anchor), {}):
+        for complete in _find_results(pattern, numbering, pattern.results[1:], bindings, candidates):
+            yield _match(pattern, complete)
+
+
+def _find_results(
+    pattern: Pattern,
+    numbering: Numbering,
+    results: Sequence[fx.Node | None],
+    bindings: Bindings,
+    candidates: Callable[[Any], Iterable[int]],
+) -> Iterator[Bindings]:
+    if not results:
+        yield bindings
+        return
+    node, *rest = results
+    if node is None or node in bindings:
+        yield from _find_results(pattern, numbering, rest, bindings, candidates)
+        return
+    taken = {bindings[result][1] for result in pattern.results if result is not None and result in bindings}
+    for number in candidates(node.target):
+        if number in taken:
+            continue
+        for extended in _unify(pattern, numbering, (OPERAND, node), (OPERAND, number), bindings):
+            yield from _find_results(pattern, numbering, rest, extended, candidates)
+
+
+def _unify(pattern: Pattern, numbering: Numbering, wanted: Any, found: Any, bindings: Bindings) -> Iterator[Bindings]:
+    """The bindings under which `wanted`, a part of a key of the pattern, is `found`, a part of one of the program."""
+    if not isinstance(wanted, tuple) or not isinstance(found, tuple):
+        if wanted == found:
+            yield bindings
+    elif wanted[:1] == (OPERAND,):
+        yield from _unify_operand(pattern, numbering, wanted[1], found, bindings)
+    elif wanted[:1] == (LITERAL,):
+        if wanted == found:
+            yield bindings
+    elif len(wanted) == len(found):
+        yield from _unify_all(pattern, numbering, wanted, found, bindings)
+
+
+def _unify_operand(
+    pattern: Pattern, numbering: Numbering, node: fx.Node, found: Key, bindings: Bindings
+) -> Iterator[Bindings]:
+    if node in bindings:
+        if bindings[node] == found:
+            yield bindings
+    elif node.op == "placeholder":
+        if found[0] in (OPERAND, LITERAL):
+            yield {**bindings, node: found}
+    elif found[0] == OPERAND:
+        key = numbering.key_of(found[1])
+        for wanted in _orders(pattern.keys[node]):
+            for extended in _unify(pattern, numbering, wanted, key, bindings):
+                yield {**extended, node: found}
+
+
+def _unify_all(
+    pattern: Pattern, numbering: Numbering, wanted: Sequence[Any], found: Sequence[Any], bindings: Bindings
+) -> Iterator[Bindings]:
+    if not wanted:
+        yield bindings
+        return
+    for extended in _unify(pattern, numbering, wanted[0], found[0], bindings):
+        yield from _unify_all(pattern, numbering, wanted[1:], found[1:], extended)
+
+
+def _orders(key: Key) -> Iterator[Key]:
+    """The structures of a call that compute the same."""
+    yield key
+    mirrored = mirrored_key(key)
+    if mirrored is not None:
+        yield mirrored
+
+
+def _match(pattern: Pattern, bindings: Bindings) -> Match:
+    return Match(
+        variables={name: _value(bindings[node]) for name, node in pattern.variables.items() if node in bindings},
+        results=tuple(None if node is None else bindings[node][1] for node in pattern.results),
+        inner=frozenset(key[1] for node, key in bindings.items() if node.op == "call_function"),
+    )
+
+
+def _value(key: Key) -> tuple[int] | object:
+    if key[0] == OPERAND:
+        return (key[1],)
+    _, kind, value = key
+    return kind(value) if kind in (float, complex) else value

@@ -1,0 +1,1 @@
+"""What is in memory when, as a function of the plan."""

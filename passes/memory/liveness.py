@@ -1,0 +1,399 @@
+"""When what a program computes is in memory, as a function of the plan.
+
+Program points are those at which lowering does something: it reshards each operand of a call, one after the other, then
+the call runs, then what leaves the program is resharded; behind the forward, outputs are handed out. Each owned value
+takes memory from its call to its last use, uses through views included, and what a reshard makes of it, from then on:
+
+* A value whose last use is to be resharded goes while that is done; else it stays until the call that reads it is over.
+* What is last used through a view, or a hub, is either the value or the copy that was made on the way there: the same
+  bytes under each plan of the view. So these are counted by the view's spec alone (`EITHER`).
+* Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update is written over
+  what it updates, so that nothing stays of it.
+* What leaves the program stays to the end. Outputs are handed out whole; until then they lie as the plan says. A whole
+  training step hands out none.
+
+Every size depends on the options of two variables at most. Where the truth depends on three (is a copy of an input in
+use by a view of it, or by a copy of the view?), both are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from autoshard.ir.program import InputKind, OutputKind
+from autoshard.kernels.optimizers import IN_PLACE
+from passes.preparation.insert_hubs import is_gradient_hub
+from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
+
+UPDATE = "update"
+"""The phase of an optimizer's update."""
+
+GRADIENT = 1
+"""The operand that an update in place only reads; see `autoshard.kernels.optimizers`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From which point to which point (both inclusive) something is in memory."""
+
+    birth: int
+    death: int
+
+    def __contains__(self, point: int) -> bool:
+        return self.birth <= point <= self.death
+
+
+class Held(StrEnum):
+    """What a link keeps in memory, for some time."""
+
+    COPY = "the copy that a reshard on the link makes"
+    VALUE = "the value itself, if there is no reshard on the link"
+    EITHER = "the value or its copy"
+    RETURNED = "the value itself for a result that may be it, although there is a reshard on the link"
+    RETURNED_WHOLE = "the same, where every rank has the whole of it"
+    RESHARD = "what the reshard needs for a moment, beside the value"
+    LAST_RESHARD = "what the reshard needs for a moment beside the value, which goes meanwhile"
+    HANDING = "what gathering an output needs for a moment"
+    GATHERED = "an output that is gathered to be handed out"
+    HANDED = "an output as it is handed out, where that is not the value itself"
+    OUTPUT = "an output as it is handed out"
+
+    @property
+    def is_of_head(self) -> bool:
+        """Whether the plan of the link's head alone decides how much it is."""
+        return self in (Held.EITHER, Held.HANDING, Held.GATHERED, Held.OUTPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class OnLink:
+    """What the link of an index keeps in memory over an interval."""
+
+    link: int
+    held: Held
+    interval: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class ElidedLifetimes:
+    """What left-out blocks hold (`passes.strategies.elided`): lifetimes and numbers of what stands for it."""
+
+    values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
+    on_links: tuple[tuple[OnLink, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Lifetimes by value and by link.
+
+    Args:
+        points: number of program points.
+        values: (site, result) to lifetime, for values that own memory.
+        on_links: what links keep.
+        calls: call to the point at which it runs.
+        reshards: index of a link to the point of a reshard on it.
+        handing: index of a link to the point at which the output that it carries is handed out.
+        adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
+        state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
+        parameters: the placeholders that are parameters.
+        elided: what blocks hold that the program leaves out.
+        sharded_outputs, micro_batches: what it was found for, see `find_lifetimes`.
+    """
+
+    points: int
+    values: Mapping[tuple[str, int], Interval]
+    on_links: tuple[OnLink, ...]
+    calls: Mapping[str, int]
+    reshards: Mapping[int, int]
+    handing: Mapping[int, int]
+    adding: Mapping[str, int]
+    state_bytes_per_parameter_byte: float
+    parameters: frozenset[str]
+    elided: ElidedLifetimes = ElidedLifetimes()
+    sharded_outputs: frozenset[str] = frozenset()
+    micro_batches: int = 1
+
+    @property
+    def forward_end(self) -> int:
+        """The point behind the forward, when all outputs are handed out."""
+        return _forward_end(self.handing)
+
+    def of(self, space: SearchSpace) -> Liveness:
+        """The lifetimes of another search space, of the same step."""
+        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.sharded_outputs, self.micro_batches)
+
+    def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
+        """Site, result, lifetime and number of all values that own memory."""
+        for (name, result), interval in self.values.items():
+            yield name, result, interval, 1
+        for (name, result), (interval, number) in self.elided.values.items():
+            yield name, result, interval, number
+
+    def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
+        """What links keep, and how many there are of it."""
+        yield from ((kept, 1) for kept in self.on_links)
+        yield from self.elided.on_links
+
+
+def find_lifetimes(
+    space: SearchSpace,
+    state_bytes_per_parameter_byte: float,
+    sharded_outputs: Collection[str] = (),
+    micro_batches: int = 1,
+) -> Liveness:
+    """The lifetimes of all values and copies of a search space.
+
+    Args:
+        space: the sites and links; of a whole training step on several micro-batches, those of one.
+        state_bytes_per_parameter_byte: see `Liveness`.
+        sharded_outputs: the outputs that are handed out as they lie.
+        micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
+    """
+    times = _Times.of(space)
+    values, on_links = _Lifetimes(space, times, frozenset(sharded_outputs), micro_batches > 1).find()
+    parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
+    calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
+    return Liveness(
+        times.end + 1,
+        values,
+        on_links,
+        calls,
+        times.reshards,
+        times.handing,
+        times.adding,
+        state_bytes_per_parameter_byte,
+        parameters,
+        sharded_outputs=frozenset(sharded_outputs),
+        micro_batches=micro_batches,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Points: of each link's reshard, of each call (0 for inputs), of handing each output out, and the last one.
+
+    And of adding each gradient of a step to the sum over micro-batches, by the hub that it leaves the backward by.
+    """
+
+    reshards: Mapping[int, int]
+    calls: Mapping[str, int]
+    handing: Mapping[int, int]
+    adding: Mapping[str, int]
+    end: int
+
+    @classmethod
+    def of(cls, space: SearchSpace) -> _Times:
+        into: dict[str, list[int]] = defaultdict(list)
+        out_of: dict[str, list[int]] = defaultdict(list)
+        for index, link in enumerate(space.links):
+            leaving = leaves_program(space.sites[link.head], link)
+            (out_of[link.tail] if leaving else into[link.head]).append(index)
+        reshards, calls, handing, adding = {}, {}, {}, {}
+        point = 0
+        last, last_gradient = (
+            max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, phase)), default=0)
+            for phase in ("forward", "backward")
+        )
+        for number, (name, site) in enumerate(space.sites.items()):
+            if site.node is None:
+                continue
+            calls[name] = 0
+            if not site.is_input:
+                for index in into[name]:
+                    reshards[index] = point = point + 1
+                calls[name] = point = point + 1
+            for index in out_of[name]:
+                reshards[index] = point = point + 1
+            if number == last:
+                for index, link in enumerate(space.links):
+                    if space.sites[link.head].node is None:
+                        handing[index] = point = point + 1
+                point += 1
+            if number == last_gradient:
+                for hub in (site.name for site in space.sites.values() if is_gradient_hub(site.node)):
+                    adding[hub] = point = point + 1
+        return cls(reshards, calls, handing, adding, point + 1)
+
+    @property
+    def forward_end(self) -> int:
+        return _forward_end(self.handing)
+
+
+def _forward_end(handing: Mapping[int, int]) -> int:
+    return max(handing.values(), default=-1) + 1
+
+
+def _runs_in(site: Site, phase: str) -> bool:
+    return site.node is not None and not site.is_input and site.phase == phase
+
+
+@dataclass(slots=True)
+class _Lifetimes:
+    """Finds what is in memory when, place by place: a place is a value that owns memory, or what a view reads."""
+
+    space: SearchSpace
+    times: _Times
+    sharded_outputs: frozenset[str]
+    sums_gradients: bool
+    readers: dict[tuple[str, int], list[int]] = field(init=False)
+    viewed: dict[str, int] = field(init=False)
+    deaths: dict[tuple[str, int], int] = field(init=False)
+    is_step: bool = field(init=False)
+    prolonged: set[tuple[str, int]] = field(default_factory=set)
+    values: dict[tuple[str, int], Interval] = field(default_factory=dict)
+    on_links: list[OnLink] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.readers = defaultdict(list)
+        self.viewed = {}
+        self.is_step = bool(self.space.program.outputs_of(OutputKind.PARAMETER_UPDATE))
+        for index, link in enumerate(self.space.links):
+            self.readers[link.tail, link.result].append(index)
+            if self._is_view(link):
+                self.viewed[link.head] = index
+        self._find_deaths()
+
+    def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
+        """Lifetimes of values, and what links keep."""
+        owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
+        for name, site in self.space.sites.items():
+            for result in range(len(site.results)):
+                self._place(name, result, owned)
+        for hub, point in self.times.adding.items() if self.sums_gradients else ():
+            self._keep(self.viewed[hub], Held.EITHER, 0, point)  # the sum so far
+            self._keep(self.viewed[hub], Held.EITHER, point, point)  # the new one, beside both addends
+        return self.values, tuple(self.on_links)
+
+    def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
+        """What is kept from the birth of a value on: itself as far as that is sure, then what its last reader makes."""
+        site, place = self.space.sites[name], (name, result)
+        start = self.times.calls[name] if not site.is_alias else owned.get(name)
+        if site.is_alias and len(site.results) > 1:
+            start = None
+        death = self.deaths[place]
+        last, sure = (None, death) if start is None or site.is_input else self._last_reader(place)
+        if not site.is_alias:
+            self.values[place] = Interval(0 if site.is_input else self.times.calls[name], sure)
+        elif start is not None:
+            self._keep(self.viewed[name], Held.EITHER, start, sure)
+        for index in self.readers[place]:
+            until = sure if index == last and self._is_view(self.space.links[index]) else None
+            self._reader(index, death, until, goes=index == last and sure == self.times.reshards[index])
+        if last is None or sure == death:
+            return
+        link = self.space.links[last]
+        if not self._is_view(link):
+            self._keep(last, Held.VALUE, sure + 1, death)
+            return
+        head = self.space.sites[link.head]
+        if len(head.results) > 1:
+            self._keep(last, Held.EITHER, sure + 1, death)
+        else:
+            owned[link.head] = sure + 1
+        if any(self._returns(index) for index in self.readers[place]):
+            self._keep(last, Held.RETURNED, sure + 1, min(death, self.times.forward_end))
+            self._keep(last, Held.RETURNED_WHOLE, max(sure, self.times.forward_end) + 1, death)
+
+    def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
+        """The link that reads a value last, and the point up to which the value is there whatever is resharded."""
+        readers, death = self.readers[place], self.deaths[place]
+        if not readers or place in self.prolonged or not self._is_plain(place[0]):
+            return None, death
+        ends = {index: (self._use(index), self.times.reshards[index]) for index in readers}
+        last = max(readers, key=ends.__getitem__)
+        others = [ends[index][0] for index in readers if index != last]
+        return last, max([self.times.reshards[last], *others])
+
+    def _reader(self, index: int, death: int, until: int | None, *, goes: bool) -> None:
+        """What resharding a value for one reader takes, and how long the copy is there."""
+        point = self.times.reshards[index]
+        link = self.space.links[index]
+        goes = goes and not any(
+            self._returns(other) for other in self.readers[link.tail, link.result] if other != index
+        )
+        self._keep(index, Held.LAST_RESHARD if goes else Held.RESHARD, point, point)
+        if not leaves_program(self.space.sites[link.head], link):
+            self._keep(index, Held.COPY, point + 1, self._use(index) if until is None else until)
+        elif self.space.sites[link.tail].phase != UPDATE:
+            self._result(index, death)
+
+    def _result(self, index: int, death: int) -> None:
+        """What stays of a result: of an output to the forward's end as it lies, and to the end as it is handed out."""
+        link, point, end = self.space.links[index], self.times.reshards[index], self.times.end
+        head = self.space.sites[link.head]
+        is_update = head.node is not None and head.name in self._buffers()
+        is_output = head.node is None and head.name not in self.sharded_outputs
+        is_handed = is_output and not self.is_step
+        until = self.times.forward_end if is_output or is_update else end
+        self._keep(index, Held.COPY, point + 1, until)
+        self._keep(index, Held.VALUE, death + 1, until)
+        if is_handed:
+            handing = self.times.handing[index]
+            self._keep(index, Held.HANDING, handing, handing)
+            self._keep(index, Held.GATHERED, handing + 1, until)
+            self._keep(index, Held.HANDED, until + 1, death)
+            self._keep(index, Held.OUTPUT, max(death, until) + 1, end)
+
+    def _buffers(self) -> Collection[str]:
+        return {slot.node for slot in self.space.program.inputs_of(InputKind.BUFFER)}
+
+    def _keep(self, link: int, held: Held, birth: int, death: int) -> None:
+        if birth <= death:
+            self.on_links.append(OnLink(link, held, Interval(birth, death)))
+
+    def _find_deaths(self) -> None:
+        """The last use of every value; a view's uses are uses of what it views."""
+        self.deaths = {}
+        for name, site in reversed(list(self.space.sites.items())):
+            for result in range(len(site.results)):
+                uses = map(self._use, self.readers[name, result])
+                born = self.times.calls[name]
+                self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
+        self._prolong_views_that_leave()
+
+    def _prolong_views_that_leave(self) -> None:
+        """A view that leaves the program stays after the last use of its memory, by other views too."""
+        for link in self.space.links:
+            if leaves_program(self.space.sites[link.head], link) and link.tail in self.viewed:
+                chain = [(link.tail, link.result)]
+                while chain[-1][0] in self.viewed:
+                    above = self.space.links[self.viewed[chain[-1][0]]]
+                    chain.append((above.tail, above.result))
+                end = max(self.deaths[value] for value in chain)
+                if any(self.deaths[value] != end for value in chain):
+                    self.prolonged.update(chain)
+                self.deaths.update(dict.fromkeys(chain[:-1], end))
+
+    def _use(self, index: int) -> int:
+        """The last point at which a link needs its value, if it is not resharded."""
+        link = self.space.links[index]
+        head = self.space.sites[link.head]
+        if leaves_program(head, link):
+            return self.times.reshards[index]
+        if self._is_view(link) or self._is_written(link):
+            return max(self.deaths[head.name, result] for result in range(len(head.results)))
+        return self.times.calls[head.name]
+
+    def _is_view(self, link: Link) -> bool:
+        return link.operand == 0 and self.space.sites[link.head].is_alias
+
+    def _is_written(self, link: Link) -> bool:
+        """Whether an update writes over what a link carries."""
+        node = self.space.sites[link.head].node
+        return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
+
+    def _returns(self, index: int) -> bool:
+        """Whether a link carries a result that stays."""
+        link = self.space.links[index]
+        return leaves_program(self.space.sites[link.head], link) and self.space.sites[link.tail].phase != UPDATE
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether the memory of a site's results has the size of what they hold: no view of a part of something."""
+        if name not in self.viewed:
+            return True
+        link = self.space.links[self.viewed[name]]
+        read = self.space.sites[link.tail].results[link.result]
+        return all(math.prod(read.shape) == math.prod(value.shape) for value in self.space.sites[name].results)

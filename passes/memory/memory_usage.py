@@ -1,0 +1,120 @@
+"""Bytes in use at every point of a program as a function of the choice, for searches that ask for it often.
+
+What lies in memory is an item: it has a lifetime, and its size is an entry of a table, chosen by the options of one or
+two variables. All tables are laid end to end, so that one lookup gives all sizes. Entries that are slow to find are
+found when a choice first needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.memory.liveness import Interval
+from passes.solver.assignment import Floats
+
+_Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Bytes by the options of one or two variables; those that are not known yet are NaN, and `find` gives them."""
+
+    sizes: Floats
+    find: Callable[..., float] | None = None
+
+    def at(self, *options: int) -> float:
+        """The entry of some options."""
+        if np.isnan(self.sizes[options]):
+            assert self.find is not None, "only a table that can find entries leaves them out"
+            self.sizes[options] = self.find(*options)
+        return float(self.sizes[options])
+
+    def whole(self) -> Floats:
+        """All entries, found where they were not known."""
+        for options in np.argwhere(np.isnan(self.sizes)).tolist():
+            self.at(*options)
+        return self.sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is in memory over `interval`: as many bytes as a table says of the options of one or two variables.
+
+    `number`: how many such there are.
+    """
+
+    interval: Interval
+    table: Table
+    variables: tuple[int, ...]
+    number: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """The items of a program with `points` points; make it with `of`.
+
+    Args:
+        births: the point from which each item is in memory, [items].
+        ends: the point from which it no longer is, [items].
+        sizes: all tables end to end.
+        first: where the table of each item begins, [items].
+        rows, columns: the variables whose options are looked up, [items].
+        row_steps, column_steps: by how many entries one option further is, [items].
+        numbers: how many there are of each, [items].
+        items: what it is made of.
+    """
+
+    points: int
+    births: _Integers
+    ends: _Integers
+    sizes: Floats
+    first: _Integers
+    rows: _Integers
+    columns: _Integers
+    row_steps: _Integers
+    column_steps: _Integers
+    numbers: _Integers
+    items: tuple[Item, ...]
+
+    @classmethod
+    def of(cls, points: int, items: Sequence[Item]) -> MemoryUsage:
+        """The usage of `items`; those that share a table object share its entries."""
+        tables = {id(item.table): item.table.sizes for item in items}
+        ends = np.cumsum([sizes.size for sizes in tables.values()], dtype=np.int64)
+        first = dict(zip(tables, [0, *ends.tolist()], strict=False))
+        return cls(
+            points=points,
+            births=_integers([item.interval.birth for item in items]),
+            ends=_integers([item.interval.death + 1 for item in items]),
+            sizes=np.concatenate([np.zeros(0), *(sizes.reshape(-1) for sizes in tables.values())]),
+            first=_integers([first[id(item.table)] for item in items]),
+            rows=_integers([item.variables[0] for item in items]),
+            columns=_integers([item.variables[-1] for item in items]),
+            row_steps=_integers([item.table.sizes.shape[1] if item.table.sizes.ndim == 2 else 1 for item in items]),
+            column_steps=_integers([item.table.sizes.ndim - 1 for item in items]),
+            numbers=_integers([item.number for item in items]),
+            items=tuple(items),
+        )
+
+    def __call__(self, choice: Sequence[int]) -> Floats:
+        """Bytes in use at each point, [points]."""
+        options = np.asarray(choice, dtype=np.int64)
+        if not len(self.first):
+            return np.zeros(self.points)
+        places = self.first + options[self.rows] * self.row_steps + options[self.columns] * self.column_steps
+        sizes = self.sizes[places]
+        for number in np.flatnonzero(np.isnan(sizes)):
+            item = self.items[number]
+            sizes[number] = self.sizes[places[number]] = item.table.at(*(choice[each] for each in item.variables))
+        sizes = sizes * self.numbers
+        count = self.points + 1
+        change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)
+        return np.asarray(np.cumsum(change)[:-1], dtype=np.float64)
+
+
+def _integers(values: Sequence[int]) -> _Integers:
+    return np.array(values, dtype=np.int64)

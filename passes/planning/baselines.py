@@ -1,0 +1,138 @@
+"""Known recipes as restrictions of the search space, priced like any plan.
+
+* data parallel: the batch is split over all axes, parameters and optimizer state are copied;
+* ZeRO-1, where the plan is of a whole training step with state: the same, but state that divides is split over all
+  axes;
+* fully sharded data parallel: the batch is split over all axes, and so is every parameter, and its state, that divides;
+* the plan before, where there is one: each node as in a plan of another mesh, where that is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind
+from autoshard.ir.spec import PartitionSpec
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search
+from passes.solver.assignment import Solution
+from passes.strategies.enumerate_strategies import Site
+
+Restriction = Callable[[PlanningProblem], dict[int, np.ndarray]]
+_Keep = Callable[[Site, PartitionSpec], bool]
+
+
+def solve_baselines(
+    planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray], before: Plan | None = None
+) -> dict[str, Solution | None]:
+    """The best plan of each recipe, None where none fits (or the user's constraints exclude it).
+
+    Recipes that were not looked at before the search was stopped are left out.
+
+    Args:
+        planning, search, allowed: as of the search itself.
+        before: a plan of the program on another mesh.
+    """
+    has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
+    recipes = {name: restriction for name, restriction in _RECIPES.items() if has_state or name != ZERO_1}
+    masks = {name: restriction(planning) for name, restriction in recipes.items()}
+    if before is not None:
+        masks[BEFORE] = _as_in(before, planning)
+    found: dict[str, Solution | None] = {}
+    for name, mask in masks.items():
+        if search.control.is_stopped:
+            break
+        search.control.problem = name
+        priced = _price(planning, search, allowed, mask)
+        if priced is not None or not search.control.is_stopped:
+            found[name] = priced
+    return found
+
+
+def _price(
+    planning: PlanningProblem,
+    search: Search,
+    allowed: Mapping[int, np.ndarray],
+    recipe: Mapping[int, np.ndarray],
+) -> Solution | None:
+    both = {**recipe, **{v: mask & recipe.get(v, mask) for v, mask in allowed.items()}}
+    limit = search.memory_limit_bytes
+    if not all(mask.any() for mask in both.values()) or (limit is not None and planning.least_bytes(both) > limit):
+        return None
+    try:
+        return search(planning, both)
+    except DoesNotFitError:
+        return None
+
+
+def _data_parallel(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    return _layout(planning, _is_whole, _is_whole)
+
+
+def _zero_1(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    return _layout(planning, _is_whole, _splits_most)
+
+
+def _fully_sharded(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    return _layout(planning, _splits_most, _splits_most)
+
+
+def _layout(planning: PlanningProblem, parameters: _Keep, state: _Keep) -> dict[int, np.ndarray]:
+    """The batch is split; parameters and optimizer state lie as said."""
+    masks = _masks(planning, InputKind.PARAMETER, parameters) | _masks(planning, InputKind.STATE, state)
+    return masks | _masks(planning, InputKind.INPUT, _splits_batch)
+
+
+ZERO_1 = "ZeRO-1"
+BEFORE = "the plan before"
+
+_RECIPES: Mapping[str, Restriction] = {
+    "data parallel": _data_parallel,
+    ZERO_1: _zero_1,
+    "fully sharded data parallel": _fully_sharded,
+}
+
+
+def _as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
+    """The options whose results lie as in another plan, and, where there are such, whose operands do too."""
+    masks: dict[int, np.ndarray] = {}
+    for name, site in planning.space.sites.items():
+        node = before.nodes.get(name)
+        if node is None:
+            continue
+        variable = planning.classes[name]
+        both = masks.get(variable, np.ones(len(site.strategies), dtype=bool))
+        for is_same in (
+            [strategy.outputs == node.outputs for strategy in site.strategies],
+            [strategy.inputs == node.inputs for strategy in site.strategies],
+        ):
+            if (both & is_same).any():
+                both = both & is_same
+        masks[variable] = both
+    return masks
+
+
+def _masks(planning: PlanningProblem, kind: InputKind, keep: _Keep) -> dict[int, np.ndarray]:
+    masks = {}
+    for slot in planning.space.program.inputs_of(kind):
+        site = planning.space.sites[slot.node]
+        mask = np.array([keep(site, strategy.outputs[0]) for strategy in site.strategies])
+        if mask.any():
+            masks[planning.classes[slot.node]] = mask
+    return masks
+
+
+def _is_whole(site: Site, spec: PartitionSpec) -> bool:
+    return spec.is_fully_replicated
+
+
+def _splits_batch(site: Site, spec: PartitionSpec) -> bool:
+    return len(spec.axes_of(0)) == max(len(s.outputs[0].axes_of(0)) for s in site.strategies) and len(spec.dims) <= 1
+
+
+def _splits_most(site: Site, spec: PartitionSpec) -> bool:
+    return len(spec.axes) == max(len(s.outputs[0].axes) for s in site.strategies)

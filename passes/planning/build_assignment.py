@@ -1,0 +1,218 @@
+"""Turn a priced search space into an assignment problem over classes of alike nodes.
+
+One variable per class; its options are the strategies of the class. A node's time counts once per member. Links between
+the same places of two classes become one edge, whose costs count once per link; links within one class become costs of
+its variable. Memory rows are made for single program points, on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autoshard.kernels.offload import TRANSFERS
+from autoshard.rules.enumeration import Strategy
+from passes.memory.liveness import Interval, Liveness, OnLink
+from passes.memory.memory_tables import MemoryTables
+from passes.memory.memory_usage import Item, MemoryUsage
+from passes.memory.transients import Transients
+from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
+from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
+from passes.strategies.enumerate_strategies import (
+    Link,
+    SearchSpace,
+    Site,
+    ValueInfo,
+    leaves_program,
+    needs_of,
+    specs_of,
+)
+from passes.strategies.narrow_gradients import without_sums
+from passes.strategies.price import Prices
+
+_EdgeKey = tuple[int, int, int, int]
+_Places = tuple[ValueInfo, int, int, int, int, bool, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningProblem:
+    """An assignment together with what its variables and edges stand for.
+
+    Args:
+        space: the sites and links.
+        classes: site name to variable.
+        members: variable to the names of its sites.
+        edge_between: two variables to the index of an edge of `assignment` from the first to the second.
+        assignment: the problem, without memory rows.
+        memory: what takes how many bytes.
+        elided: what the program leaves out.
+        derived: what other passes find out about the problem, whatever the choice, and keep with it.
+    """
+
+    space: SearchSpace
+    prices: Prices
+    liveness: Liveness
+    classes: Mapping[str, int]
+    members: tuple[tuple[str, ...], ...]
+    edge_between: Mapping[tuple[int, ...], int]
+    assignment: Assignment
+    memory: MemoryTables
+    elided: Elided = NOTHING_ELIDED
+    derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
+
+    def strategy(self, name: str, choice: Sequence[int]) -> Strategy:
+        """The strategy of site `name` under a choice."""
+        return self.space.sites[name].strategies[choice[self.classes[name]]]
+
+    def counts(self) -> Mapping[str, int]:
+        """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
+        return self.elided.site_counts()
+
+    def usage(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes in use on each rank at every program point."""
+        if not self._usage:
+            self._usage.append(MemoryUsage.of(self.liveness.points, list(self._items())))
+        return self._usage[0](choice)
+
+    def _items(self, point: int | None = None) -> Iterator[Item]:
+        """What lies in memory (at one point): values, what links keep, and what calls need while they run."""
+        for name, result, interval, number in self.liveness.held_values():
+            if point is None or point in interval:
+                table = self.memory.of_value(name, result, self._copies(name))
+                yield Item(interval, table, (self.classes[name],), number)
+        for kept, number in self.liveness.held_on_links():
+            if point is None or point in kept.interval:
+                yield Item(kept.interval, self.memory.on_link(kept), self._variables(kept), number)
+        for name, now in self.liveness.calls.items():
+            if point is None or point == now:
+                yield Item(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
+
+    def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
+        """Bytes in memory throughout, whatever is chosen of the `allowed` options: parameters, state, inputs."""
+        throughout, total = Interval(0, self.liveness.points - 1), 0.0
+        for name, result, interval, number in self.liveness.held_values():
+            if interval == throughout:
+                sizes = self.memory.of_value(name, result, self._copies(name)).whole()
+                total += number * float(sizes[allowed.get(self.classes[name], slice(None))].min())
+        return total
+
+    def _copies(self, name: str) -> float:
+        """How many times a value takes its bytes: a parameter carries optimizer state."""
+        return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
+
+    def _variables(self, kept: OnLink) -> tuple[int, ...]:
+        """The variables that decide how much a link keeps: of both its ends, or of its head."""
+        link = self.space.links[kept.link]
+        head = self.classes[link.head]
+        return (head,) if kept.held.is_of_head else (self.classes[link.tail], head)
+
+    def link_bytes(self, kept: OnLink, choice: Sequence[int]) -> float:
+        """Bytes of what a link keeps in memory under a choice."""
+        return self.memory.on_link(kept).at(*(choice[variable] for variable in self._variables(kept)))
+
+    def memory_row(self, point: int) -> MemoryRow:
+        """Bytes in use at one program point, as a function of the choice."""
+        return row_of(self._items(point), self.edge_between)
+
+    def link_key(self, link: Link) -> _EdgeKey:
+        """The variables and places that a link joins."""
+        return self.classes[link.tail], link.result, self.classes[link.head], link.operand
+
+
+def row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
+    """The memory row of items that are in memory at once; `edge_between` gives the edges of pairs of variables."""
+    variables: dict[int, Floats] = {}
+    edges: dict[tuple[int, ...], Floats] = {}
+    for item in items:
+        sizes = item.number * item.table.whole()
+        first, last = item.variables[0], item.variables[-1]
+        if sizes.ndim == 2 and first != last:
+            _accumulate(edges, item.variables, sizes)
+        else:
+            _accumulate(variables, first, np.diagonal(sizes) if sizes.ndim == 2 else sizes)
+    return MemoryRow(0.0, variables, {edge_between[pair]: sizes for pair, sizes in edges.items()})
+
+
+def build_problem(
+    space: SearchSpace,
+    prices: Prices,
+    liveness: Liveness,
+    representatives: Mapping[str, str],
+    elided: Elided = NOTHING_ELIDED,
+) -> PlanningProblem:
+    """The assignment problem of a search space whose alike sites are tied."""
+    representatives = tie(representatives, elided)
+    counts = elided.site_counts()
+    numbers: dict[str, int] = {}
+    classes = {name: numbers.setdefault(representatives[name], len(numbers)) for name in space.sites}
+    members: list[list[str]] = [[] for _ in numbers]
+    for name, number in classes.items():
+        members[number].append(name)
+    sites = space.sites
+    costs = [_call_times(group, sites, counts, prices) for group in members]
+    tables: dict[tuple[_Places, int], Floats] = {}
+    edges, edge_between = [], {}
+    for key, (link, count) in _alike_links(space, classes, elided).items():
+        places = (_places_of(sites[link.tail], sites[link.head], link), count)
+        if places not in tables:
+            tables[places] = _link_table(space, prices, link) * count
+        tail, _, head, _ = key
+        if tail == head:
+            costs[tail] = costs[tail] + np.diagonal(tables[places])
+        else:
+            edge_between[tail, head] = len(edges)
+            edges.append(Edge(tail, head, tables[places]))
+    assignment = Assignment(tuple(costs), tuple(edges))
+    memory = MemoryTables(space, Transients(space.mesh, prices.step_price))
+    groups = tuple(map(tuple, members))
+    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided)
+
+
+def _call_times(group: Sequence[str], sites: Mapping[str, Site], counts: Mapping[str, int], prices: Prices) -> Floats:
+    """Seconds of all calls of a variable by its option."""
+    times = [
+        prices.call_times(sites[names[0]], sites[names[0]].strategies) * sum(counts.get(name, 1) for name in names)
+        for names in _by_call(group, sites)
+    ]
+    return np.sum(times, axis=0)
+
+
+def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
+    """The sites of a variable by what they call: its own, and copies to the host and back."""
+    found: dict[Any, list[str]] = {}
+    for name in group:
+        node = sites[name].node
+        found.setdefault(node.target if node is not None and node.target in TRANSFERS else None, []).append(name)
+    return found.values()
+
+
+def _alike_links(space: SearchSpace, classes: Mapping[str, int], elided: Elided) -> dict[_EdgeKey, tuple[Link, int]]:
+    """One link for each pair of places that links join, and how many there are."""
+    counts = elided.link_counts()
+    found: dict[_EdgeKey, tuple[Link, int]] = {}
+    for index, link in enumerate(space.links):
+        key = (classes[link.tail], link.result, classes[link.head], link.operand)
+        found[key] = (link, counts.get(index, 1) + (found[key][1] if key in found else 0))
+    return found
+
+
+def _places_of(tail: Site, head: Site, link: Link) -> _Places:
+    """What the costs and copies of a link depend on: links for which this is equal share their tables."""
+    value = tail.results[link.result]
+    strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
+    return value, *strategies, leaves_program(head, link), link.keeps_sums
+
+
+def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
+    tail, head = space.sites[link.tail], space.sites[link.head]
+    sources, targets = specs_of(tail, link.result), needs_of(head, link)
+    table = prices.reshard_table(tail.results[link.result], sources, targets)
+    return without_sums(table, sources, targets) if link.keeps_sums else table
+
+
+def _accumulate(into: dict[Any, Floats], key: Any, sizes: Floats) -> None:
+    into[key] = into[key] + sizes if key in into else sizes

@@ -1,0 +1,93 @@
+"""Apply a user's constraints: which strategies of parameters, inputs and results remain.
+
+A constraint maps a glob of qualified names ("layers.*.up_proj.weight", "input:0", "output:0") to the spec that the
+value must have. Optimizer state ("exp_avg:layers.0.weight") is meant only by patterns with a colon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from autoshard.errors import InvalidSpecError
+from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.repeat import names_alike
+from autoshard.ir.spec import PartitionSpec
+from passes.planning.build_assignment import PlanningProblem
+from passes.strategies.enumerate_strategies import SearchSpace, Site
+
+
+def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
+    """Variable to the mask of the options that all constraints leave.
+
+    Raises:
+        InvalidSpecError: a pattern matches nothing, or a spec cannot be had by what it matches.
+    """
+    names = constrainable(planning.space)
+    state = {slot.name for slot in planning.space.program.inputs_of(InputKind.STATE)}
+    allowed: dict[int, np.ndarray] = {}
+    for pattern, spec in constraints.items():
+        matches = [name for name in names if fnmatchcase(name, pattern) and (":" in pattern or name not in state)]
+        if not matches:
+            raise InvalidSpecError(
+                f"constraints[{pattern!r}] matches no parameter, buffer, input or output; there are: "
+                f"{', '.join(list(names)[:8])}{', ...' if len(names) > 8 else ''}."
+            )
+        for name in matches:
+            _allow(planning, allowed, name, names[name], spec)
+    return allowed
+
+
+def constrained_outputs(program: Program, constraints: Collection[str]) -> frozenset[str]:
+    """The names of the outputs that constraints mean: these are handed out as they lie."""
+    names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
+    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in constraints))
+
+
+def constrainable(space: SearchSpace) -> dict[str, str]:
+    """Qualified name to site, for all that a constraint may name (tied parameters under each of their names).
+
+    What is in blocks that the program leaves out has the site that stands for it.
+    """
+    names = {
+        alike: slot.node
+        for slot in space.program.inputs
+        for name in (slot.name, *slot.aliases)
+        for alike in names_alike(space.program.repeats, name)
+    }
+    names |= {slot.name: slot.name for slot in space.program.outputs_of(OutputKind.OUTPUT)}
+    return {name: site for name, site in names.items() if site in space.sites}
+
+
+def _allow(
+    planning: PlanningProblem, allowed: dict[int, np.ndarray], name: str, site_name: str, spec: PartitionSpec
+) -> None:
+    site = planning.space.sites[site_name]
+    spec.check(planning.space.mesh, _ndim(site))
+    mask = np.array([own == spec for own in own_specs(site)])
+    if not mask.any():
+        raise InvalidSpecError(
+            f"constraints: {name!r} cannot be laid out as {spec!r} on {planning.space.mesh}: "
+            f"it has shape {_shape(site)}; each split must divide its dim, and axes on one dim keep the mesh's order."
+        )
+    variable = planning.classes[site_name]
+    if variable in allowed and not (allowed[variable] & mask).any():
+        raise InvalidSpecError(f"constraints: {name!r} is asked to be {spec!r} and another spec as well.")
+    allowed[variable] = allowed.get(variable, mask) & mask
+
+
+def own_specs(site: Site) -> list[PartitionSpec]:
+    """The spec of a site's value under each of its strategies: of its first result, or of what leaves the program."""
+    return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
+
+
+def _shape(site: Site) -> tuple[int, ...] | str:
+    return site.results[0].shape if site.results else "of the result"
+
+
+def _ndim(site: Site) -> int:
+    if site.results:
+        return len(site.results[0].shape)
+    return max(len(strategy.inputs[0].dims) for strategy in site.strategies)

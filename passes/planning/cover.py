@@ -1,0 +1,49 @@
+"""What a plan does with each operator: split it, or run it whole on every rank, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.ir.plan import OperatorCoverage
+from autoshard.rules.hub import hub
+from passes.planning.build_assignment import PlanningProblem
+from passes.strategies.enumerate_strategies import needs_of
+from passes.strategies.price import operator_name
+
+
+def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCoverage, ...]:
+    """The calls of a program, those of one operator on one source line together, the most expensive first.
+
+    Args:
+        planning: the problem.
+        choice: one option per variable.
+    """
+    reshards = _reshard_times(planning, choice)
+    counts = planning.counts()
+    found: dict[tuple[str, str, bool, bool], list[tuple[int, float, float]]] = {}
+    for name, site in planning.space.sites.items():
+        node = site.node
+        if node is None or node.op != "call_function" or node.target is hub:
+            continue
+        strategy = planning.strategy(name, choice)
+        is_split = any(item is not None for item in strategy.choices)
+        key = (operator_name(node), node.meta.get("source", ""), site.rule is not None, is_split)
+        calls = counts.get(name, 1)
+        call_s = calls * planning.prices.call_time(site, strategy)
+        found.setdefault(key, []).append((calls, call_s, reshards.get(name, 0.0)))
+    rows = [OperatorCoverage(*key, *map(sum, zip(*parts, strict=True))) for key, parts in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.time_s - row.reshard_time_s))
+
+
+def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
+    """Seconds that it takes to bring the operands of each site into the specs it reads."""
+    space, times = planning.space, dict[str, float]()
+    counts = planning.elided.link_counts()
+    for index, link in enumerate(space.links):
+        tail, head = space.sites[link.tail], space.sites[link.head]
+        source = planning.strategy(link.tail, choice).outputs[link.result]
+        target = needs_of(head, link)[choice[planning.classes[link.head]]]
+        if source != target:
+            table = planning.prices.reshard_table(tail.results[link.result], (source,), (target,))
+            times[link.head] = times.get(link.head, 0.0) + counts.get(index, 1) * float(table[0, 0])
+    return times

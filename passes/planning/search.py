@@ -1,0 +1,206 @@
+"""Search: the cheapest choice of strategies that fits in memory.
+
+Small problems are solved exactly (`solve_milp`), large ones by duality (`dual_search`), which proves how far off it is.
+
+Memory binds at few program points, and which ones is not known before. So the search adds rows as it goes: solve; find
+the point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends as
+each round adds a point, and there are finitely many; the last solution is optimal, as every problem solved on the way
+was a relaxation of the full one.
+
+A search that is stopped (`SearchControl`) gives the cheapest choice so far, with the bound proven by then; where none
+fits yet, the one that takes least memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.printer import format_bytes
+from passes.memory.liveness import Liveness
+from passes.solver.assignment import Assignment, MemoryRow, Solution
+from passes.solver.dual_search import DualSearch
+from passes.solver.search_control import SearchControl
+from passes.solver.smallest_peak import choice_of_smallest_peak
+from passes.solver.solve_milp import smallest_peak, solve_milp
+from passes.strategies.enumerate_strategies import SearchSpace
+
+logger = logging.getLogger(__name__)
+
+EXACT_PAIRS = 20_000
+"""Pairs of options over all edges up to which a problem counts as small."""
+
+
+class Searchable(Protocol):
+    """What is searched: a `PlanningProblem`, or a `RecomputeProblem`."""
+
+    @property
+    def space(self) -> SearchSpace:
+        """The sites and links."""
+        ...
+
+    @property
+    def liveness(self) -> Liveness:
+        """The lifetimes of values."""
+        ...
+
+    @property
+    def assignment(self) -> Assignment:
+        """The problem, without memory rows."""
+        ...
+
+    def usage(self, choice: Sequence[int], /) -> np.ndarray:
+        """Bytes in use on each rank at every program point."""
+        ...
+
+    def memory_row(self, point: int) -> MemoryRow:
+        """Bytes in use at one program point, as a function of the choice."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """The search under a memory limit.
+
+    Args:
+        memory_limit_bytes: per rank, or None for no limit.
+        time_budget_s: seconds for all rounds together.
+        tolerance, max_rounds, most_parts: of the search of large problems, see `DualSearch`.
+        says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
+        control: told how it goes, and may stop it.
+    """
+
+    memory_limit_bytes: float | None = None
+    time_budget_s: float = 60.0
+    tolerance: float = 1e-3
+    max_rounds: int = 100
+    most_parts: int = 12
+    says_smallest: bool = True
+    control: SearchControl = dataclasses.field(default_factory=SearchControl)
+
+    def __call__(
+        self,
+        planning: Searchable,
+        allowed: Mapping[int, np.ndarray] | None = None,
+        start: Sequence[Solution] = (),
+    ) -> Solution:
+        """A cheapest choice that fits.
+
+        Args:
+            planning: the problem.
+            allowed: variable to a mask of its options; absent variables are free.
+            start: solutions that fit and are allowed, than which the result is not worse.
+
+        Raises:
+            DoesNotFitError: no choice fits; says the smallest limit that one would fit in.
+        """
+        limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
+        problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
+        choices = [solution.choice for solution in start]
+        return (self._exactly if _pairs(problem) <= EXACT_PAIRS else self._by_duals)(planning, problem, choices)
+
+    def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
+        """Large problems: near-optimal, with a proven bound."""
+        search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s, self.most_parts, self.control)
+        solution = search(problem, planning.usage, planning.memory_row, start)
+        if solution is not None:
+            return solution
+        hopeless = np.inf if self.says_smallest else problem.limit
+        frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
+        if not frugal or planning.usage(frugal).max() > problem.limit:
+            raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
+        solution = search(problem, planning.usage, planning.memory_row, [frugal])
+        assert solution is not None, "the frugal choice fits"
+        return solution
+
+    def _exactly(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
+        """Small problems: to the proven optimum, unless that takes too long."""
+        deadline = time.monotonic() + self.time_budget_s
+        points: set[int] = set()
+        bound = 0.0
+        while True:
+            left_s = max(1.0, deadline - time.monotonic())
+            try:
+                solution = solve_milp(problem, time_limit_s=left_s, control=self.control)
+            except TimeoutError:
+                logger.info("exact search ran out of time or was stopped; searching by duality")
+                found = self._by_duals(planning, problem, start)
+                return dataclasses.replace(found, lower_bound=min(found.cost, max(found.lower_bound, bound)))
+            if solution is None:
+                raise self.does_not_fit(planning, _smallest_limit(planning, problem, points))
+            new = _over_limit(planning, solution, problem.limit) - points
+            if not new:
+                return solution
+            bound = max(bound, solution.lower_bound)
+            points |= new
+            problem = _with_rows(planning, problem, new)
+
+    def does_not_fit(self, planning: Searchable, peak: float) -> DoesNotFitError:
+        """The error of a search that found nothing within its limit; `peak` bytes would do."""
+        limit = self.memory_limit_bytes or 0
+        return DoesNotFitError(
+            f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per "
+            f"device; the smallest that would do is {peak:.0f} bytes ({format_bytes(peak)}). {_largest(planning)} "
+            "Use more devices, a smaller batch, or fewer constraints.",
+            smallest_bytes=int(np.ceil(peak)) if np.isfinite(peak) else 0,
+        )
+
+
+def _pairs(problem: Assignment) -> int:
+    return sum(edge.cost.size for edge in problem.edges)
+
+
+def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
+    """The problem with only the options that masks leave; absent variables are free."""
+    costs = list(problem.costs)
+    for variable, mask in allowed.items():
+        costs[variable] = np.where(mask, costs[variable], np.inf)
+    return dataclasses.replace(problem, costs=tuple(costs))
+
+
+def _over_limit(planning: Searchable, solution: Solution, limit: float) -> set[int]:
+    """The points of the highest peaks over the limit: of each run of points over it, the highest."""
+    used = planning.usage(solution.choice)
+    over = np.flatnonzero(used > limit)
+    if not len(over):
+        return set()
+    runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
+    peaks = sorted((int(run[np.argmax(used[run])]) for run in runs), key=lambda point: -used[point])
+    return set(peaks[:4])
+
+
+def _with_rows(planning: Searchable, problem: Assignment, points: set[int]) -> Assignment:
+    rows = tuple(planning.memory_row(point) for point in sorted(points))
+    return dataclasses.replace(problem, rows=(*problem.rows, *rows))
+
+
+def _smallest_limit(planning: Searchable, problem: Assignment, points: set[int]) -> float:
+    """The smallest limit under which a choice exists, by the same rounds with the peak as the objective."""
+    while True:
+        peak = smallest_peak(problem)
+        if not np.isfinite(peak):
+            return peak
+        fitting = solve_milp(dataclasses.replace(problem, limit=peak))
+        if fitting is None:
+            return peak
+        new = _over_limit(planning, fitting, peak) - points
+        if not new:
+            return peak
+        points = points | new
+        problem = _with_rows(planning, problem, new)
+
+
+def _largest(planning: Searchable) -> str:
+    sites = planning.space.sites
+    sizes = {key: math.prod(sites[key[0]].results[key[1]].shape) for key in planning.liveness.values}
+    sizes = {key: count * sites[key[0]].results[key[1]].itemsize for key, count in sizes.items()}
+    largest = sorted(sizes, key=lambda key: -sizes[key])[:3]
+    names = ", ".join(f"{name} ({format_bytes(sizes[name, result])})" for name, result in largest)
+    return f"The largest tensors, before they are split: {names}."

@@ -1,0 +1,1 @@
+"""What the cost models say of a choice, and what it is called."""

@@ -1,0 +1,102 @@
+"""Say in the field's words where a parameter, its gradient and its optimizer state lie.
+
+An axis of the mesh is, for one parameter,
+
+* *ZeRO-3* (fully sharded) if it splits the parameter, and the forward gathers it over the axis;
+* *split* if it splits the parameter, and the forward uses the pieces (tensor or expert parallel);
+* *ZeRO-2* if it splits the state, and the gradient is reduced to pieces as soon as it is computed, not the parameter;
+* *ZeRO-1* if it splits the state alone;
+* *copied* otherwise.
+
+After Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (2020). Where a
+parameter has no state, the pieces in which it is updated count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from autoshard.ir.plan import ParameterPlan
+from autoshard.ir.program import InputSlot
+from autoshard.kernels.optimizers import IN_PLACE
+from passes.planning.build_assignment import PlanningProblem
+from passes.strategies.enumerate_strategies import Link, Site, operands_of, resolve
+from passes.strategies.price import local_bytes
+
+_ZERO_3, _SPLIT, _ZERO_2, _ZERO_1, _COPIED = "ZeRO-3", "split", "ZeRO-2", "ZeRO-1", "copied"
+_ORDER = (_ZERO_3, _ZERO_2, _ZERO_1, _SPLIT, _COPIED)
+
+
+def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: InputSlot) -> ParameterPlan:
+    """Where a parameter lies under a choice, and what belongs to it."""
+    space = planning.space
+    spec = planning.strategy(slot.node, choice).outputs[0]
+    value = space.sites[slot.node].results[0]
+    place = ParameterPlan(spec, value.shape, local_bytes(value, spec, space.mesh))
+    update = _update_of(space.program.nodes[slot.node])
+    if update is None:
+        return place
+    _, gradient, *others = [resolve(operand)[0].name for operand in operands_of(update)]
+    names = {item.node: item.name for item in space.program.inputs}
+    state = {
+        names[node].partition(":")[0]: planning.strategy(node, choice).outputs[0]
+        for node in others
+        if names.get(node, "").endswith(f":{slot.name}")
+    }
+    reduced = planning.strategy(gradient, choice).outputs[resolve(operands_of(update)[1])[1]]
+    kept = next(iter(state.values()), planning.strategy(update.name, choice).inputs[0])
+    gathered = _gathered(planning, choice, slot.node)
+    found: dict[str, list[str]] = {}
+    for axis, size in space.mesh.axes:
+        if size == 1:
+            continue
+        if axis in spec.sharded_axes:
+            kind = _ZERO_3 if axis in gathered else _SPLIT
+        elif axis in kept.sharded_axes:
+            kind = _ZERO_2 if axis in reduced.sharded_axes else _ZERO_1
+        else:
+            kind = _COPIED
+        found.setdefault(kind, []).append(axis)
+    text = "; ".join(f"{kind} over {', '.join(found[kind])}" for kind in _ORDER if kind in found)
+    return ParameterPlan(spec, place.shape, place.local_bytes, gradient=reduced, state=state, layout=text or _COPIED)
+
+
+def _update_of(parameter: fx.Node) -> fx.Node | None:
+    """The update of a parameter, if there is one."""
+    return next((user for user in parameter.users if user.target in IN_PLACE and user.args[0] is parameter), None)
+
+
+def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
+    """The axes over which a parameter is gathered on its way, by hubs and views, into the calls of the forward."""
+    found: set[str] = set()
+    for link in forward_links(planning, parameter):
+        before = planning.strategy(link.tail, choice).outputs[link.result]
+        after = planning.strategy(link.head, choice).inputs[link.operand]
+        found |= set(before.sharded_axes) - set(after.sharded_axes)
+    return found
+
+
+def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
+    """The links of the forward by which a value is read, and those by which hubs, views and casts of it are."""
+    readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
+    if not readers:
+        for link in planning.space.links:
+            readers.setdefault(link.tail, []).append(link)
+    waiting = [name]
+    while waiting:
+        for link in readers.get(waiting.pop(), ()):
+            head = planning.space.sites[link.head]
+            if head.phase != "forward" or link.operand < 0 or head.node is None:
+                continue
+            yield link
+            if passes_on(head, link):
+                waiting.append(link.head)
+
+
+def passes_on(head: Site, link: Link) -> bool:
+    """Whether what a link leads to is the value itself: a hub, a view, or a cast of it."""
+    is_cast = head.node is not None and head.node.target is torch.ops.aten._to_copy.default
+    return link.operand == 0 and (head.is_alias or is_cast)

@@ -1,0 +1,126 @@
+"""What the cost models say of one choice: where the time goes, and what fills the memory at its peak.
+
+The time is that of a simulated step of one rank (all ranks do the same at the same time): `segment_step` writes it
+down, `cost_models.streams` runs it. A `Runtime` says what the prediction is of:
+
+* TODAY: what `compile` runs. Lowering waits for each collective where it stands, so communication is never hidden.
+* FORECAST: a runtime that overlaps, as the frameworks of experts' recipes do on GPUs: parameters are gathered a block
+  ahead, gradients are reduced behind the backward; only the pieces that computation waits for are exposed, it is slowed
+  meanwhile, and what is held for communication under way takes memory, which is added to the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.ir.offload import LABEL
+from autoshard.ir.plan import Prediction
+from autoshard.ir.program import InputKind
+from autoshard.ir.recompute import PHASE
+from autoshard.ir.trace import Trace
+from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
+from cost_models.streams import Overlap, StreamTimes, simulate_streams
+from cost_models.timeline import Timeline
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.exact_memory import exact_memory
+from passes.prediction.segment_step import COPIES, segment_step
+from passes.prediction.utilisation import utilisation
+
+HOST = "waiting for the host"
+SLOWED = "slowed by communication"
+BUFFERS = "communication under way"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What runs a program.
+
+    Args:
+        overlap: how it overlaps communication with computation; None: it does not.
+        dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
+    """
+
+    overlap: Overlap | None = None
+    dispatch: str = "eager"
+
+
+TODAY = Runtime()
+FORECAST = Runtime(Overlap(), "compiled")
+
+
+def predict(
+    planning: PlanningProblem, choice: Sequence[int], runtime: Runtime = TODAY, *, record: bool = False
+) -> Prediction:
+    """Predicted step time, peak memory and their parts, per rank.
+
+    Args:
+        planning: the problem.
+        choice: one option per variable.
+        runtime: what runs the program; decides whether communication overlaps.
+        record: keep the timeline, for `Plan.trace`; takes longer.
+    """
+    device = planning.prices.cluster.device
+    times = simulate_streams(
+        segment_step(planning, choice, shares=not record),
+        runtime.overlap,
+        dispatch_s=device.dispatch(runtime.dispatch),
+        record=record,
+    )
+    memory = _memory_parts(planning, choice, times)
+    tokens = _tokens(planning)
+    mfu, hfu = utilisation(planning, choice).shares(times.total_s)
+    uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
+    return Prediction(
+        step_time_s=times.total_s,
+        peak_memory_bytes=sum(memory.values()),
+        breakdown=_breakdown(planning, times),
+        memory_breakdown=memory,
+        tokens_per_s=tokens / times.total_s if tokens and times.total_s > 0 else None,
+        mfu=mfu,
+        hfu=hfu,
+        overlaps=runtime.overlap is not None,
+        overlapped={axis: seconds for axis, seconds in times.overlapped_s.items() if seconds > 0},
+        step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
+        interval_coverage=None if uncertainty is None else uncertainty.coverage,
+        timeline=None if times.timeline is None else trace_of(times.timeline),
+    )
+
+
+def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
+    """Parts of the step: computation by phase, copies of reshards, communication that is waited for, the host."""
+    phases = {name: seconds for name, seconds in times.compute_s.items() if name != COPIES}
+    parts = {phase if phase in (PHASE, LABEL) else f"{phase} compute": seconds for phase, seconds in phases.items()}
+    parts[COPIES] = times.compute_s.get(COPIES, 0.0)
+    for axis in planning.space.mesh.axis_names:
+        parts[f"communication over {axis}"] = times.exposed_s.get(axis, 0.0)
+    extra = {SLOWED: times.slowdown_s, HOST: times.host_s}
+    return parts | {name: seconds for name, seconds in extra.items() if seconds > 0}
+
+
+def trace_of(line: Timeline) -> Trace:
+    """A simulated timeline as a plan carries it."""
+    spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
+    return Trace.of(line.processes, spans)
+
+
+def _memory_parts(planning: PlanningProblem, choice: Sequence[int], times: StreamTimes) -> dict[str, int]:
+    """Bytes in use at the peak by what they are; they sum to it."""
+    memory = exact_memory(planning, choice)
+    used = memory.used()
+    point = int(np.argmax(used))
+    parts = {name: int(size) for name, size in memory.at(point).items()}
+    parts["activations"] += int(used[point]) - sum(parts.values())  # what truncation left
+    return parts | ({BUFFERS: int(times.held_bytes)} if times.held_bytes > 0 else {})
+
+
+def _tokens(planning: PlanningProblem) -> int:
+    """Elements of the first integer input."""
+    for slot in planning.space.program.inputs_of(InputKind.INPUT):
+        (value,) = planning.space.sites[slot.node].results
+        if not value.dtype.is_floating_point and value.shape:
+            return math.prod(value.shape)
+    return 0

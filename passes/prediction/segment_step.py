@@ -1,0 +1,215 @@
+"""Write the program that a choice stands for as segments of computation and communication, for `cost_models.streams`.
+
+Operations are those of lowering: each call, and before it the reshards of its operands; what leaves the program is
+resharded as soon as it is computed. Segments are the parts of `step_layout`; parts that are equal share one object.
+
+* A reshard's collectives are communication on the stream of their axis's links ("network" where groups span nodes,
+  else "node"); its copies are computation behind them, or before them where the result leaves the program.
+* What is resharded of a parameter, or of what is computed from parameters alone, or of an input, is early: it needs
+  nothing of the step.
+* Copies to and from the host are computation: what follows waits for them, as `compile` runs them.
+* Collectives inside a call's rewrite come behind its computation, and what follows waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.ir.offload import LABEL
+from autoshard.ir.reshard import plan_reshard
+from autoshard.kernels.offload import TRANSFERS
+from cost_models.streams import Op, Segment
+from passes.planning.build_assignment import PlanningProblem
+from passes.prediction.step_layout import Part, StepLayout, step_layout
+from passes.strategies.enumerate_strategies import Link, Site
+from passes.strategies.price import local_bytes
+
+COPIES = "reshard copies"
+NETWORK, NODE = "network", "node"
+
+_LinkKey = tuple[int, int, int, int]
+
+
+class _Sent(NamedTuple):
+    """A collective: its mesh axis, stream and seconds."""
+
+    name: str
+    axis: str
+    stream: str
+    seconds: float
+
+
+class _Reshard(NamedTuple):
+    """A reshard: its collectives in order, seconds of copies, and bytes before and after on each rank."""
+
+    sent: tuple[_Sent, ...]
+    copied_s: float
+    steps: int
+    bytes_before: int
+    bytes_after: int
+
+
+_NOTHING = _Reshard((), 0.0, 0, 0, 0)
+
+
+class _Call(NamedTuple):
+    """A call: seconds of its computation, and the collectives inside it."""
+
+    seconds: float
+    sent: tuple[_Sent, ...]
+
+
+@dataclass(slots=True)
+class _Costs:
+    """What the calls and reshards of a choice cost; alike ones are priced once."""
+
+    planning: PlanningProblem
+    choice: Sequence[int]
+    layout: StepLayout
+    reshards: dict[_LinkKey, _Reshard] = field(default_factory=dict)
+
+    def call(self, name: str) -> _Call:
+        """The cost of a call, found once for each option of its variable and kept with the problem."""
+        number = self.planning.classes[name]
+        known: dict[tuple[int, int, int], _Call] = self.planning.derived.setdefault("calls", {})
+        key = (self.planning.space.sites[name].call, number, self.choice[number])
+        if key not in known:
+            known[key] = self._price_call(name)
+        return known[key]
+
+    def _price_call(self, name: str) -> _Call:
+        site, strategy = self.planning.space.sites[name], self.planning.strategy(name, self.choice)
+        prices = self.planning.prices
+        sent = tuple(
+            _Sent(f"all_reduce in {name}", axis, self._stream(axis), seconds)
+            for axis, seconds in prices.collectives_inside(site, strategy)
+        )
+        whole = prices.call_time(site, strategy)
+        return _Call(max(0.0, whole - sum(item.seconds for item in sent)), sent)
+
+    def reshard(self, link: Link) -> _Reshard:
+        key = self.planning.link_key(link)
+        if key not in self.reshards:
+            self.reshards[key] = self._price(link)
+        return self.reshards[key]
+
+    def _price(self, link: Link) -> _Reshard:
+        space, price = self.planning.space, self.planning.prices.step_price
+        value = space.sites[link.tail].results[link.result]
+        source = self.planning.strategy(link.tail, self.choice).outputs[link.result]
+        head = self.planning.strategy(link.head, self.choice)
+        target = head.inputs[link.operand] if link.operand >= 0 else head.outputs[0]
+        if source == target:
+            return _NOTHING
+        steps = plan_reshard(source, target, value.shape, space.mesh, itemsize=value.itemsize, cost=price)
+        times = [price.parts(step) for step in steps]
+        sent = tuple(
+            _Sent(f"{step.kind.value} {link.tail} over {step.axis}", step.axis, self._stream(step.axis), seconds)
+            for step, (seconds, _) in zip(steps, times, strict=True)
+            if seconds > 0
+        )
+        sizes = (local_bytes(value, spec, space.mesh) for spec in (source, target))
+        return _Reshard(sent, sum(copied for _, copied in times), len(steps), *sizes)
+
+    def _stream(self, axis: str) -> str:
+        group = self.planning.prices.cluster.group_links(dict(self.planning.space.mesh.axes), (axis,))
+        return NETWORK if group.nodes > 1 else NODE
+
+
+@dataclass(slots=True)
+class _Writing:
+    """One segment in the making; `made` says behind which operation each site's value is there."""
+
+    costs: _Costs
+    part: Part
+    ops: list[Op] = field(default_factory=list)
+    made: dict[str, int] = field(default_factory=dict)
+
+    def segment(self) -> Segment:
+        for name in self.part.sites:
+            self._write_call(self.costs.planning.space.sites[name])
+            for link in self.costs.layout.leaving.get(name, ()):
+                self._write_leaving(link)
+        return Segment(self.part.name, tuple(self.ops))
+
+    def _write_call(self, site: Site) -> None:
+        links = self.costs.layout.incoming.get(site.name, ())
+        for link in links:
+            self._write_reshard(link)
+        behind = [self.made[link.tail] for link in links if link.tail in self.made]
+        call = self.costs.call(site.name)
+        if call.seconds > 0:
+            self._add(Op(site.name, _label(site), call.seconds))
+            behind.append(len(self.ops) - 1)
+        if call.sent:
+            last = self._write_chain(call.sent, tuple(behind[-1:]))
+            self._add(Op(site.name, site.phase, 0.0, needs=(last,), launches=0))
+            behind.append(len(self.ops) - 1)
+        if behind:
+            self.made[site.name] = max(behind)
+
+    def _write_reshard(self, link: Link) -> None:
+        """The reshard of an operand: its collectives, then its copies, which wait for them."""
+        reshard = self.costs.reshard(link)
+        if not reshard.steps:
+            return
+        needs: tuple[int, ...] = ()
+        if reshard.sent:
+            early = link.tail in self.costs.layout.free
+            behind = (self.made[link.tail],) if link.tail in self.made and not early else ()
+            needs = (self._write_chain(reshard.sent, behind, early=early, held=reshard.bytes_after if early else 0),)
+        self._write_copy(link, reshard, needs)
+
+    def _write_leaving(self, link: Link) -> None:
+        """What leaves the program is copied, then sent; nothing waits for it but the end of the step."""
+        reshard = self.costs.reshard(link)
+        if not reshard.steps:
+            return
+        if reshard.copied_s > 0:
+            self._write_copy(link, reshard, ())
+        if reshard.sent:
+            behind = len(self.ops) - 1 if reshard.copied_s > 0 else self.made.get(link.tail, -1)
+            self._write_chain(reshard.sent, (behind,) if behind >= 0 else (), held=reshard.bytes_before)
+
+    def _write_copy(self, link: Link, reshard: _Reshard, needs: tuple[int, ...]) -> None:
+        self._add(Op(f"copy {link.tail}", COPIES, reshard.copied_s, needs=needs, launches=reshard.steps))
+
+    def _write_chain(self, sent: Sequence[_Sent], needs: tuple[int, ...], *, early: bool = False, held: int = 0) -> int:
+        """Collectives one after the other; the index of the last."""
+        for item in sent:
+            size = float(held) if item is sent[-1] else 0.0
+            self._add(Op(item.name, item.axis, item.seconds, item.stream, needs, early, size))
+            needs = (len(self.ops) - 1,)
+        return len(self.ops) - 1
+
+    def _add(self, op: Op) -> None:
+        self.ops.append(op)
+
+
+def _label(site: Site) -> str:
+    """What the time of a call counts as."""
+    return LABEL if site.node is not None and site.node.target in TRANSFERS else site.phase
+
+
+def segment_step(planning: PlanningProblem, choice: Sequence[int], *, shares: bool = True) -> list[Segment]:
+    """The segments of a choice's step, in order; blocks that the program leaves out run as the one behind them does.
+
+    Args:
+        planning: the problem.
+        choice: one option per variable.
+        shares: equal parts share one segment, under the first one's names; else each has its own.
+    """
+    layout = step_layout(planning)
+    costs, options = _Costs(planning, choice, layout), np.asarray(choice, dtype=np.int64)
+    made: dict[tuple[int, bytes], Segment] = {}
+    segments = []
+    for part in layout.parts:
+        key = (part.structure, options[part.slots].tobytes()) if shares else (id(part), b"")
+        if key not in made:
+            made[key] = _Writing(costs, part).segment()
+        segments.append(made[key])
+    return segments

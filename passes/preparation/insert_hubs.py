@@ -1,0 +1,88 @@
+"""Give every value with several users a hub: a place where it is resharded once for all of them.
+
+Before → after: a value `x` with at least two uses gets `h = hub(x)` before its first use in the forward, which all
+forward users read, and, where several backward nodes use it, `g = hub(h)` before the first of these. A hub is an
+identity whose strategies are all specs. The planner may then place one reshard on the edge into the hub, shared by
+all users, and private ones behind it. Problems become pairwise: a cost never depends on more than two nodes.
+
+An optimizer's update reads a parameter where it lies, not by way of the hub, so that nothing is kept for it. A gradient
+that it reads gets a hub of its own at once, in the backward: what is reduced there is not held in full until the
+update, and where micro-batches add up it is what they add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+from torch import fx
+
+from autoshard.ir.program import Program
+from autoshard.rules.hub import hub
+from passes.preparation.rewriting import copy_program, insert_call
+
+_GRADIENT = "gradient"
+
+
+def is_gradient_hub(node: fx.Node | None) -> bool:
+    """Whether a node is the hub by way of which an optimizer's update reads a gradient."""
+    return node is not None and _GRADIENT in node.meta
+
+
+@dataclass(frozen=True, slots=True)
+class InsertHubs:
+    """See the module's docstring."""
+
+    def __call__(self, program: Program) -> Program:
+        """The program with hubs, over a graph of its own."""
+        program = copy_program(program)
+        order = {node: index for index, node in enumerate(program.graph.nodes)}
+        results = {slot.node for slot in program.outputs}
+        for node in order:
+            if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].ndim > 0:
+                _insert(program.graph, node, order, is_result=node.name in results)
+        program.graph_module.recompile()
+        return program
+
+
+def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_result: bool) -> None:
+    users = sorted((user for user in node.users if user.op == "call_function"), key=order.__getitem__)
+    late = [user for user in users if user.meta["phase"] == "update"]
+    if late and node.meta["phase"] == "backward":
+        _gradient_hub(graph, node, late)
+    users = [user for user in users if user not in late]
+    if len(users) + is_result < 2:
+        return
+    forward = [user for user in users if user.meta["phase"] == "forward"]
+    backward = [user for user in users if user.meta["phase"] == "backward"]
+    if forward:
+        node = _hub(graph, node, users)
+    if len(backward) >= 2:
+        _hub(graph, node, backward)
+
+
+def _gradient_hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
+    """A hub of a gradient as soon as it is computed, for the update."""
+    with graph.inserting_after(node):
+        inserted = insert_call(graph, hub, (node,), like=node)
+    inserted.meta[_GRADIENT] = True
+    for user in users:
+        user.replace_input_with(node, inserted)
+
+
+def _hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
+    """A hub of `node` before the first of `users`, which all read it from now on."""
+    with graph.inserting_before(users[0]):
+        inserted = insert_call(graph, hub, (node,), like=users[0])
+    inserted.meta["module"] = _common_module(users)
+    for user in users:
+        user.replace_input_with(node, inserted)
+    return inserted
+
+
+def _common_module(users: Sequence[fx.Node]) -> str:
+    """The innermost module that all users are in: a table that all layers read is not of the first layer."""
+    levels = zip(*(user.meta.get("module", "").split(".") for user in users), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

@@ -1,0 +1,1 @@
+"""What a plan is asked: explain, why_not, limits."""

@@ -1,0 +1,170 @@
+"""What a plan would cost if it did something else, or had more of something: `plan.why_not` and `plan.limits`.
+
+Both search again. `why_not` gives each axis of the mesh the role that was asked for (`roles`), all else free; `limits`
+plans for a tenth more memory, or for hardware of which one part is a tenth faster. So each figure is that of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from autoshard.errors import DoesNotFitError, InvalidSpecError
+from autoshard.ir.explanation import Limits, Outcome, Variant, WhyNot
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster, NodeType
+from cost_models.topology import Link
+from passes.pipeline import PlanOptions, planning_problem, solve
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.constraints import allowed_options
+from passes.prediction.predict import predict
+from passes.questions.roles import ROLES, restrict, role_of
+
+MORE = 1.1
+"""How much more of each resource `limits` tries."""
+
+_MORE = f"{MORE - 1:.0%}".replace("%", " %")
+
+MORE_MEMORY, TWICE, UNLIMITED = f"{_MORE} more memory", "twice the memory", "memory without limit"
+
+
+def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Outcome:
+    """What the best plan within some options costs."""
+    if not all(mask.any() for mask in allowed.values()):
+        return Outcome(fits=False)
+    try:
+        found = solve(planning, options, allowed)
+    except DoesNotFitError as error:
+        return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
+    predicted = predict(found.planning, found.solution.choice, options.runtime)
+    return Outcome(
+        fits=True,
+        objective=found.solution.cost,
+        lower_bound=found.solution.lower_bound,
+        step_time_s=predicted.step_time_s,
+        peak_memory_bytes=predicted.peak_memory_bytes,
+        breakdown=predicted.breakdown,
+    )
+
+
+def outcome_of(plan: Plan) -> Outcome:
+    """What a plan costs itself."""
+    return Outcome(
+        fits=True,
+        objective=plan.objective,
+        lower_bound=plan.lower_bound,
+        step_time_s=plan.predicted.step_time_s,
+        peak_memory_bytes=plan.predicted.peak_memory_bytes,
+        breakdown=plan.predicted.breakdown,
+    )
+
+
+def cheapest_first(item: Outcome) -> tuple[bool, float]:
+    """A key to sort outcomes by: those that fit by their objective, then the others by the memory that they need."""
+    return not item.fits, item.objective if item.objective is not None else float(item.smallest_bytes or 0)
+
+
+def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature: str) -> WhyNot:
+    """See `Plan.why_not`.
+
+    Raises:
+        InvalidSpecError: no such feature.
+    """
+    if feature not in ROLES:
+        raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(ROLES)}.")
+    axes = [axis for axis, size in planning.space.mesh.axes if size > 1]
+    used = [axis for axis in axes if role_of(planning, _specs_of(plan), axis) == feature]
+    allowed = allowed_options(planning, options.constraints)
+    variants = []
+    for axis in axes:
+        masks = None if axis in used else restrict(planning, ROLES[feature], axis)
+        if masks is not None:
+            both = {**allowed, **{key: mask & allowed.get(key, mask) for key, mask in masks.items()}}
+            found = outcome(planning, replace(options, with_baselines=False), both)
+            variants.append(_named(found, f"{feature} over {axis}"))
+    return WhyNot(
+        feature=feature,
+        used=f"over {', '.join(used)}" if used else "",
+        chosen=outcome_of(plan),
+        variants=tuple(sorted(variants, key=cheapest_first)),
+        memory_budget=plan.memory_budget,
+    )
+
+
+def limits(program: Program, planning: PlanningProblem, options: PlanOptions, plan: Plan) -> Limits:
+    """See `Plan.limits`; `program` is as traced."""
+    cluster = planning.prices.cluster
+    allowed = allowed_options(planning, options.constraints)
+    chosen, variants, worth = outcome_of(plan), [], None
+    if options.memory_budget is not None:
+        for name, budget in ((MORE_MEMORY, options.memory_budget * MORE), (UNLIMITED, None)):
+            variants.append(_named(outcome(planning, replace(options, memory_budget=budget), allowed), name))
+        worth = memory_worth(chosen, variants[0], options.memory_budget)
+    for name, change in FASTER.items():
+        faster = change(cluster)
+        if faster is not None:
+            other = planning_problem(program, planning.space.mesh, faster, options)
+            variants.append(_named(outcome(other, options, allowed), name))
+    return Limits(chosen, tuple(variants), plan.memory_budget, worth)
+
+
+def memory_worth(chosen: Outcome, more: Outcome, memory_budget: float) -> float:
+    """What a byte more is worth, seconds of a step, in the mean of a tenth `more` memory."""
+    assert chosen.objective is not None, "a plan has an objective"
+    assert more.objective is not None, "what fits in less fits in more"
+    return max(0.0, chosen.objective - more.objective) / ((MORE - 1) * memory_budget)
+
+
+def _named(found: Outcome, name: str) -> Variant:
+    return Variant(name, **{item.name: getattr(found, item.name) for item in fields(found)})
+
+
+def _specs_of(plan: Plan) -> Callable[[str], tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]]:
+    return lambda name: (plan.nodes[name].inputs, plan.nodes[name].outputs)
+
+
+def _faster_products(cluster: Cluster) -> Cluster:
+    peaks = {dtype: MORE * peak for dtype, peak in cluster.device.peak_flops.items()}
+    return _with_node(cluster, cluster.node.with_device(replace(cluster.device, peak_flops=peaks)))
+
+
+def _faster_memory(cluster: Cluster) -> Cluster:
+    unit = cluster.device
+    curves = {name: tuple((size, MORE * rate) for size, rate in curve) for name, curve in unit.throughput.items()}
+    bandwidth = MORE * unit.memory_bandwidth_bytes_per_s
+    faster = replace(unit, memory_bandwidth_bytes_per_s=bandwidth, throughput=curves)
+    return _with_node(cluster, cluster.node.with_device(faster))
+
+
+def _faster_fabric(cluster: Cluster) -> Cluster | None:
+    if cluster.devices_per_node == 1:
+        return None
+    return _with_node(cluster, replace(cluster.node, intra=_faster(cluster.node.intra)))
+
+
+def _faster_network(cluster: Cluster) -> Cluster | None:
+    if cluster.nodes == 1 or cluster.node.inter is None:
+        return None
+    return _with_node(cluster, replace(cluster.node, inter=_faster(cluster.node.inter)))
+
+
+def _faster(link: Link) -> Link:
+    measured = tuple(replace(item, bandwidth_bytes_per_s=MORE * item.bandwidth_bytes_per_s) for item in link.measured)
+    return replace(link.scaled(MORE), measured=measured)
+
+
+def _with_node(cluster: Cluster, node: NodeType) -> Cluster:
+    return Cluster(node, cluster.nodes, cluster.devices_per_node)
+
+
+FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {
+    f"{_MORE} faster matrix products": _faster_products,
+    f"{_MORE} faster device memory": _faster_memory,
+    f"{_MORE} faster links in a node": _faster_fabric,
+    f"{_MORE} faster network": _faster_network,
+}
+"""Hardware of which one part is faster; None where it has no such part."""

@@ -1,0 +1,1 @@
+"""Recipes: priced, bounded, searched and explained."""

@@ -1,0 +1,128 @@
+"""The stages of a recipe's pipeline: which blocks each has, on which rank it is, and how its schedule runs them.
+
+The first stage also has what comes before the blocks, the last what comes after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import Recipe
+from cost_models.errors import CostArgumentError
+from cost_models.schedule_orders import stage_ranks
+from cost_models.schedule_times import pipeline_times
+from cost_models.stages import Pipeline, StageTimes
+from passes.recipes.fold_program import AFTER, BEFORE
+
+_SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage: how often it has each section."""
+
+    sections: tuple[tuple[str, int], ...]
+
+
+def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages of a model's blocks, in order; the ends go with the first and the last."""
+    counts = _block_counts(len(blocks), recipe)
+    stages, start = [], 0
+    for index, count in enumerate(counts):
+        names = list(blocks[start : start + count])
+        start += count
+        names = [BEFORE] * (index == 0) + names + [AFTER] * (index == len(counts) - 1)
+        stages.append(Stage(tuple((name, names.count(name)) for name in dict.fromkeys(names))))
+    return tuple(stages)
+
+
+def _block_counts(blocks: int, recipe: Recipe) -> tuple[int, ...]:
+    """Blocks on each stage."""
+    if recipe.stage_blocks is not None:
+        if sum(recipe.stage_blocks) != blocks:
+            found = sum(recipe.stage_blocks)
+            raise RecipeError(
+                f"stage_blocks={recipe.stage_blocks!r} shares out {found} blocks; the model has {blocks}."
+            )
+        return tuple(recipe.stage_blocks)
+    stages = recipe.stages
+    if stages == 1:
+        return (blocks,)
+    if blocks + 2 * recipe.split_ends < stages:
+        raise RecipeError(
+            f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
+            f"{blocks} blocks."
+        )
+    return even_blocks(blocks, stages, split_ends=recipe.split_ends)
+
+
+def even_blocks(blocks: int, stages: int, *, split_ends: bool) -> tuple[int, ...]:
+    """Blocks on each of several stages, as even as can be; with `split_ends` the ends count as blocks.
+
+    Example:
+        >>> even_blocks(10, 4, split_ends=False), even_blocks(10, 4, split_ends=True)
+        ((2, 3, 3, 2), (2, 3, 3, 2))
+    """
+    slots = blocks + 2 * split_ends
+    bounds = [round(index * slots / stages) for index in range(stages + 1)]
+    counts = [after - before for before, after in pairwise(bounds)]
+    if split_ends:
+        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    return tuple(counts)
+
+
+def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int]]:
+    """By pipeline rank, how often it has each section, as its schedule lays the stages out."""
+    held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]
+    owners = stage_ranks(schedule_name(recipe), recipe.pipeline, recipe.virtual_stages)
+    for stage, owner in zip(stages, owners, strict=True):
+        for name, count in stage.sections:
+            held[owner][name] = held[owner].get(name, 0) + count
+    return held
+
+
+def schedule_name(recipe: Recipe) -> str:
+    """The name of a recipe's schedule in `cost_models.schedule_orders`."""
+    return name_of_schedule(recipe.schedule, recipe.virtual_stages)
+
+
+def name_of_schedule(schedule: str | None, virtual_stages: int) -> str:
+    """The name there of what recipes call `schedule`."""
+    name = _SCHEDULES[schedule or "1f1b"]
+    return "Interleaved1F1B" if name == "1F1B" and virtual_stages > 1 else name
+
+
+def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, float, tuple[float, ...]]:
+    """Seconds of the pipeline, of its bubble, and micro-batches in flight on each rank.
+
+    Raises:
+        RecipeError: the schedule does not take so many micro-batches or virtual stages.
+    """
+    if recipe.pipeline == 1:
+        (only,) = stages
+        return recipe.micro_batches * (only.forward_s + only.backward_s), 0.0, (1.0,)
+    try:
+        return _run_pipeline(
+            Pipeline(
+                schedule_name(recipe),
+                tuple(stages),
+                recipe.micro_batches,
+                recipe.virtual_stages,
+                overlap_sends=recipe.overlap_pipeline,
+            )
+        )
+    except CostArgumentError as error:
+        raise RecipeError(f"pipeline={recipe.pipeline}, virtual_stages={recipe.virtual_stages}: {error}") from error
+
+
+@lru_cache(maxsize=4096)
+def _run_pipeline(pipeline: Pipeline) -> tuple[float, float, tuple[float, ...]]:
+    times = pipeline_times(pipeline)
+    return times.total_s, times.bubble_s, tuple(held / pipeline.virtual_stages for held in times.in_flight)

@@ -1,0 +1,114 @@
+"""What a pipeline rank does once per step: gradients are reduced, parameters updated, and gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.ir.recipe import Recipe
+from cost_models.collectives import all_gather_time, all_reduce_time, broadcast_time, reduce_scatter_time
+from cost_models.compute import memory_time
+from cost_models.hardware import Cluster
+from cost_models.step import StepModel
+from passes.recipes.recipe_groups import Groups, in_pieces, slowdown
+
+GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What a pipeline rank has: elements of parameters and how many tensors, and seconds of each micro-batch."""
+
+    dense: float
+    expert: float
+    tensors: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndWork:
+    """Seconds of what a pipeline rank does once per step, each alone."""
+
+    reduce_s: float
+    gather_s: float
+    update_s: float
+
+
+def end_work(
+    dense: float, expert: float, tensors: int, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+) -> EndWork:
+    """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `RankLoad`."""
+    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, cluster, model)
+    if recipe.whole_tensors:
+        gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
+    shards = groups.zero.size if recipe.zero else 1
+    elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
+    update_s = memory_time(elements * update_bytes(recipe), cluster.device) * model.memory_slowdown
+    return EndWork(reduce_s, gather_s, update_s)
+
+
+def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel) -> dict[str, float]:
+    """What a pipeline rank waits for once per step: its ends, beside its last backward and its first forward."""
+    work = end_work(load.dense, load.expert, load.tensors, recipe, groups, cluster, model)
+    reduce_s, gather_s = work.reduce_s, work.gather_s
+    if recipe.overlap_gradients:
+        reduce_s = model.beside(load.backward_s, reduce_s) - load.backward_s
+    if recipe.overlap_parameters:
+        gather_s = model.beside(load.forward_s, gather_s) - load.forward_s
+    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": work.update_s}
+
+
+def exchange_times(
+    dense: float, expert: float, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+) -> tuple[float, float]:
+    """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements.
+
+    What each micro-batch did (`price_recipe.sharded_time`) is not done again.
+    """
+    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
+    reduce_s = gather_s = 0.0
+    if recipe.zero in (1, 2):
+        gather_s = in_pieces(all_gather_time, dense * 2, groups.zero, recipe, cluster, model)
+        if expert:
+            gather_s += in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
+    if recipe.reduces_each:
+        return reduce_s, gather_s
+    if recipe.zero and groups.zero.size == groups.replicas.size and not recipe.whole_tensors:
+        reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
+    else:
+        reduce_s = in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, cluster, model)
+    if expert:
+        exchange = reduce_scatter_time if recipe.zero else all_reduce_time
+        reduce_s += in_pieces(exchange, expert * gradient, groups.expert_replicas, recipe, cluster, model)
+    return reduce_s, gather_s
+
+
+def broadcasts_time(elements: float, tensors: int, recipe: Recipe, groups: Groups, model: StepModel) -> float:
+    """Seconds in which every rank broadcasts the parameters that it updated: one message a rank, of whole tensors.
+
+    Where there are more ranks than tensors, as many messages as tensors. Each passes the whole ring before the next one
+    starts, so latency grows with ranks times messages.
+    """
+    group = groups.zero
+    count = max(1, min(tensors, group.size))
+    each = broadcast_time(WEIGHT_BYTES[recipe.precision] * elements / count, group)
+    return count * each * slowdown(group, model)
+
+
+_STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+
+
+def update_bytes(recipe: Recipe) -> float:
+    """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read, the
+    parameter written."""
+    state = 8 * _STATE_PASSES[recipe.optimizer]
+    master = 8 if recipe.master_weights else 2
+    clipping = GRADIENT_BYTES[recipe.gradient_dtype]
+    once = state + master + GRADIENT_BYTES[recipe.gradient_dtype] + 2
+    return (once if recipe.fused else UNFUSED_UPDATE * once) + clipping
+
+
+UNFUSED_UPDATE = 3
+"""How often an optimizer that runs operator by operator moves what a fused one moves once: AdamW's decay, two moments,
+denominator and update are about 90 bytes an element in place of 30 (torch.optim, for-each implementation)."""

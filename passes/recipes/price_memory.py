@@ -1,0 +1,132 @@
+"""Peak memory of a rank under a recipe: what lies there all the time, and what a step adds.
+
+* Parameters, gradients and optimizer state, each sharded as the ZeRO stage says. Under ZeRO-3 the shard is the master
+  weight; two blocks' weights are gathered at a time.
+* Activations: what each micro-batch in flight keeps for its backward. With full recomputation that is what enters each
+  block, and once what a block keeps while its backward runs; with selective, all but the core (attention's, or the
+  modules that it names).
+* What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
+* Workspace: the largest value that is made beside what is kept, twice (a value and its gradient), and the buffers of
+  collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.ir.recipe import Recipe
+from cost_models.memory import MOMENTS, communicator_bytes, context_bytes
+from passes.recipes.fold_program import AFTER, BEFORE
+from passes.recipes.pipeline_stages import Stage, rank_sections
+from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
+from passes.recipes.price_sections import SectionPrice, SectionSizes
+from passes.recipes.recipe_groups import Groups
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrice:
+    """Bytes of the fullest rank, by what they are; `total` is their sum."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.parts.values())
+
+
+def memory_price(
+    sections: Mapping[str, SectionPrice],
+    stages: Sequence[Stage],
+    recipe: Recipe,
+    groups: Groups,
+    in_flight: Sequence[float],
+) -> MemoryPrice:
+    """The memory of the fullest pipeline rank.
+
+    Args:
+        sections: price of each section.
+        stages: how often each stage has each section.
+        recipe: what is kept, sharded and computed again.
+        groups: how many ranks share.
+        in_flight: by pipeline rank, micro-batches that each of its stages holds at its peak.
+    """
+    fullest: dict[tuple[tuple[str, int], ...], float] = {}
+    for counts, held in zip(rank_sections(stages, recipe), in_flight, strict=True):
+        kind = tuple(counts.items())
+        fullest[kind] = max(held, fullest.get(kind, held))
+    ranks = [_rank_memory(sections, dict(kind), recipe, groups, held) for kind, held in fullest.items()]
+    return max(ranks, key=lambda memory: memory.total)
+
+
+def _rank_memory(
+    sections: Mapping[str, SectionPrice],
+    counts: Mapping[str, int],
+    recipe: Recipe,
+    groups: Groups,
+    in_flight: float,
+) -> MemoryPrice:
+    dense = sum(sections[name].parameters * count for name, count in counts.items())
+    expert = sum(sections[name].expert_parameters * count for name, count in counts.items())
+    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
+    for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size)):
+        for name, size in state_bytes(elements, shards, recipe).items():
+            parts[name] += size
+    blocks = [sections[name] for name in counts if name not in (BEFORE, AFTER)]
+    if recipe.zero == 3:
+        parts["gathered parameters"] = 2.0 * max(
+            (WEIGHT_BYTES[recipe.precision] * (b.parameters + b.expert_parameters) for b in blocks), default=0
+        )
+    parts["activations"] = in_flight * sum(
+        kept_bytes(sections[name], name, recipe) * count for name, count in counts.items()
+    )
+    if recipe.recompute == "full":
+        parts["recomputed activations"] = max((block.saved_bytes for block in blocks), default=0)
+    elif recipe.recompute == "selective":
+        parts["recomputed activations"] = max((block.core_bytes for block in blocks), default=0)
+    parts["workspace"] = 2.0 * max(sections[name].largest_bytes for name in counts)
+    update = _update_bytes(dense, groups.zero.size, recipe) + _update_bytes(expert, groups.expert_replicas.size, recipe)
+    passing = ("activations", "recomputed activations", "gathered parameters", "workspace")
+    if update > sum(parts.get(name, 0.0) for name in passing):
+        parts = {name: size for name, size in parts.items() if name not in passing} | {"update": update}
+    return MemoryPrice({name: int(size) for name, size in parts.items() if size})
+
+
+def beside_tensors(recipe: Recipe) -> dict[str, int]:
+    """Bytes that a device holds beside PyTorch's tensors, as the driver counts them (nvidia-smi).
+
+    NCCL's buffers, of one communicator for all ranks and one for each group that the recipe has; the CUDA context.
+    """
+    sizes = (recipe.devices, recipe.tensor, recipe.context, recipe.replicas, recipe.expert, recipe.pipeline)
+    communicators = sum(size > 1 for size in sizes)
+    return {"communicators": communicator_bytes(communicators), "context": context_bytes()}
+
+
+def state_bytes(elements: float, shards: int, recipe: Recipe) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
+    weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.gradient_dtype]
+    extra = 2 if recipe.separate_sum and gradient > 2 else 0
+    state = 4 * MOMENTS[recipe.optimizer] + (4 if recipe.master_weights and recipe.zero < 3 else 0)
+    if recipe.zero == 3:
+        weight = 4 if recipe.master_weights else weight
+    on_device = {"none": 1.0, "optimizer": 0.0, "parameters": 0.0}[recipe.offload]
+    return {
+        "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
+        "gradients": elements * (gradient + extra) / (shards if recipe.zero >= 2 else 1),
+        "optimizer state": on_device * elements * state / (shards if recipe.zero >= 1 else 1),
+    }
+
+
+def _update_bytes(elements: float, shards: int, recipe: Recipe) -> float:
+    """Bytes of the float32 copy of gradients that master weights are updated with."""
+    if not recipe.master_weights or recipe.gradient_dtype == "f32":
+        return 0.0
+    return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
+
+
+def kept_bytes(price: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes that a micro-batch keeps of a section."""
+    if name in (BEFORE, AFTER) or recipe.recompute == "none":
+        return price.saved_bytes
+    return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

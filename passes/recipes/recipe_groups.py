@@ -1,0 +1,133 @@
+"""The groups of ranks of a recipe's axes, and how long collectives take on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import Recipe
+from cost_models.collectives import (
+    all_gather_time,
+    all_reduce_time,
+    all_to_all_time,
+    dispatch_time,
+    reduce_scatter_time,
+)
+from cost_models.compute import memory_time
+from cost_models.hardware import Cluster
+from cost_models.step import StepModel
+from cost_models.topology import GroupLinks
+from passes.recipes.price_sections import EXPERT, Traffic
+from passes.recipes.propagate_axis import MoveKind
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The links of the recipe's groups.
+
+    Args:
+        tensor, context, expert: of these axes; replicas: of data x context; `zero`: over which ZeRO shards; `outer`: of
+            the replicas of such a group; expert_replicas: of ranks that hold the same experts; neighbours: of two
+            stages that follow each other.
+    """
+
+    tensor: GroupLinks
+    context: GroupLinks
+    expert: GroupLinks
+    replicas: GroupLinks
+    zero: GroupLinks
+    outer: GroupLinks
+    expert_replicas: GroupLinks
+    neighbours: GroupLinks
+
+    def of(self, axis: str) -> GroupLinks:
+        """The group of a layout's axis."""
+        return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
+
+
+def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
+    """The groups of a recipe on a cluster. Raises RecipeError if it needs another number of devices."""
+    if recipe.devices != cluster.size:
+        raise RecipeError(
+            f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
+            f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}."
+        )
+    replicas = recipe.replicas
+    shards = recipe.zero_group or replicas
+
+    def along(inner: int, size: int) -> GroupLinks:
+        """A group of `size` ranks, `inner` apart."""
+        shape = {"outer": cluster.size // (inner * size), "group": size, "inner": inner}
+        return cluster.group_links(shape, ("group",))
+
+    tensor = recipe.tensor
+    return Groups(
+        tensor=along(1, tensor),
+        context=along(tensor, recipe.context),
+        expert=along(recipe.expert_tensor, recipe.expert),
+        replicas=along(tensor, replicas),
+        zero=along(tensor, shards),
+        outer=along(tensor * shards, replicas // shards),
+        expert_replicas=along(recipe.expert_tensor * recipe.expert, recipe.expert_ranks // recipe.expert),
+        neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
+    )
+
+
+def traffic_time(item: Traffic, recipe: Recipe, groups: Groups, model: StepModel) -> float:
+    """Seconds of a collective."""
+    group = groups.of(item.axis)
+    is_merged = recipe.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
+    return _move_time(item.kind, item.bytes, item.copies if is_merged else None, group) * slowdown(group, model)
+
+
+_MOVES = {
+    MoveKind.GATHER: all_gather_time, MoveKind.SCATTER: reduce_scatter_time, MoveKind.REDUCE: all_reduce_time,
+    MoveKind.EXCHANGE: all_to_all_time,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=2**16)
+def _move_time(kind: MoveKind, size: int, copies: float | None, group: GroupLinks) -> float:
+    """Seconds of moving so many bytes, alone; `copies` of each token where those are merged."""
+    return _MOVES[kind](size, group) if copies is None else dispatch_time(size, copies, group)
+
+
+def sorting_time(item: Traffic, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
+    """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
+    if item.axis != EXPERT or recipe.merged_dispatch:
+        return 0.0
+    return memory_time(2 * item.bytes, cluster.device) * model.memory_slowdown
+
+
+def slowdown(group: GroupLinks, model: StepModel) -> float:
+    """The step model's factor on collectives of a group."""
+    return model.network_slowdown if group.inter is not None else model.fabric_slowdown
+
+
+_LISTING_OPERATORS = 2
+"""What the host issues for each rank of a collective that takes a list of tensors: a view, and a copy."""
+
+
+def pieces(total_bytes: float, recipe: Recipe) -> int:
+    """In how many collectives so many bytes are exchanged."""
+    return max(1, round(total_bytes / recipe.bucket_bytes))
+
+
+def in_pieces(
+    exchange: Callable[[float, GroupLinks], float],
+    total_bytes: float,
+    group: GroupLinks,
+    recipe: Recipe,
+    cluster: Cluster,
+    model: StepModel,
+    *,
+    count: int | None = None,
+) -> float:
+    """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
+    count = pieces(total_bytes, recipe) if count is None else count
+    listing_s = 0.0
+    if recipe.listed_collectives and group.size > 1:
+        listing_s = group.size * _LISTING_OPERATORS * cluster.device.dispatch("eager")
+    return count * (exchange(total_bytes / count, group) * slowdown(group, model) + listing_s)

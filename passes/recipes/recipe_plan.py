@@ -1,0 +1,130 @@
+"""The plan of a recipe: specs of the program on the mesh of the recipe, and what the cost models say of the step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import ParameterPlan, Plan, Prediction
+from autoshard.ir.program import InputKind, OutputKind, describe
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster
+from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
+from cost_models.step import StepModel, fitted
+from passes.recipes.combine_layouts import combined
+from passes.recipes.pipeline_stages import share_out
+from passes.recipes.price_ends import WEIGHT_BYTES
+from passes.recipes.price_memory import memory_price
+from passes.recipes.price_model import CountedModel, PricedModel, RecipeKind
+from passes.recipes.price_recipe import model_flops, step_price
+from passes.recipes.propagate_axis import AxisLayout
+from passes.recipes.recipe_groups import recipe_groups
+
+
+def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None) -> Plan:
+    """The plan of a recipe.
+
+    Args:
+        priced: the traced model.
+        recipe: the recipe.
+        cluster: as large as the recipe needs.
+        model: of the step; default: the fitted one.
+
+    Raises:
+        RecipeError: see `autoshard.price`.
+    """
+    start = time.monotonic()
+    prediction = predict_recipe(priced.counted, recipe, cluster, model)
+    kind = RecipeKind.of(recipe)
+    mesh = recipe_mesh(recipe)
+    layouts = priced.layouts(kind)
+    program = priced.folded.single
+    return Plan(
+        mesh=mesh,
+        program_digest=priced.digest,
+        inputs={
+            slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)
+        },
+        nodes=priced.node_plans(kind),
+        outputs={f"output {slot.name}": PartitionSpec() for slot in program.outputs_of(OutputKind.OUTPUT)},
+        parameters=_parameter_plans(priced, layouts, recipe, mesh),
+        predicted=prediction,
+        objective=prediction.step_time_s,
+        lower_bound=None,
+        search_time_s=time.monotonic() - start,
+        hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
+        recipe=recipe,
+    )
+
+
+def predict_recipe(
+    priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None
+) -> Prediction:
+    """What a step takes under a recipe. See `recipe_plan`."""
+    model = fitted() if model is None else model
+    groups = recipe_groups(recipe, cluster)
+    stages = share_out(priced.blocks, recipe)
+    sections = priced.section_prices(recipe, cluster)
+    step = step_price(sections, stages, recipe, groups, cluster, model)
+    memory = memory_price(sections, stages, recipe, groups, step.in_flight)
+    flops = model_flops(sections, priced.blocks, recipe)
+    peak = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
+    uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
+    return Prediction(
+        step_time_s=step.time_s,
+        peak_memory_bytes=memory.total,
+        breakdown=step.breakdown,
+        memory_breakdown=memory.parts,
+        tokens_per_s=priced.tokens * recipe.batch / step.time_s if priced.tokens else None,
+        mfu=flops / step.time_s / peak,
+        overlaps=True,
+        step_time_interval_s=None if uncertainty is None else uncertainty.interval(step.time_s),
+        interval_coverage=None if uncertainty is None else uncertainty.coverage,
+    )
+
+
+def recipe_mesh(recipe: Recipe) -> Mesh:
+    """The mesh of a recipe, slowest axis first, as Megatron-LM orders ranks; axes of one are left out.
+
+    The expert axis is the fastest part of data x context, which is then called "data".
+    """
+    axes = {"pipeline": recipe.pipeline, "data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
+    if recipe.expert > 1 and recipe.replicas % recipe.expert == 0:
+        outer = recipe.replicas // recipe.expert
+        axes = {"pipeline": recipe.pipeline, "data": outer, "expert": recipe.expert, "tensor": recipe.tensor}
+    elif recipe.expert > 1:
+        outer = recipe.expert_ranks // recipe.expert
+        axes = {"pipeline": recipe.pipeline, "data": outer, "expert": recipe.expert, "tensor": recipe.expert_tensor}
+    return Mesh({axis: size for axis, size in axes.items() if size > 1} or {"data": 1})
+
+
+def _parameter_plans(
+    priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Recipe, mesh: Mesh
+) -> dict[str, ParameterPlan]:
+    """Every parameter of the whole model; ZeRO-3 splits the first dim over replicas too."""
+    nodes = priced.folded.single.nodes
+    plans: dict[str, ParameterPlan] = {}
+    for slot in priced.folded.single.inputs_of(InputKind.PARAMETER):
+        names = priced.folded.names_of(slot.name)
+        if not names:
+            continue
+        specs = tuple(layout.results[slot.node][0] for layout in layouts.values())
+        spec = combined(tuple(layouts), specs)
+        value = nodes[slot.node].meta["val"]
+        spec = replica_sharded(spec, recipe, mesh)
+        shape = tuple(value.shape)
+        size = math.prod(spec.local_shape(shape, mesh)) * WEIGHT_BYTES[recipe.precision]
+        plans.update(dict.fromkeys(names, ParameterPlan(spec, shape, size)))
+    return plans
+
+
+def replica_sharded(spec: PartitionSpec, recipe: Recipe, mesh: Mesh) -> PartitionSpec:
+    """The spec of a parameter at rest: ZeRO-3 splits its first dim over replicas too."""
+    if recipe.zero < 3:
+        return spec
+    shards = (axis for axis in ("data", "expert", "context") if axis in mesh.axis_names)
+    free = tuple(axis for axis in shards if axis not in spec.axes)
+    return PartitionSpec((*free, *spec.axes_of(0)), *spec.dims[1:])

@@ -1,0 +1,290 @@
+"""Which values of the forward might be recomputed in the backward, or offloaded until then, and where.
+
+A site of the forward has a *keeping*: what becomes of its value once the forward has used it.
+
+* AS_READ: it stays for what reads it in the backward, and is freed at once where nothing does: what happens without
+  recomputation;
+* KEPT: though the backward does not read it itself, it stays for the recomputation of what is made of it;
+* EARLY, LATE: it is freed after the forward and recomputed; LATE just before it is first read in the backward, EARLY
+  before the backward first reads anything of its segment that may be recomputed;
+* HOST_EARLY, HOST_LATE: it goes to the host, and is freed after the forward; it comes back just before the backward
+  first reads it, or, EARLY, before any recomputation might.
+
+A segment is a repeated block, or a run of sites between blocks. What is made of a value in one segment is thus
+recomputed from values that enter the segment, and no recomputation reaches through several segments.
+
+What may be recomputed is pure, draws no number from a generator, and neither leaves the program nor is read by an
+optimizer's update. Keepings are given where they can matter: to values that the backward reads and that are not
+negligibly small, and, from there up, to operands that it does not read, which would be kept or recomputed for these.
+What may be offloaded are such values, and such operands as cannot be recomputed: no views, nor what is one of an input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import torch
+
+from passes.memory.liveness import UPDATE
+from passes.preparation.canonicalize import is_view
+from passes.preparation.number_values import draws_numbers
+from passes.recomputation.recompute_segments import segments
+from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
+
+LEAST_SHARE = 1e-3
+"""Values smaller than this part of all that the backward reads of the forward are not recomputed for their own sake."""
+
+
+class Keeping(Enum):
+    """See the module's docstring."""
+
+    AS_READ = "as read"
+    KEPT = "kept"
+    EARLY = "early"
+    LATE = "late"
+    HOST_EARLY = "on the host, back early"
+    HOST_LATE = "on the host, back late"
+
+
+RECOMPUTED = (Keeping.EARLY, Keeping.LATE)
+OFFLOADED = (Keeping.HOST_EARLY, Keeping.HOST_LATE)
+AGAIN = (*RECOMPUTED, *OFFLOADED)
+"""Keepings under which a value is freed after the forward, and there again in the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeOptions:
+    """What may be kept how.
+
+    Args:
+        keepings: variable to what may become of the values of its sites; absent ones are kept as they are read.
+        anchors: site to the site before which it is there again, for each keeping that says so; in program order.
+        late: sites of the forward whose values the backward reads, as they are or by way of its own views.
+    """
+
+    keepings: Mapping[int, tuple[Keeping, ...]]
+    anchors: Mapping[str, Mapping[Keeping, str]]
+    late: frozenset[str]
+
+    def holds(self, name: str, keeping: Keeping) -> bool:
+        """Whether a site's value stays in memory from the forward to the backward."""
+        return keeping is Keeping.KEPT or (keeping is Keeping.AS_READ and name in self.late)
+
+    def candidates(self, keepings: Collection[Keeping]) -> int:
+        """How many sites might have one of some keepings."""
+        return sum(not found.keys().isdisjoint(keepings) for found in self.anchors.values())
+
+
+def find_options(
+    space: SearchSpace, classes: Mapping[str, int], least_share: float = LEAST_SHARE, *, offload: bool = False
+) -> RecomputeOptions:
+    """The keepings that are worth considering, the same for all sites of a variable.
+
+    Args:
+        space: the search space of a program without recomputation.
+        classes: site name to variable.
+        least_share: see `LEAST_SHARE`.
+        offload: whether values may go to the host.
+    """
+    return _Finding(space, classes, least_share, offload).run()
+
+
+@dataclass
+class _Finding:
+    space: SearchSpace
+    classes: Mapping[str, int]
+    least_share: float
+    offload: bool
+    readers: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
+    operands: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        for link in self.space.links:
+            self.readers[link.tail].append(link)
+            self.operands[link.head].append(link)
+
+    @cached_property
+    def forward(self) -> tuple[str, ...]:
+        """The calls of the forward."""
+        return tuple(name for name, site in self.space.sites.items() if _is_forward(site))
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.space.sites)}
+
+    @cached_property
+    def segment(self) -> Mapping[str, int]:
+        return segments([self.space.sites[name] for name in self.forward])
+
+    @cached_property
+    def first_read(self) -> dict[str, int]:
+        """Where the backward first reads the value of a site."""
+        late = ((name, link) for name in self.forward for link in self.readers[name] if self._is_late(link))
+        reads: dict[str, list[int]] = defaultdict(list)
+        for name, link in late:
+            reads[name].append(self.order[link.head])
+        return {name: min(points) for name, points in reads.items()}
+
+    def _is_late(self, link: Link) -> bool:
+        head = self.space.sites[link.head]
+        return not _is_forward(head) and not leaves_program(head, link)
+
+    @cached_property
+    def pure(self) -> frozenset[str]:
+        """Sites that may be recomputed."""
+        return frozenset(
+            name
+            for name in self.forward
+            if _is_pure(self.space.sites[name]) and all(map(self._may_be_remade, self.readers[name]))
+        )
+
+    def _may_be_remade(self, link: Link) -> bool:
+        """Whether a reader leaves it open where the value comes from."""
+        head = self.space.sites[link.head]
+        return not leaves_program(head, link) and head.phase != UPDATE
+
+    def run(self) -> RecomputeOptions:
+        members: dict[int, list[str]] = defaultdict(list)
+        for name in self.forward:
+            members[self.classes[name]].append(name)
+        pure = {number for number, names in members.items() if all(name in self.pure for name in names)}
+        remade, held = self._needed(members, pure)
+        anchors = self._anchors([name for number in remade for name in members[number]])
+        moved = self._moved(members, held) if self.offload else set[int]()
+        anchors = self._with_host_anchors([name for number in moved for name in members[number]], anchors)
+        keepings: dict[int, tuple[Keeping, ...]] = {}
+        for number in sorted(remade | held | moved):
+            keepings[number] = self._keepings(members[number], anchors)
+        return RecomputeOptions(
+            {number: found for number, found in keepings.items() if len(found) > 1}, anchors, frozenset(self.first_read)
+        )
+
+    def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
+        """The variables that are worth recomputing, and those that would be kept for it."""
+        remade, held = set(self._worthwhile(members, pure)), set[int]()
+        waiting = [name for number in remade for name in members[number]]
+        while waiting:
+            name = waiting.pop()
+            for link in self.operands[name]:
+                number = self.classes[link.tail]
+                if number in remade or link.tail not in self.segment:
+                    continue
+                if number in pure and self._is_within(link) and self._is_unread(link.tail):
+                    remade.add(number)
+                    waiting += members[number]
+                elif self._is_unread(link.tail):
+                    held.add(number)
+        return remade, held
+
+    def _is_within(self, link: Link) -> bool:
+        """Whether a link joins sites of one segment."""
+        return link.head in self.segment and self.segment[link.tail] == self.segment[link.head]
+
+    def _is_unread(self, name: str) -> bool:
+        return name not in self.first_read
+
+    def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
+        """The variables that are worth offloading."""
+        movable = {number for number, names in members.items() if all(map(self._may_move, names))}
+        return set(self._worthwhile(members, movable)) | (held & movable)
+
+    def _may_move(self, name: str) -> bool:
+        """Whether a value may come back from the host for all that reads it behind the forward, and owns its memory."""
+        node = self.space.sites[name].node
+        assert node is not None, "calls have nodes"
+        is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
+        is_alias = is_view(node) or (self.space.sites[name].is_alias and is_of_input)
+        return not is_alias and all(map(self._may_be_remade, self.readers[name]))
+
+    def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
+        """Variables whose values the backward reads, and which are not small."""
+        sizes = {
+            number: sum(_size(self.space.sites[name]) for name in names if name in self.first_read)
+            for number, names in members.items()
+        }
+        least = self.least_share * sum(sizes.values())
+        return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
+
+    def _anchors(self, remade: Iterable[str]) -> dict[str, dict[Keeping, str]]:
+        """Before which sites each site is recomputed; in program order."""
+        names = list(self.space.sites)
+        late = self._late_points(set(remade))
+        early: dict[int, int] = {}
+        for name in late:
+            number = self.segment[name]
+            early[number] = min(early.get(number, len(names)), late[name])
+        return {
+            name: {Keeping.EARLY: names[early[self.segment[name]]], Keeping.LATE: names[point]}
+            for name, point in reversed(late.items())
+        }
+
+    def _with_host_anchors(
+        self, moved: Collection[str], anchors: Mapping[str, Mapping[Keeping, str]]
+    ) -> dict[str, dict[Keeping, str]]:
+        """`anchors`, and where what is offloaded comes back; in program order."""
+        moved = set(moved)
+        found: dict[str, dict[Keeping, str]] = {}
+        for name in self.forward:
+            item = dict(anchors.get(name, {}))
+            if name in moved:
+                item |= self._host_anchors(name, anchors)
+            if item:
+                found[name] = item
+        return found
+
+    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[Keeping, str]]) -> dict[Keeping, str]:
+        """Before which sites a value comes back: it is first read by the backward itself, or by a recomputation."""
+        direct = [link.head for link in self.readers[name] if self._is_late(link)]
+        clones = [anchors[link.head] for link in self.readers[name] if Keeping.EARLY in anchors.get(link.head, {})]
+        late = direct or [clone[Keeping.LATE] for clone in clones]
+        early = direct + [clone[Keeping.EARLY] for clone in clones]
+        if not early:
+            return {}
+        return {
+            Keeping.HOST_EARLY: min(early, key=self.order.__getitem__),
+            Keeping.HOST_LATE: min(late, key=self.order.__getitem__),
+        }
+
+    def _late_points(self, remade: Collection[str]) -> dict[str, int]:
+        """Where the backward first reads values, or else recomputes what is made of them; last sites first."""
+        found: dict[str, int] = {}
+        for name in reversed(self.forward):
+            if name in remade:
+                links = [link for link in self.readers[name] if self._is_within(link)]
+                after = [found[link.head] for link in links if link.head in found]
+                if name in self.first_read or after:
+                    found[name] = self.first_read[name] if name in self.first_read else min(after)
+        return found
+
+    def _keepings(self, names: Sequence[str], anchors: Mapping[str, Mapping[Keeping, str]]) -> tuple[Keeping, ...]:
+        """What may become of alike values: only what may become of each of them."""
+        found = [Keeping.AS_READ]
+        if any(self._is_unread(name) for name in names):
+            found.append(Keeping.KEPT)
+        for early, late in (RECOMPUTED, OFFLOADED):
+            if all(early in anchors.get(name, {}) for name in names):
+                found.append(early)
+                if any(anchors[name][late] != anchors[name][early] for name in names):
+                    found.append(late)
+        return tuple(found)
+
+
+def _is_forward(site: Site) -> bool:
+    return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
+
+
+def _is_pure(site: Site) -> bool:
+    """Whether running a call again gives the same value, and does nothing else."""
+    assert site.node is not None
+    target = site.node.target
+    writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return not writes and not draws_numbers(target)
+
+
+def _size(site: Site) -> int:
+    return sum(math.prod(value.shape) * value.itemsize for value in site.results)

@@ -1,0 +1,29 @@
+"""Cut the forward into segments, within which values are recomputed from one another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+
+from passes.strategies.enumerate_strategies import Site
+from passes.strategies.fold_blocks import numbered_blocks
+
+
+def segments(sites: Sequence[Site]) -> Mapping[str, int]:
+    """The number of the segment of each site of the forward, given in program order.
+
+    A segment is a repeated block (the outermost numbered module with at least two matrix products), or a run of sites
+    that are in none.
+    """
+    blocks = numbered_blocks(sites)
+    found: dict[str, int] = {}
+    for number, (_, run) in enumerate(groupby(sites, lambda site: _block(site, blocks))):
+        found |= {site.name: number for site in run}
+    return found
+
+
+def _block(site: Site, blocks: Collection[str]) -> str:
+    assert site.node is not None, "calls have nodes"
+    parts = site.node.meta.get("module", "").split(".")
+    paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((path for path in paths if path in blocks), "")

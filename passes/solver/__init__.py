@@ -1,0 +1,1 @@
+"""Solve assignments: one option per variable at least cost, within memory; nothing here knows of programs."""

@@ -1,0 +1,77 @@
+r"""Search large assignments: near-optimal choices with a proven bound, in time linear in their size.
+
+The Lagrangian of the memory rows, with multipliers :math:`\lambda_t \ge 0`, is a pairwise problem
+
+.. math::  L(\lambda) = \min_x \sum_v c_v[x_v] + \sum_{uv} C_{uv}[x_u, x_v] + \sum_t \lambda_t (m_t(x) - L) ,
+
+whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds it from below, and rounds to
+choices, by sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+Energy Minimization", 2006): variables are in program order, so the long chains of a program are solved exactly.
+
+1. Pass messages; round; improve the rounding one variable at a time. Keep the cheapest choice that fits.
+2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The multipliers that are
+   best under all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997),
+   come next. A program point gets a multiplier when it first is a peak over the limit.
+3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
+   that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
+4. Where memory binds: take the choices of least Lagrangian that do not fit, and change in each the variable that costs
+   least per byte that it saves at the peak, until it fits. Then improve the best choice one variable at a time.
+5. Where bound and choice are still apart: part the problem, and search its parts (`branch_duals`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from passes.solver.assignment import Assignment, MemoryRow, Solution
+from passes.solver.branch_duals import branch
+from passes.solver.dual_state import DualState, Usage
+from passes.solver.search_control import SearchControl
+
+
+@dataclass(frozen=True, slots=True)
+class DualSearch:
+    """See the module's docstring.
+
+    Args:
+        tolerance: relative gap at which the search is content.
+        max_rounds: rounds of message passing at most.
+        time_limit_s: seconds at most.
+        most_parts: times that the problem is parted at most, see `branch_duals`.
+        control: told how it goes; may stop it after any round, repair or change.
+    """
+
+    tolerance: float = 1e-3
+    max_rounds: int = 100
+    time_limit_s: float = 60.0
+    most_parts: int = 0
+    control: SearchControl = field(default_factory=SearchControl)
+
+    def __call__(
+        self, problem: Assignment, usage: Usage, row_at: Callable[[int], MemoryRow], start: Sequence[Sequence[int]] = ()
+    ) -> Solution | None:
+        """The cheapest choice found that fits, with a proven bound; None if none was found.
+
+        Args:
+            problem: the assignment; its rows are ignored, its limit holds.
+            usage: bytes in use at every point.
+            row_at: the memory row of a point.
+            start: choices to begin with, e.g. of known recipes.
+        """
+        state = DualState(problem, usage, row_at, self.control)
+        for choice in start:
+            state.offer(choice)
+        start_s = time.monotonic()
+        ends = [start_s + share * self.time_limit_s for share in _SHARES]
+        state.run(self.tolerance, self.max_rounds, ends[0])
+        if state.gap() > self.tolerance:
+            state.repair(ends[1])
+        state.polish(ends[2])
+        branch(state, self.tolerance, self.most_parts, ends[3])
+        return state.solution()
+
+
+_SHARES = (0.55, 0.7, 0.8, 1.0)
+"""Until when rounds, repairs, single changes and branching go on, as parts of the time."""

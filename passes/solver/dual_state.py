@@ -1,0 +1,245 @@
+"""The state of a search by duality (`dual_search`): incumbent, bound, multipliers, and the steps that improve them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
+from passes.solver.messages import Messages
+from passes.solver.search_control import SearchControl
+
+Usage = Callable[[Sequence[int]], np.ndarray]
+"""Bytes in use at every program point under a choice."""
+
+
+_REPAIRS = 3
+"""Choices that are repaired."""
+
+_PASSES = 4
+"""Message passes between two moves of the multipliers."""
+
+
+@dataclass(slots=True)
+class DualState:
+    """Incumbent, bound and multipliers of a search."""
+
+    problem: Assignment
+    usage: Usage
+    row_at: Callable[[int], MemoryRow]
+    control: SearchControl
+    messages: Messages = field(init=False)
+    rows: dict[int, MemoryRow] = field(default_factory=dict)
+    multipliers: dict[int, float] = field(default_factory=dict)
+    best_multipliers: dict[int, float] = field(default_factory=dict)
+    cuts: list[tuple[float, np.ndarray, tuple[int, ...]]] = field(default_factory=list)
+    best: tuple[int, ...] | None = None
+    best_cost: float = np.inf
+    bound: float = -np.inf
+    gaps: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.messages = Messages(self.problem)
+
+    def run(self, tolerance: float, rounds: int, deadline: float, whole: DualState | None = None) -> None:
+        """Some rounds, as long as they close the gap; what is shown is of the `whole` search that this is part of."""
+        whole = self if whole is None else whole
+        for _ in range(rounds):
+            self.round()
+            self.control.note(whole.best_cost, whole.bound)
+            if self.gap() <= tolerance or self.has_stalled() or self.finds_nothing() or self.is_over(deadline):
+                return
+
+    def is_over(self, deadline: float) -> bool:
+        """Whether to go no further."""
+        return self.control.is_stopped or time.monotonic() > deadline
+
+    def restricted(self, variable: int, mask: np.ndarray) -> DualState:
+        """The search with only the options of a variable that a mask leaves; it goes on from what is known."""
+        costs = list(self.problem.costs)
+        costs[variable] = np.where(mask, costs[variable], np.inf)
+        state = copy.copy(self)
+        state.problem = dataclasses.replace(self.problem, costs=tuple(costs))
+        state.messages = self.messages.restricted(variable, mask)
+        state.rows = dict(self.rows)
+        state.cuts = [cut for cut in self.cuts if mask[cut[2][variable]]]
+        state.multipliers, state.best_multipliers = dict(self.best_multipliers), dict(self.best_multipliers)
+        state.gaps = []
+        state.weigh()
+        return state
+
+    def closest_choices(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Of the choices seen, the one of least Lagrangian that fits, and the one that does not; None for none."""
+        ordered = sorted(self.cuts, key=lambda cut: self._lagrangian(cut[0], cut[1]))
+        fits = next((choice for _, used, choice in ordered if used.max() <= self.problem.limit), None)
+        return fits, next((choice for _, used, choice in ordered if used.max() > self.problem.limit), None)
+
+    def row(self, point: int) -> MemoryRow:
+        """The memory row of a point."""
+        return self.rows[point] if point in self.rows else self.row_at(point)
+
+    def heaviest_row(self) -> MemoryRow:
+        """The memory row of largest multiplier."""
+        return self.rows[max(self.rows, key=lambda point: self.best_multipliers.get(point, 0.0))]
+
+    def round(self) -> None:
+        """Some message passing, rounding and, where memory binds, a move of the multipliers."""
+        choice, bound = (), -np.inf
+        for _ in range(_PASSES):
+            raw, choice = self.messages.iterate()
+            bound = max(bound, raw - self._offset())
+        self.offer(choice)
+        self.offer(self.messages.improve(choice))
+        if bound > self.bound:
+            self.bound, self.best_multipliers = bound, dict(self.multipliers)
+        self.gaps.append(self.gap())
+        if np.isfinite(self.problem.limit):
+            self._move_multipliers()
+
+    def has_stalled(self) -> bool:
+        """Whether the gap has hardly closed over the last rounds, though something fits."""
+        return (
+            len(self.gaps) > _PATIENCE and self.gaps[-1] > 0.97 * self.gaps[-_PATIENCE] and np.isfinite(self.gaps[-1])
+        )
+
+    def finds_nothing(self) -> bool:
+        """Whether nothing fits though many rounds went by."""
+        return len(self.gaps) >= _HOPEFUL and self.best is None
+
+    def _offset(self) -> float:
+        """What the weighed limits take from the bound."""
+        return sum(weight * (self.problem.limit - self.rows[p].constant) for p, weight in self.multipliers.items())
+
+    def offer(self, choice: Sequence[int]) -> None:
+        """Note a choice: as a cut, and as the incumbent if it fits and is cheaper."""
+        used, cost = self.usage(choice), self.problem.cost_of(choice)
+        if not np.isfinite(cost):
+            return
+        self.cuts.append((cost, used, tuple(choice)))
+        peak = int(np.argmax(used))
+        if used[peak] > self.problem.limit:
+            if peak not in self.rows and len(self.rows) < _MOST_ROWS:
+                self.rows[peak] = self.row_at(peak)
+        elif cost < self.best_cost:
+            self.best, self.best_cost = tuple(choice), cost
+
+    def _move_multipliers(self) -> None:
+        if not self.rows or not self.cuts:
+            return
+        points = sorted(self.rows)
+        slack = np.array([used[points] - self.problem.limit for _, used, _ in self.cuts])
+        ideal = _best_multipliers(np.array([cost for cost, _, _ in self.cuts]), slack)
+        previous = np.array([self.best_multipliers.get(point, 0.0) for point in points])
+        self.multipliers = dict(zip(points, (0.5 * (previous + ideal)).tolist(), strict=True))
+        self.weigh()
+
+    def weigh(self) -> None:
+        """Let the messages pass under the multipliers as they are."""
+        self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
+
+    def repair(self, deadline: float) -> None:
+        """Make some choices fit that nearly do."""
+        over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit]
+        for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
+            fitting = self._fitting(choice, deadline)
+            if fitting is not None:
+                self.offer(fitting)
+
+    def _lagrangian(self, cost: float, used: np.ndarray) -> float:
+        return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
+
+    def _fitting(self, choice: tuple[int, ...], deadline: float) -> tuple[int, ...] | None:
+        """The choice after the cheapest changes that make it fit; None if none do, or not in time."""
+        used = self.usage(choice)
+        while used.max() > self.problem.limit:
+            peak = int(np.argmax(used))
+            row = self.row(peak)
+            for variable, option in self._savings(row, choice, float(used[peak] - self.problem.limit)):
+                changed = (*choice[:variable], option, *choice[variable + 1 :])
+                after = self.usage(changed)
+                if after[peak] < used[peak] and after.max() <= used.max():
+                    choice, used = changed, after
+                    break
+            else:
+                return None
+            if self.is_over(deadline):
+                return None
+        return choice
+
+    def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
+        """Changes of one variable that save memory in a row, the cheapest by the byte first."""
+        found: list[tuple[float, int, int]] = []
+        for variable, sizes in row.variables.items():
+            saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
+            if saved.max() > 0:
+                costs = self.messages.costs_given_neighbours(variable, choice)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    price = np.where(saved > 0, (costs - costs[choice[variable]]) / saved, np.inf)
+                option = int(price.argmin())
+                found.append((float(price[option]), variable, option))
+        return [(variable, option) for _, variable, option in sorted(found)]
+
+    def polish(self, deadline: float) -> None:
+        """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
+        changed = self.best is not None and bool(self.rows)
+        while changed and not self.is_over(deadline):
+            changed = False
+            for variable in range(len(self.problem.costs)):
+                changed |= not self.is_over(deadline) and self._polish_variable(variable)
+
+    def _polish_variable(self, variable: int) -> bool:
+        assert self.best is not None
+        costs = self.messages.costs_given_neighbours(variable, self.best)
+        for option in np.argsort(costs, kind="stable"):
+            if costs[option] >= costs[self.best[variable]] * (1 - 1e-12):
+                return False
+            tried = (*self.best[:variable], int(option), *self.best[variable + 1 :])
+            if self.usage(tried).max() <= self.problem.limit:
+                self.best_cost += float(costs[option] - costs[self.best[variable]])
+                self.best = tried
+                return True
+        return False
+
+    def gap(self) -> float:
+        """Relative distance of the incumbent to the bound."""
+        if not np.isfinite(self.best_cost):
+            return np.inf
+        return (self.best_cost - self.bound) / self.best_cost if self.best_cost > 0 else 0.0
+
+    def solution(self) -> Solution | None:
+        if self.best is None:
+            return None
+        return Solution(self.best, self.best_cost, min(self.best_cost, max(self.bound, 0.0)))
+
+
+_PATIENCE = 8
+"""Rounds in which the gap must close by three per cent of itself for the search to go on."""
+
+_HOPEFUL = 24
+"""Rounds in which something must be found that fits."""
+
+_MOST_ROWS = 16
+"""Most program points that get a multiplier."""
+
+
+def _best_multipliers(costs: Floats, slack: Floats) -> Floats:
+    """The multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value]."""
+    unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
+    count = slack.shape[1]
+    program = highspy.Highs()
+    program.setOptionValue("output_flag", False)
+    most = 1e3 * np.ones(count)
+    variables = [program.addVariable(0.0, upper) for upper in most]
+    value = program.addVariable(-highspy.kHighsInf, highspy.kHighsInf)
+    for cost, row in zip(costs / unit_cost, slack / unit_bytes, strict=True):
+        weighed = sum((float(amount) * variable for amount, variable in zip(row, variables, strict=True)), 0.0 * value)
+        program.addConstr(value - weighed <= float(cost))
+    program.maximize(value)
+    found = np.array(program.getSolution().col_value)[:count]
+    return np.maximum(found, 0.0) * unit_cost / unit_bytes

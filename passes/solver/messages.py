@@ -1,0 +1,179 @@
+"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near it.
+
+Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
+Minimization", IEEE PAMI 28(10), 2006, figure 3). Variables are visited in their order, which for programs is program
+order, and back; each pass back ends in a bound that never falls while the costs stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
+
+
+class Messages:
+    """Message passing on one pairwise problem whose costs may be re-weighed between rounds."""
+
+    def __init__(self, problem: Assignment) -> None:
+        self._problem = problem
+        self._cap = _more_than_any_choice(problem)
+        self._base = [np.minimum(cost, self._cap) for cost in problem.costs]
+        self._costs = self._base
+        self._tables = self._capped_tables()
+        self._base_tables = self._tables
+        self._ends = [(min(edge.tail, edge.head), max(edge.tail, edge.head)) for edge in problem.edges]
+        count = len(problem.costs)
+        self._earlier: list[list[int]] = [[] for _ in range(count)]
+        self._later: list[list[int]] = [[] for _ in range(count)]
+        for number, (first, second) in enumerate(self._ends):
+            self._later[first].append(number)
+            self._earlier[second].append(number)
+        self._share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self._earlier, self._later, strict=True)]
+        self._forward = [np.zeros(table.shape[1]) for table in self._tables]
+        self._backward = [np.zeros(table.shape[0]) for table in self._tables]
+
+    def restricted(self, variable: int, mask: np.ndarray) -> Messages:
+        """The same with only the options of `variable` that a mask leaves; the messages go on from where they are."""
+        other = copy.copy(self)
+        other._base = list(self._base)
+        other._base[variable] = np.where(mask, self._base[variable], self._cap)
+        other._costs = list(self._costs)
+        other._costs[variable] = np.where(mask, self._costs[variable], self._cap)
+        other._forward, other._backward = list(self._forward), list(self._backward)
+        return other
+
+    def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
+        """Add `weight` seconds per byte of each memory row to the costs; the messages stay.
+
+        What is not allowed costs as much more as any bytes can save, so that it stays dearer than what is.
+        """
+        self._costs, self._tables = list(self._base), list(self._base_tables)
+        weighed = [(row, weight) for row, weight in rows.values() if weight > 0.0]
+        if not weighed:
+            return
+        most = sum(weight * _spread(row) for row, weight in weighed)
+        raised: dict[int, Floats] = {}
+        for variable, cost in enumerate(self._base):
+            self._costs[variable] = self._raised(cost, most, raised)
+        for number, table in enumerate(self._base_tables):
+            self._tables[number] = self._raised(table, most, raised)
+        for row, weight in weighed:
+            for variable, sizes in row.variables.items():
+                self._costs[variable] = self._costs[variable] + weight * sizes
+            for number, sizes in row.edges.items():
+                edge = self._problem.edges[number]
+                self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
+
+    def _raised(self, costs: Floats, most: float, known: dict[int, Floats]) -> Floats:
+        """The costs, with `most` on top of those that are not allowed; the same object where all are."""
+        if id(costs) not in known:
+            barred = costs >= self._cap
+            known[id(costs)] = costs + most * barred if barred.any() else costs
+        return known[id(costs)]
+
+    def iterate(self) -> tuple[float, tuple[int, ...]]:
+        """One pass forth, which rounds, and one back, which bounds."""
+        choice = self._pass_forward()
+        return self._pass_backward(), choice
+
+    def _capped_tables(self) -> list[Floats]:
+        """The costs of each edge, the earlier variable's options as rows; edges that share a table share it here."""
+        made: dict[tuple[int, bool], Floats] = {}
+        for edge in self._problem.edges:
+            key = (id(edge.cost), edge.tail < edge.head)
+            if key not in made:
+                made[key] = np.minimum(_forward(edge), self._cap)
+        return [made[id(edge.cost), edge.tail < edge.head] for edge in self._problem.edges]
+
+    def _pass_forward(self) -> tuple[int, ...]:
+        choice: list[int] = []
+        for variable, cost in enumerate(self._costs):
+            later = self._later[variable]
+            rounded = shared = cost
+            for number in later:
+                rounded = shared = shared + self._backward[number]
+            for number in self._earlier[variable]:
+                rounded = rounded + self._tables[number][choice[self._ends[number][0]]]
+                shared = shared + self._forward[number]
+            choice.append(int(rounded.argmin()))
+            if later:
+                shared = self._share[variable] * shared
+                for number in later:
+                    message = _least((shared - self._backward[number])[:, None] + self._tables[number], 0)
+                    self._forward[number] = message - _least(message)
+        return tuple(choice)
+
+    def _pass_backward(self) -> float:
+        bound = 0.0
+        for variable in reversed(range(len(self._costs))):
+            earlier = self._earlier[variable]
+            belief = self._costs[variable]
+            for number in earlier:
+                belief = belief + self._forward[number]
+            for number in self._later[variable]:
+                belief = belief + self._backward[number]
+            least = _least(belief)
+            bound += least
+            shared = self._share[variable] * (belief - least)
+            for number in earlier:
+                message = _least(self._tables[number] + (shared - self._forward[number]), 1)
+                least = _least(message)
+                bound += least
+                self._backward[number] = message - least
+        return float(bound)
+
+    def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """Change one variable at a time as long as that lowers the weighed cost (iterated conditional modes)."""
+        current = list(choice)
+        changed = True
+        while changed:
+            changed = False
+            for variable in range(len(current)):
+                best = self._best_given_neighbours(variable, current)
+                changed |= best != current[variable]
+                current[variable] = best
+        return tuple(current)
+
+    def _best_given_neighbours(self, variable: int, choice: Sequence[int]) -> int:
+        cost = self._given_neighbours(variable, choice, self._costs, self._tables)
+        best = int(cost.argmin())
+        return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
+
+    def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
+        """The unweighed cost of each option of `variable` while all others stay as in `choice`."""
+        return self._given_neighbours(variable, choice, self._base, self._base_tables)
+
+    def _given_neighbours(
+        self, variable: int, choice: Sequence[int], costs: Sequence[Floats], tables: Sequence[Floats]
+    ) -> Floats:
+        cost = costs[variable]
+        for number in self._earlier[variable]:
+            cost = cost + tables[number][choice[self._ends[number][0]]]
+        for number in self._later[variable]:
+            cost = cost + tables[number][:, choice[self._ends[number][1]]]
+        return cost
+
+
+def _spread(row: MemoryRow) -> float:
+    """Bytes by which two choices can differ in a row, at most."""
+    return sum(float(np.ptp(sizes)) for sizes in (*row.variables.values(), *row.edges.values()) if sizes.size)
+
+
+_least = np.minimum.reduce
+"""The least element, along an axis or of a vector; `ndarray.min` says the same more slowly."""
+
+
+def _forward(edge: Edge) -> Floats:
+    """The costs of an edge with the earlier variable's options as rows."""
+    return edge.cost if edge.tail < edge.head else edge.cost.T
+
+
+def _more_than_any_choice(problem: Assignment) -> float:
+    """A finite cost that stands for an infinite one: above the cost of every choice that is allowed."""
+    tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
+    finite = (table[np.isfinite(table)] for table in tables)
+    return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0

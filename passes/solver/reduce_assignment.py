@@ -1,0 +1,238 @@
+"""Make an assignment smaller without losing its optimum.
+
+Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied until
+nothing changes:
+
+1. *Dominated options.* Option `i` of a variable goes if another option `j` costs no more by itself, no more against
+   every option of every neighbour, and needs no more memory in any row.
+2. *Elimination.* A variable that no memory row mentions and that has at most two neighbours goes: for each pair of
+   options of the neighbours its best option is known, and its cost moves onto the edge between them (onto the
+   neighbour's own cost, or into a constant, where it has one neighbour or none). `expand` undoes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
+
+_MAX_TABLE = 40_000_000
+"""Largest table (options of a variable times those of its two neighbours) that elimination builds."""
+
+_Decide = Callable[[list[int]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A smaller assignment with the same optimum, less `constant`, and the way back.
+
+    Args:
+        problem: what is left; may have no variable.
+        constant: cost of what was eliminated, seconds.
+    """
+
+    problem: Assignment
+    constant: float
+    _kept: tuple[int, ...]
+    _options: tuple[np.ndarray, ...]
+    _eliminated: tuple[tuple[int, _Decide], ...]
+
+    def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The choice for the whole assignment that belongs to `choice` for the reduced one."""
+        full = [0] * len(self._options)
+        for variable, option in zip(self._kept, choice, strict=True):
+            full[variable] = int(self._options[variable][option])
+        for variable, decide in reversed(self._eliminated):
+            full[variable] = decide(full)
+        return tuple(full)
+
+
+def reduce_assignment(problem: Assignment) -> Reduced:
+    """Apply both reductions until neither changes anything."""
+    state = _State.of(problem)
+    queue = set(range(len(problem.costs)))
+    while queue:
+        variable = min(queue, key=lambda item: (len(state.neighbours[item]), item))
+        queue.discard(variable)
+        if variable in state.gone:
+            continue
+        touched = set(state.neighbours[variable])
+        if state.drop_dominated(variable):
+            queue |= touched
+        if state.eliminate(variable):
+            queue |= touched
+    return state.result(problem.limit)
+
+
+@dataclass(slots=True)
+class _State:
+    """Costs, tables and memory of the variables that are left, changed in place."""
+
+    costs: list[Floats]
+    tables: dict[tuple[int, int], Floats]
+    neighbours: list[set[int]]
+    options: list[np.ndarray]
+    row_variables: list[dict[int, Floats]]
+    row_tables: list[dict[tuple[int, int], Floats]]
+    row_constants: list[float]
+    pinned: set[int]
+    gone: set[int] = field(default_factory=set)
+    constant: float = 0.0
+    eliminated: list[tuple[int, _Decide]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, problem: Assignment) -> _State:
+        neighbours: list[set[int]] = [set() for _ in problem.costs]
+        tables: dict[tuple[int, int], Floats] = {}
+        for edge in problem.edges:
+            key, table = _ordered(edge.tail, edge.head, edge.cost)
+            tables[key] = tables[key] + table if key in tables else table
+            neighbours[edge.tail].add(edge.head)
+            neighbours[edge.head].add(edge.tail)
+        row_tables = [_row_tables(row, problem.edges) for row in problem.rows]
+        pinned = {variable for row in problem.rows for variable in row.variables}
+        pinned |= {variable for tables_of_row in row_tables for key in tables_of_row for variable in key}
+        return cls(
+            costs=[cost.copy() for cost in problem.costs],
+            tables=tables,
+            neighbours=neighbours,
+            options=[np.arange(len(cost)) for cost in problem.costs],
+            row_variables=[dict(row.variables) for row in problem.rows],
+            row_tables=row_tables,
+            row_constants=[row.constant for row in problem.rows],
+            pinned=pinned,
+        )
+
+    def table(self, first: int, second: int) -> Floats:
+        """The costs of pairs, options of `first` as rows."""
+        return self.tables[first, second] if first < second else self.tables[second, first].T
+
+    def add_table(self, first: int, second: int, table: Floats) -> None:
+        key, table = _ordered(first, second, table)
+        self.tables[key] = self.tables[key] + table if key in self.tables else table
+        self.neighbours[first].add(second)
+        self.neighbours[second].add(first)
+
+    def drop_dominated(self, variable: int) -> bool:
+        """Remove dominated options of `variable`; whether any went."""
+        columns = [self.costs[variable][:, None]]
+        columns += [self.table(variable, other) for other in sorted(self.neighbours[variable])]
+        for variables, tables in zip(self.row_variables, self.row_tables, strict=True):
+            if variable in variables:
+                columns.append(variables[variable][:, None])
+            columns += [t if key[0] == variable else t.T for key, t in tables.items() if variable in key]
+        profile = np.unique(np.concatenate(columns, axis=1), axis=1)
+        keep = _undominated(profile)
+        if len(keep) == len(profile):
+            return False
+        self._keep_options(variable, keep)
+        return True
+
+    def _keep_options(self, variable: int, keep: np.ndarray) -> None:
+        self.costs[variable] = self.costs[variable][keep]
+        self.options[variable] = self.options[variable][keep]
+        for key in [key for key in self.tables if variable in key]:
+            self.tables[key] = _take(self.tables[key], key, variable, keep)
+        for variables, tables in zip(self.row_variables, self.row_tables, strict=True):
+            if variable in variables:
+                variables[variable] = variables[variable][keep]
+            for key in [key for key in tables if variable in key]:
+                tables[key] = _take(tables[key], key, variable, keep)
+
+    def eliminate(self, variable: int) -> bool:
+        """Remove `variable` if the rules allow it; whether it went."""
+        others = sorted(self.neighbours[variable])
+        if variable in self.pinned or len(others) > 2:
+            return False
+        if len(others) == 2 and np.prod([len(self.costs[item]) for item in (variable, *others)]) > _MAX_TABLE:
+            return False
+        (self._eliminate_alone, self._eliminate_leaf, self._eliminate_between)[len(others)](variable, *others)
+        for other in others:
+            self.neighbours[other].discard(variable)
+            self.tables.pop((min(variable, other), max(variable, other)))
+        self.neighbours[variable] = set()
+        self.gone.add(variable)
+        return True
+
+    def _eliminate_alone(self, variable: int) -> None:
+        best = int(np.argmin(self.costs[variable]))
+        self.constant += float(self.costs[variable][best])
+        self._record(variable, lambda _: best)
+
+    def _eliminate_leaf(self, variable: int, other: int) -> None:
+        total = self.table(other, variable) + self.costs[variable][None, :]
+        best = np.argmin(total, axis=1)
+        self.costs[other] = self.costs[other] + np.take_along_axis(total, best[:, None], axis=1)[:, 0]
+        options = self.options[other]
+        self._record(variable, lambda full: int(best[_position(options, full[other])]))
+
+    def _eliminate_between(self, variable: int, first: int, second: int) -> None:
+        left = self.table(first, variable) + self.costs[variable][None, :]
+        right = self.table(variable, second)
+        best = np.zeros((left.shape[0], right.shape[1]), dtype=np.int32)
+        table = np.empty(best.shape)
+        for row in range(left.shape[0]):
+            total = left[row][:, None] + right
+            best[row] = np.argmin(total, axis=0)
+            table[row] = np.min(total, axis=0)
+        self.add_table(first, second, table)
+        rows, columns = self.options[first], self.options[second]
+        self._record(
+            variable,
+            lambda full: int(best[_position(rows, full[first]), _position(columns, full[second])]),
+        )
+
+    def _record(self, variable: int, position: _Decide) -> None:
+        """Remember how to decide `variable`; `full` holds original options, and so does the decision."""
+        options = self.options[variable]
+        self.eliminated.append((variable, lambda full: int(options[position(full)])))
+
+    def result(self, limit: float) -> Reduced:
+        kept = tuple(item for item in range(len(self.costs)) if item not in self.gone)
+        index = {variable: position for position, variable in enumerate(kept)}
+        keys = [key for key in sorted(self.tables) if key[0] in index and key[1] in index]
+        edges = tuple(Edge(index[a], index[b], self.tables[a, b]) for a, b in keys)
+        position = {key: number for number, key in enumerate(keys)}
+        rows = tuple(
+            MemoryRow(
+                constant,
+                {index[variable]: array for variable, array in variables.items()},
+                {position[key]: array for key, array in tables.items()},
+            )
+            for constant, variables, tables in zip(self.row_constants, self.row_variables, self.row_tables, strict=True)
+        )
+        problem = Assignment(tuple(self.costs[item] for item in kept), edges, rows, limit)
+        return Reduced(problem, self.constant, kept, tuple(self.options), tuple(self.eliminated))
+
+
+def _ordered(first: int, second: int, table: Floats) -> tuple[tuple[int, int], Floats]:
+    return ((first, second), table) if first < second else ((second, first), table.T)
+
+
+def _row_tables(row: MemoryRow, edges: Sequence[Edge]) -> dict[tuple[int, int], Floats]:
+    tables: dict[tuple[int, int], Floats] = {}
+    for number, array in row.edges.items():
+        key, table = _ordered(edges[number].tail, edges[number].head, array)
+        tables[key] = tables[key] + table if key in tables else table
+    return tables
+
+
+def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) -> Floats:
+    return table[keep] if key[0] == variable else table[:, keep]
+
+
+def _undominated(profile: Floats) -> np.ndarray:
+    """Indices of the rows that no other row is at most equal to everywhere; of equal rows the first."""
+    kept: list[int] = []
+    order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))
+    for row in order:
+        if not kept or not np.any(np.all(profile[kept] <= profile[row], axis=1)):
+            kept.append(int(row))
+    return np.sort(np.array(kept))
+
+
+def _position(options: np.ndarray, option: int) -> int:
+    return int(np.searchsorted(options, option))

@@ -1,0 +1,71 @@
+"""Find a choice of the smallest peak memory in a large assignment: what decides whether anything fits.
+
+The peak is the maximum over program points. Minimising it is a game between the choice and a distribution over points:
+each round, the choice minimises the weighed memory (by message passing), and points that it uses most gain weight
+(multiplicative weights; Arora, Hazan and Kale, 2012). The smallest peak seen is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from passes.solver.assignment import Assignment, Edge, MemoryRow
+from passes.solver.messages import Messages
+
+_ROUNDS = 24
+_RATE = 4.0
+_FORBIDDEN = 10.0
+"""The price of an option that is not allowed, in peaks of an arbitrary choice: costs here are bytes."""
+
+
+def choice_of_smallest_peak(
+    problem: Assignment,
+    usage: Callable[[Sequence[int]], np.ndarray],
+    row_at: Callable[[int], MemoryRow],
+    enough: float = 0.0,
+    hopeless: float = np.inf,
+) -> tuple[int, ...]:
+    """The choice with the smallest peak that was found (see the module's docstring).
+
+    Args:
+        problem, usage, row_at: as of `DualSearch`.
+        enough: a peak, in bytes, that need not be made smaller.
+        hopeless: bytes: once it is proven that every peak is above, nothing is returned.
+    """
+    choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
+    messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
+    rows: dict[int, MemoryRow] = {}
+    weights: dict[int, float] = {}
+    best, best_peak = (), np.inf
+    for _ in range(_ROUNDS):
+        used = usage(choice)
+        if used.max() < best_peak and np.isfinite(problem.cost_of(choice)):
+            best, best_peak = choice, float(used.max())
+        if best_peak <= enough or not used.any():
+            break
+        peak = int(np.argmax(used))
+        rows.setdefault(peak, row_at(peak))
+        weights.setdefault(peak, max(weights.values(), default=1.0))
+        weights = {point: weight * np.exp(_RATE * (used[point] / used.max() - 1)) for point, weight in weights.items()}
+        total = sum(weights.values())
+        messages.weigh({point: (rows[point], weight / total) for point, weight in weights.items()})
+        known = sum(rows[point].constant * weight / total for point, weight in weights.items())
+        for _ in range(3):
+            bound, choice = messages.iterate()
+            if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak
+                return ()
+        choice = messages.improve(choice)
+    return best
+
+
+def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
+    """The same problem where whatever is allowed costs nothing, and what is not, many times the memory that is used."""
+
+    def flat(costs: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(costs), 0.0, forbidden)
+
+    edges = tuple(Edge(edge.tail, edge.head, flat(edge.cost)) for edge in problem.edges)
+    return dataclasses.replace(problem, costs=tuple(map(flat, problem.costs)), edges=edges, rows=())

@@ -1,0 +1,292 @@
+r"""Solve an assignment as a mixed-integer program with HiGHS.
+
+Variables (`_Model`): :math:`x_{vo} \in \{0, 1\}`, option `o` of variable `v` is chosen; :math:`f_{uv,rc} \ge 0`, the
+pair of groups `(r, c)` of edge `(u, v)` is in force. Options that cost and weigh the same against all of the other side
+form one group, so an edge has far fewer `f` than pairs of options.
+
+.. math::
+    \min \sum_{v,o} c_{vo} x_{vo} + \sum_{uv,rc} C_{uv,rc} f_{uv,rc}
+
+subject to
+    * :math:`\sum_o x_{vo} = 1` for each variable (`_add_choices`),
+    * :math:`\sum_c f_{uv,rc} = \sum_{o \in r} x_{uo}` and :math:`\sum_r f_{uv,rc} = \sum_{o \in c} x_{vo}` for each
+      edge (`_add_edge`): the local polytope, exact on trees,
+    * memory: :math:`m_t + \sum M_{tvo} x_{vo} + \sum M_{tuv,rc} f_{uv,rc} \le L` for each row (`_add_row`).
+
+The objective is scaled so that the solver's absolute tolerances do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow, Solution
+from passes.solver.reduce_assignment import reduce_assignment
+from passes.solver.search_control import SearchControl
+
+_RELATIVE_GAP = 1e-9
+
+
+def solve_milp(
+    problem: Assignment, *, time_limit_s: float = 60.0, control: SearchControl | None = None
+) -> Solution | None:
+    """A cheapest choice that fits, or None if none does.
+
+    Args:
+        problem: the assignment.
+        time_limit_s: seconds after which the best choice so far is taken, with the bound proven by then.
+        control: told the bound; if it stops the solver, that is as if time were over.
+
+    Raises:
+        TimeoutError: the time went by before any choice was found.
+    """
+    reduced = reduce_assignment(problem)
+    if not reduced.problem.costs:
+        choice, bound = (), 0.0
+        fits = all(row.constant <= problem.limit for row in reduced.problem.rows)
+        found = ((), 0.0) if fits and np.isfinite(reduced.constant) else None
+    else:
+        found = _solve(reduced.problem, time_limit_s, _watching(control, reduced.constant))
+    if found is None:
+        return None
+    choice, bound = found
+    full = reduced.expand(choice)
+    cost = problem.cost_of(full)
+    if not np.isfinite(cost):
+        return None
+    return Solution(full, cost, min(cost, reduced.constant + bound))
+
+
+def smallest_peak(problem: Assignment, *, time_limit_s: float = 60.0) -> float:
+    """The smallest memory limit under which some choice of finite cost exists, bytes (`inf` if there is none)."""
+    model = _Model(problem, minimise_peak=True)
+    if not model.run(time_limit_s):
+        return float("inf")
+    choice = model.choice()
+    if not np.isfinite(problem.cost_of(choice)):
+        return float("inf")
+    return max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0)
+
+
+_GoesOn = Callable[[float], bool]
+"""Told the bound that is proven so far, seconds; whether the solver is to go on."""
+
+
+def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
+    """A choice that the solver has may not fit at points whose rows are not known yet, so only its bound is shown."""
+    if control is None:
+        return None
+
+    def goes_on(bound: float) -> bool:
+        control.note(math.inf, constant + bound)
+        return not control.is_stopped
+
+    return goes_on
+
+
+def _solve(problem: Assignment, time_limit_s: float, goes_on: _GoesOn | None) -> tuple[tuple[int, ...], float] | None:
+    model = _Model(problem, minimise_peak=False)
+    if not model.run(time_limit_s, goes_on):
+        return None
+    return model.choice(), model.bound()
+
+
+@dataclass(slots=True)
+class _Columns:
+    """Columns of the model under construction."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+
+    def add(self, costs: Floats, *, integer: bool) -> int:
+        """Add one column per cost; the index of the first. A column of infinite cost is fixed to zero."""
+        first = len(self.cost)
+        finite = np.isfinite(costs)
+        self.cost += np.where(finite, costs, 0.0).tolist()
+        self.upper += np.where(finite, 1.0, 0.0).tolist()
+        self.integer += [integer] * len(costs)
+        return first
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Sparse rows of the model under construction."""
+
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    start: list[int] = field(default_factory=lambda: [0])
+    index: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+
+    def add(self, index: np.ndarray, value: np.ndarray, lower: float, upper: float) -> None:
+        self.index += index.tolist()
+        self.value += value.tolist()
+        self.start.append(len(self.index))
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+class _Model:
+    """The mixed-integer program of one assignment."""
+
+    def __init__(self, problem: Assignment, *, minimise_peak: bool) -> None:
+        self._problem = problem
+        self._columns, self._rows = _Columns(), _Rows()
+        self._scale = 1.0 if minimise_peak else _cost_scale(problem)
+        self._limit = problem.limit
+        use = 0.0 if minimise_peak else self._scale
+        self._first = [self._columns.add(_keep_infinite(cost, use), integer=True) for cost in problem.costs]
+        self._add_choices()
+        flows = [self._add_edge(number, edge, use) for number, edge in enumerate(problem.edges)]
+        self._peak = self._add_peak_column() if minimise_peak else None
+        for row in problem.rows:
+            self._add_row(row, flows)
+        self._highs = highspy.Highs()
+
+    def _add_choices(self) -> None:
+        for first, cost in zip(self._first, self._problem.costs, strict=True):
+            self._rows.add(first + np.arange(len(cost)), np.ones(len(cost)), 1.0, 1.0)
+
+    def _add_edge(self, number: int, edge: Edge, use: float) -> _Flow:
+        weights = [row.edges[number] for row in self._problem.rows if number in row.edges]
+        tail_group, head_group = (
+            _groups([edge.cost, *weights]),
+            _groups([edge.cost.T, *(w.T for w in weights)]),
+        )
+        tail_of, head_of = _first_of(tail_group), _first_of(head_group)
+        cost = edge.cost[np.ix_(tail_of, head_of)]
+        first = self._columns.add(_keep_infinite(cost.reshape(-1), use), integer=False)
+        flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of)
+        for group, columns in enumerate(flow.columns):
+            self._couple(columns, self._first[edge.tail] + np.flatnonzero(tail_group == group))
+        for group, columns in enumerate(flow.columns.T):
+            self._couple(columns, self._first[edge.head] + np.flatnonzero(head_group == group))
+        return flow
+
+    def _couple(self, flow: np.ndarray, options: np.ndarray) -> None:
+        values = np.concatenate([np.ones(len(flow)), -np.ones(len(options))])
+        self._rows.add(np.concatenate([flow, options]), values, 0.0, 0.0)
+
+    def _add_peak_column(self) -> int:
+        column = self._columns.add(np.array([1.0]), integer=False)
+        self._columns.upper[column] = np.inf
+        return column
+
+    def _add_row(self, row: MemoryRow, flows: list[_Flow]) -> None:
+        unit = 2.0**30
+        index = [
+            np.zeros(0, dtype=int),
+            *(self._first[v] + np.arange(len(a)) for v, a in row.variables.items()),
+        ]
+        value = [np.zeros(0), *(array / unit for array in row.variables.values())]
+        for number, array in row.edges.items():
+            index.append(flows[number].columns.reshape(-1))
+            value.append(array[np.ix_(flows[number].tail_of, flows[number].head_of)].reshape(-1) / unit)
+        limit = (self._limit - row.constant) / unit
+        if self._peak is not None:
+            index.append(np.array([self._peak]))
+            value.append(np.array([-1.0]))
+            limit = -row.constant / unit
+        self._rows.add(np.concatenate(index), np.concatenate(value), -np.inf, limit)
+
+    def run(self, time_limit_s: float, goes_on: _GoesOn | None = None) -> bool:
+        """Solve; whether a choice was found (False: none exists)."""
+        highs = self._highs
+        for option, value in _options(time_limit_s).items():
+            highs.setOptionValue(option, value)
+        if goes_on is not None:
+            highs.cbMipInterrupt.subscribe(lambda event: self._look_up(event, goes_on))
+        highs.passModel(self._program())
+        highs.run()
+        status = highs.getModelStatus()
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return False
+        if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            raise TimeoutError(f"no plan was found in {time_limit_s} s; give a larger time_budget_s.")
+        return True
+
+    def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
+        """What the solver calls between two steps, in the main thread's Python: so Ctrl-C is seen here."""
+        if not goes_on(event.data_out.mip_dual_bound / self._scale):
+            event.interrupt()
+
+    def _program(self) -> highspy.HighsLp:
+        columns, rows = self._columns, self._rows
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = len(columns.cost), len(rows.lower)
+        program.col_cost_ = np.array(columns.cost)
+        program.col_lower_ = np.zeros(len(columns.cost))
+        program.col_upper_ = np.array(columns.upper)
+        program.row_lower_, program.row_upper_ = np.array(rows.lower), np.array(rows.upper)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.array(rows.start)
+        program.a_matrix_.index_ = np.array(rows.index)
+        program.a_matrix_.value_ = np.array(rows.value)
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        program.integrality_ = [kinds[flag] for flag in columns.integer]
+        return program
+
+    def choice(self) -> tuple[int, ...]:
+        """The chosen option of each variable."""
+        solution = np.array(self._highs.getSolution().col_value)
+        sizes = [len(cost) for cost in self._problem.costs]
+        return tuple(int(np.argmax(solution[f : f + n])) for f, n in zip(self._first, sizes, strict=True))
+
+    def bound(self) -> float:
+        """The proven lower bound of the objective, seconds."""
+        return float(self._highs.getInfo().mip_dual_bound) / self._scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """The pair columns of one edge: `columns[r, c]`, with one option of each group."""
+
+    columns: np.ndarray
+    tail_of: np.ndarray
+    head_of: np.ndarray
+
+
+def _options(time_limit_s: float) -> dict[str, bool | int | float]:
+    return {
+        "output_flag": False,
+        "threads": 1,
+        "random_seed": 0,
+        "time_limit": time_limit_s,
+        "mip_rel_gap": _RELATIVE_GAP,
+        "mip_abs_gap": 0.0,
+        "primal_feasibility_tolerance": 1e-9,
+        "mip_feasibility_tolerance": 1e-9,
+    }
+
+
+def _cost_scale(problem: Assignment) -> float:
+    """A factor that brings the costs to about a thousand."""
+    tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
+    sizes = [float(np.median(table[np.isfinite(table) & (table > 0)])) for table in tables if _has_positive(table)]
+    return 1e3 / sum(sizes) if sizes else 1.0
+
+
+def _has_positive(table: Floats) -> bool:
+    return bool(np.any(np.isfinite(table) & (table > 0)))
+
+
+def _keep_infinite(costs: Floats, factor: float) -> Floats:
+    return np.where(np.isfinite(costs), np.where(np.isfinite(costs), costs, 0.0) * factor, np.inf)
+
+
+def _groups(tables: list[Floats]) -> np.ndarray:
+    """For each row of the tables (side by side) the number of its group of equal rows."""
+    joined = np.concatenate(tables, axis=1)
+    _, inverse = np.unique(np.where(np.isfinite(joined), joined, -1.0), axis=0, return_inverse=True)
+    return inverse.reshape(-1)
+
+
+def _first_of(groups: np.ndarray) -> np.ndarray:
+    """One row of each group."""
+    return np.unique(groups, return_index=True)[1]

@@ -1,0 +1,347 @@
+"""List, for every node of a program, the strategies that its rule admits.
+
+The result is a `SearchSpace`: sites (nodes with a choice) and links (a value that one site yields and another
+reads). Rules are bound once for calls that look alike, and enumerated once for rules that differ in nothing that
+decides about splits: of the size of a factor that is how it divides, so programs of many shapes have few such rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import NoShardingRuleError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import OWNERS, InputKind, OutputKind, OutputSlot, Program, tensor_values
+from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.kernels.optimizers import IN_PLACE
+from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicated
+from autoshard.rules.hub import hub
+from autoshard.rules.notation import BoundRule
+from autoshard.rules.registry import bound_rule
+from autoshard.runtime.boundary import matches_dtensor
+from passes.preparation.canonicalize import is_view
+from passes.strategies.narrow_gradients import find_narrow_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInfo:
+    """Global shape and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node with a choice: a call, a placeholder, or a result of the program that leaves it.
+
+    Args:
+        name: the node's name; "output:0" for a result.
+        node: the fx node; None for a result.
+        strategies: what may be chosen.
+        results: the values it yields (None results of a call left out).
+        rule: the call's bound rule, or None.
+        call: calls with equal numbers look alike: operator, literals, shapes and dtypes; -1 for what is no call.
+    """
+
+    name: str
+    node: fx.Node | None
+    phase: str
+    strategies: tuple[Strategy, ...]
+    results: tuple[ValueInfo, ...]
+    rule: BoundRule | None = None
+    call: int = -1
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether its results share its operands' memory: an optimizer's update writes over what it updates."""
+        return (
+            self.node is not None
+            and self.node.op == "call_function"
+            and (self.node.target is hub or self.node.target in IN_PLACE or is_view(self.node))
+        )
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is a placeholder."""
+        return self.node is not None and self.node.op == "placeholder"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Result `result` of site `tail`, read by site `head`.
+
+    `operand` is the index of the tensor operand of `head`; -1 if `head` is a placeholder whose spec the value must
+    end in: a gradient that leaves the program lies like its parameter, and so does the updated parameter. No sums are
+    made where it `keeps_sums`.
+    """
+
+    tail: str
+    result: int
+    head: str
+    operand: int
+    keeps_sums: bool = False
+
+
+def specs_of(site: Site, result: int) -> tuple[PartitionSpec, ...]:
+    """The spec of one result under each strategy."""
+    return tuple(strategy.outputs[result] for strategy in site.strategies)
+
+
+def needs_of(head: Site, link: Link) -> tuple[PartitionSpec, ...]:
+    """The spec that a link's value must have at its head, under each strategy of the head."""
+    if link.operand < 0:
+        return specs_of(head, 0)
+    return tuple(strategy.inputs[link.operand] for strategy in head.strategies)
+
+
+def leaves_program(head: Site, link: Link) -> bool:
+    """Whether a link carries a gradient, an update or a result out of the program."""
+    return link.operand < 0 or head.node is None
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """All sites, in program order, and all links."""
+
+    program: Program
+    mesh: Mesh
+    sites: Mapping[str, Site]
+    links: tuple[Link, ...]
+    replicated_operators: tuple[tuple[str, str], ...]
+
+    def owner(self, slot: OutputSlot) -> str:
+        """The placeholder that a gradient or a buffer update belongs to."""
+        return _owners(self.program)[OWNERS[slot.kind], slot.name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What calls that look alike share: their number, and their rule."""
+
+    number: int
+    rule: BoundRule | None
+
+
+@dataclass(frozen=True, slots=True)
+class EnumerateStrategies:
+    """Build the search space of a canonical program with hubs.
+
+    Args:
+        mesh: the mesh to split over.
+        strict: refuse operators without a rule instead of repeating them on every rank.
+        prune: leave out strategies under which a value awaits a reduction that no call of the program makes (a maximum,
+            where nothing takes one). They are legal, and no plan is better for them: that such a value is whole
+            instead costs no more.
+        wide_gradients: gradients in 16 bits that are converted to more are reduced behind that; see
+            `passes.strategies.narrow_gradients`.
+    """
+
+    mesh: Mesh
+    strict: bool = False
+    prune: bool = False
+    wide_gradients: bool = False
+    _calls: dict[Any, _Call] = field(default_factory=dict, repr=False)
+    _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, program: Program) -> SearchSpace:
+        """The search space; `NoShardingRuleError` under `strict` for an operator without a rule."""
+        kinds = {slot.node: slot.kind for slot in program.inputs}
+        calls = {node.name: self._call(node) for node in program.graph.nodes if _is_call(node)}
+        reductions = _reductions_of(calls.values()) if self.prune else frozenset(Reduction)
+        rules = {name: call.rule for name, call in calls.items()}
+        narrow = find_narrow_gradients(program, rules) if self.wide_gradients else frozenset()
+        sites: dict[str, Site] = {}
+        links: list[Link] = []
+        replicated_operators: dict[tuple[str, str], None] = {}
+        for node in program.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                sites[node.name] = self._input_site(node, kinds.get(node.name))
+            elif node.name in calls:
+                call = calls[node.name]
+                strategies = self._strategies(node, call.rule, reductions)
+                phase = node.meta["phase"]
+                sites[node.name] = Site(node.name, node, phase, strategies, _values(node), call.rule, call.number)
+                links += _call_links(node, narrow)
+                if call.rule is None:
+                    replicated_operators[str(node.target), node.meta.get("source", "")] = None
+        owners = _owners(program)
+        for slot in program.outputs:
+            site, link = self._result(program, slot, owners)
+            if site is not None:
+                sites[site.name] = site
+            links.append(link)
+        return SearchSpace(program, self.mesh, sites, tuple(links), tuple(replicated_operators))
+
+    def _input_site(self, node: fx.Node, kind: InputKind | None) -> Site:
+        value = node.meta["val"]
+        splittable = kind in _SPLITTABLE
+        key = ("input", tuple(value.shape) if splittable else None)
+        if key not in self._cache:
+            specs = self.placements(tuple(value.shape)) if splittable else (PartitionSpec(),)
+            self._cache[key] = tuple(Strategy((), (spec,), ()) for spec in specs)
+        return Site(node.name, node, node.meta["phase"], self._cache[key], _values(node))
+
+    def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
+        """Every spec without partial axes that may split `shape` on the mesh: unevenly only as DTensor would."""
+        options = product((None, *range(len(shape))), repeat=len(self.mesh.axes))
+        specs = (_spec_of(self.mesh, len(shape), option) for option in options)
+        return tuple(spec for spec in specs if self._may_split(spec, shape))
+
+    def _may_split(self, spec: PartitionSpec, shape: tuple[int, ...]) -> bool:
+        if spec.is_even(shape, self.mesh):
+            return True
+        pieces = [self.mesh.shards(spec.axes_of(dim)) for dim in range(len(shape))]
+        has_work = all(count <= size for count, size in zip(pieces, shape, strict=True))
+        return has_work and matches_dtensor(spec, shape, self.mesh)
+
+    def _call(self, node: fx.Node) -> _Call:
+        key = _call_key(node)
+        if key not in self._calls:
+            rule = rule_of(node)
+            if rule is None and self.strict:
+                raise NoShardingRuleError(no_rule_message(node))
+            self._calls[key] = _Call(len(self._calls), rule)
+        return self._calls[key]
+
+    def _strategies(
+        self, node: fx.Node, rule: BoundRule | None, reductions: frozenset[Reduction]
+    ) -> tuple[Strategy, ...]:
+        counts = (len(operands_of(node)), len(_values(node)))
+        key = (reductions, counts if rule is None else _structure(rule, self.mesh))
+        if key not in self._cache:
+            found = [replicated(*counts, self.mesh)] if rule is None else enumerate_strategies(rule, self.mesh)
+            self._cache[key] = tuple(strategy for strategy in found if _awaits_only(strategy, reductions))
+        return self._cache[key]
+
+    def _result(
+        self, program: Program, slot: OutputSlot, owners: Mapping[tuple[InputKind, str], str]
+    ) -> tuple[Site | None, Link]:
+        tail, result = resolve(program.nodes[slot.node])
+        if slot.kind != OutputKind.OUTPUT:
+            return None, Link(tail.name, result, owners[OWNERS[slot.kind], slot.name], -1)
+        shape = tuple(program.nodes[slot.node].meta["val"].shape)
+        specs = self.placements(shape)
+        strategies = tuple(Strategy((spec,), (), ()) for spec in specs)
+        return Site(slot.name, None, "forward", strategies, ()), Link(tail.name, result, slot.name, 0)
+
+
+def no_rule_message(node: fx.Node) -> str:
+    """Why a call cannot be split, with the user's line."""
+    line = node.meta.get("source") or "an unknown line"
+    return (
+        f"strict=True, but operator {node.target} (node {node.name!r}, from {line}) has no sharding rule; "
+        "write one with @autoshard.sharding_rule, let autoshard.infer_rule find one, or compile with strict=False "
+        "to run it whole on every device."
+    )
+
+
+def rule_of(node: fx.Node) -> BoundRule | None:
+    """The bound rule of a call, or None where its operator has none."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    values = tensor_values(node)
+    return bound_rule(node.target, args, kwargs, values)
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes of a call's tensor operands in order, repeated where a value is used twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return [item for item in found if isinstance(item.meta.get("val"), torch.Tensor)]
+
+
+def resolve(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes a value and the index of the value among its tensor results."""
+    if not _is_selection(node):
+        return node, 0
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
+    return source, sum(value is not None for value in tensor_values(source)[:index])
+
+
+def _is_selection(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" and not isinstance(node.target, torch._ops.OpOverload)
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and not _is_selection(node) and bool(_values(node))
+
+
+def _reductions_of(calls: Iterable[_Call]) -> frozenset[Reduction]:
+    """The reductions that results of some calls can await: sums, which are also made from whole values, and others."""
+    rules = [call.rule for call in calls if call.rule is not None]
+    made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}
+    return frozenset({Reduction.SUM, *made})
+
+
+def _awaits_only(strategy: Strategy, reductions: frozenset[Reduction]) -> bool:
+    specs = (*strategy.inputs, *strategy.outputs)
+    return all(reduction in reductions for spec in specs for _, reduction in spec.partial)
+
+
+def _structure(rule: BoundRule, mesh: Mesh) -> Any:
+    """What decides which strategies a rule has on a mesh.
+
+    Strategies depend on a size by whether it divides by, equals or exceeds products of axes. All these divide the size
+    of the mesh, so sizes of at least twice that are alike if they leave the same remainder. Pieces of a factor over
+    which ranks exchange data have a least size; there the size is to exceed that on every rank.
+    """
+
+    def kind(factor: str, size: int) -> int:
+        enough = mesh.size * max(2, rule.exchanged.get(factor, 0))
+        return size if size < enough else enough + size % mesh.size
+
+    sizes = tuple((factor, kind(factor, size)) for factor, size in rule.sizes.items())
+    others = (getattr(rule, item.name) for item in fields(rule) if item.name not in ("sizes", "local"))
+    return sizes, *(tuple(value.items()) if isinstance(value, Mapping) else value for value in others)
+
+
+def _values(node: fx.Node) -> tuple[ValueInfo, ...]:
+    return tuple(ValueInfo(tuple(v.shape), v.dtype) for v in tensor_values(node) if v is not None)
+
+
+def _call_links(node: fx.Node, narrow: Collection[tuple[str, str]]) -> list[Link]:
+    """The links to a node; `narrow` are the pairs of nodes between which no sums are made."""
+    links = []
+    for index, operand in enumerate(operands_of(node)):
+        tail, result = resolve(operand)
+        links.append(Link(tail.name, result, node.name, index, (operand.name, node.name) in narrow))
+    return links
+
+
+def _call_key(node: fx.Node) -> Any:
+    def key(argument: fx.Node) -> Any:
+        value = argument.meta.get("val")
+        return ("value", tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else argument.name
+
+    return repr((str(node.target), fx.map_arg((node.args, node.kwargs), key)))
+
+
+def _spec_of(mesh: Mesh, ndim: int, option: tuple[int | None, ...]) -> PartitionSpec:
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    for axis, dim in zip(mesh.axis_names, option, strict=True):
+        if dim is not None:
+            dims[dim].append(axis)
+    return PartitionSpec(*dims)
+
+
+_SPLITTABLE = (
+    InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT, InputKind.TANGENT, InputKind.STATE,
+)  # fmt: skip
+
+
+def _owners(program: Program) -> dict[tuple[InputKind, str], str]:
+    """The placeholder of each kind and name."""
+    return {(slot.kind, slot.name): slot.node for slot in program.inputs}

@@ -1,0 +1,70 @@
+"""The tracer with which local programs are built: every node gets its local fake value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.proxy import GraphAppendingTracer
+
+from passes.preparation.number_values import call_key
+
+
+class LocalTracer(GraphAppendingTracer):
+    """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
+
+    `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it. Calls of
+    one form share a fake value: a program repeats few forms many times, and a fake value is slow to make.
+    """
+
+    def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
+        super().__init__(graph)
+        self._fake_mode = fake_mode
+        self.like: fx.Node | None = None
+        self.moving: fx.Node | None = None
+        self._values: dict[Any, Any] = {}
+
+    def placeholder(
+        self, name: str, value: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None = None
+    ) -> fx.Proxy:
+        """A placeholder for the local piece, of the given shape, of a global value.
+
+        `order`: the dims as they lie in memory, the outermost first; None: as they come.
+        """
+        proxy = self.create_proxy("placeholder", name, (), {}, name=name)
+        order = tuple(range(len(shape)) if order is None else order)
+        with self._fake_mode:
+            proxy.node.meta["val"] = torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
+        return proxy
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
+        """See `fx.proxy.TracerBase`."""
+        node = super().create_node(kind, target, args, kwargs, *rest, **named)
+        if self.like is not None:
+            inherited = ("phase", "module", "source")
+            node.meta = {key: self.like.meta[key] for key in inherited if key in self.like.meta}
+            node.meta["global"] = (self.moving or self.like).name
+        if kind == "call_function":
+            node.meta["val"] = self._evaluate(node)
+        return node
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        if getattr(node.target, "__name__", "") == "axis_index":
+            return 0
+        key = call_key(node.op, node.target, node.args, node.kwargs, lambda operand: _form(operand.meta["val"]))
+        if key not in self._values:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+            with self._fake_mode:
+                self._values[key] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return self._values[key]
+
+
+def _form(value: Any) -> Any:
+    """What an operator's fake value depends on of an operand."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.layout
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_form, value))
+    return type(value), value

@@ -1,0 +1,82 @@
+"""Gradients in 16 bits on their way to weights in 32: where they await a sum, it is made behind the conversion.
+
+A weight's gradient that each rank computes from its part of the batch is a sum over ranks. In bfloat16 each addition
+rounds to 8 bits, so that the error of a sum grows with the number of ranks; behind the conversion to float32 only the
+addends are rounded, at twice the bytes sent. One device adds over its whole batch in float32 before it rounds, and a
+mesh is to equal it, so the links between where addends are made and where they are converted reduce nothing. (Megatron
+and torchtitan reduce in float32 by default likewise; FSDP2 in the type of the gradient.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import fx
+
+from autoshard.ir.program import OutputKind, Program
+from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.rules.hub import hub
+from passes.preparation.insert_hubs import is_gradient_hub
+from passes.solver.assignment import Floats
+
+if TYPE_CHECKING:
+    from autoshard.rules.notation import BoundRule
+
+_aten = torch.ops.aten
+
+
+def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None]) -> frozenset[tuple[str, str]]:
+    """The pairs of nodes, by name, between which a gradient is passed on in 16 bits before it is converted to more.
+
+    Args:
+        program: in the form that is planned.
+        rules: the rule of each call, by name.
+    """
+    gradients = {slot.node for slot in program.outputs_of(OutputKind.GRADIENT)}
+    found: set[tuple[str, str]] = set()
+    for node in program.graph.nodes:
+        if _widens(node) and (node.name in gradients or any(map(is_gradient_hub, node.users))):
+            found |= _trail(node, rules)
+    return frozenset(found)
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a node converts numbers of 16 bits to more."""
+    if node.target is not _aten._to_copy.default or node.meta["phase"] != "backward":
+        return False
+    value, (operand,) = node.meta["val"], node.all_input_nodes
+    return value.is_floating_point() and operand.meta["val"].dtype.itemsize == 2 < value.dtype.itemsize
+
+
+def _trail(conversion: fx.Node, rules: Mapping[str, BoundRule | None]) -> set[tuple[str, str]]:
+    """From a conversion back through what moves or adds elements for it alone, to what makes them."""
+    trail, passed, waiting = set[tuple[str, str]](), {conversion}, [conversion]
+    while waiting:
+        node = waiting.pop()
+        for operand in node.all_input_nodes:
+            trail.add((operand.name, node.name))
+            if _passes_on(operand, rules) and passed.issuperset(operand.users):
+                passed.add(operand)
+                waiting.append(operand)
+    return trail
+
+
+def _passes_on(node: fx.Node, rules: Mapping[str, BoundRule | None]) -> bool:
+    rule = rules.get(node.name)
+    return node.target in (hub, _aten.add.Tensor) or (rule is not None and rule.transparent)
+
+
+def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec]) -> Floats:
+    """A table of reshard times, [sources, targets], infinite where a sum that a source awaits is made."""
+    kinds: dict[frozenset[str], int] = {}
+    before, after = ([kinds.setdefault(_sums(spec), len(kinds)) for spec in specs] for specs in (sources, targets))
+    kept = np.array([[one <= other for other in kinds] for one in kinds])
+    return np.where(kept[np.ix_(before, after)], table, np.inf)
+
+
+def _sums(spec: PartitionSpec) -> frozenset[str]:
+    """The axes over which a value awaits a sum."""
+    return frozenset(axis for axis, reduction in spec.partial if reduction is Reduction.SUM)

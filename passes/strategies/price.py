@@ -1,0 +1,203 @@
+"""Price a search space with the cost models: seconds per strategy and per reshard, bytes per value.
+
+Times are a roofline for calls and latency-bandwidth terms for collectives (see `cost_models`). Computation and
+communication are summed: overlap is the timeline's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import describe
+from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
+from autoshard.ir.spec import PartitionSpec
+from autoshard.kernels.offload import TRANSFERS, to_host
+from autoshard.rules.emit_local import fills
+from autoshard.rules.enumeration import Split, Strategy
+from autoshard.rules.hub import hub
+from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
+from cost_models.compute import memory_time, work_time
+from cost_models.hardware import Cluster
+from cost_models.operators import work
+from cost_models.topology import GroupLinks
+from cost_models.work import TensorInfo
+from passes.solver.assignment import Floats
+from passes.strategies.enumerate_strategies import Site, ValueInfo, operands_of
+from passes.strategies.price_rewrites import rewrite_collectives, rewrite_time
+
+STRIDED_COPY = "aten.clone.default"
+"""The kernel that reshards copy with."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """Seconds of one reshard step on a cluster, whose ranks the mesh numbers row by row."""
+
+    cluster: Cluster
+    mesh: Mesh
+
+    def __call__(self, step: ReshardStep) -> float:
+        sent_s, copied_s = self.parts(step)
+        return sent_s + copied_s
+
+    def parts(self, step: ReshardStep) -> tuple[float, float]:
+        """Seconds of the step's collective (0 for a local step) and of copying on each rank."""
+        group = self.cluster.group_links(dict(self.mesh.axes), (step.axis,))
+        copied = memory_time(step.bytes_before + step.bytes_after, self.cluster.device, STRIDED_COPY)
+        return _collective_time(step, group), copied
+
+
+def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
+    match step.kind:
+        case ReshardKind.ALL_GATHER:
+            return all_gather_time(step.bytes_before * step.axis_size, group)
+        case ReshardKind.REDUCE_SCATTER:
+            return reduce_scatter_time(step.bytes_before, group)
+        case ReshardKind.ALL_REDUCE:
+            return all_reduce_time(step.bytes_before, group)
+        case ReshardKind.ALL_TO_ALL:
+            return all_to_all_time(step.bytes_before, group)
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of strategies and reshards for one cluster and mesh, computed once each."""
+
+    cluster: Cluster
+    mesh: Mesh
+    _calls: dict[Any, float] = field(default_factory=dict, repr=False)
+    _locals: dict[Any, TensorInfo] = field(default_factory=dict, repr=False)
+    _reshards: dict[Any, Floats] = field(default_factory=dict, repr=False)
+
+    @property
+    def step_price(self) -> StepPrice:
+        """The price of a reshard step, for `plan_reshard`."""
+        return StepPrice(self.cluster, self.mesh)
+
+    def call_time(self, site: Site, strategy: Strategy) -> float:
+        """Seconds that a call takes on each rank under a strategy; nothing for placeholders and results."""
+        return float(self.call_times(site, (strategy,))[0])
+
+    def call_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
+        """`call_time` of each strategy, [strategies]."""
+        node = site.node
+        if node is None or node.op != "call_function" or node.target is hub:
+            return np.zeros(len(strategies))
+        if node.target in TRANSFERS:
+            return self._transfer_times(site, strategies)
+        operands = [_info(operand.meta["val"]) for operand in operands_of(node)]
+        arguments = tuple(fx.map_arg(node.args, lambda argument: None))
+        call = (str(node.target), repr(arguments))
+        return np.array([self._call_time(site, operands, arguments, call, strategy) for strategy in strategies])
+
+    def _transfer_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
+        """Seconds of a copy to or from the host under each strategy; computation waits for it."""
+        assert site.node is not None, "calls have nodes"
+        device = self.cluster.device
+        time = device.to_host_time if site.node.target is to_host else device.from_host_time
+        specs = tuple(strategy.outputs[0] for strategy in strategies)
+        return np.array([time(size) for size in local_bytes_of(site.results[0], specs, self.mesh).tolist()])
+
+    def host_times(self, sizes: Floats) -> Floats:
+        """Seconds of a copy to the host and back of values of so many bytes."""
+        device = self.cluster.device
+        return np.array([device.to_host_time(size) + device.from_host_time(size) for size in sizes.tolist()])
+
+    def _call_time(
+        self,
+        site: Site,
+        operands: Sequence[ValueInfo],
+        arguments: tuple[Any, ...],
+        call: tuple[str, str],
+        strategy: Strategy,
+    ) -> float:
+        inputs = tuple(map(self._local, operands, strategy.inputs))
+        outputs = tuple(map(self._local, site.results, strategy.outputs))
+        choices = strategy.choices if _may_communicate(site, strategy) else None
+        filled = _fill_counts(site, strategy, self.mesh)
+        key = (call, inputs, outputs, choices, filled)
+        if key not in self._calls:
+            assert site.node is not None
+            name = operator_name(site.node)
+            done = work(name, inputs, outputs, arguments)
+            sent = rewrite_time(site, strategy, self.mesh, self.cluster) if choices else 0.0
+            self._calls[key] = work_time(done, self.cluster.device, name) + sent + self._fill_time(filled, inputs)
+        return self._calls[key]
+
+    def collectives_inside(self, site: Site, strategy: Strategy) -> tuple[tuple[str, float], ...]:
+        """Mesh axis and seconds of each collective inside a call's rewrite; `call_time` includes them."""
+        if not _may_communicate(site, strategy):
+            return ()
+        return rewrite_collectives(site, strategy, self.mesh, self.cluster)
+
+    def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
+        """Seconds of filling padding: for each padded factor of an operand its local piece is read and written once."""
+        sizes = [(count, math.prod(inputs[operand].shape) * inputs[operand].itemsize) for operand, count in filled]
+        return sum(count * memory_time(2 * size, self.cluster.device) for count, size in sizes)
+
+    def _local(self, value: ValueInfo, spec: PartitionSpec) -> TensorInfo:
+        key = (value.shape, value.dtype, spec.dims)
+        if key not in self._locals:
+            shape = spec.local_shape(value.shape, self.mesh)
+            self._locals[key] = TensorInfo(shape, value.itemsize, dtype_name(value.dtype))
+        return self._locals[key]
+
+    def reshard_table(
+        self, value: ValueInfo, sources: tuple[PartitionSpec, ...], targets: tuple[PartitionSpec, ...]
+    ) -> Floats:
+        """Seconds from each source to each target spec, [sources, targets]."""
+        key = (value.shape, value.itemsize, sources, targets)
+        if key not in self._reshards:
+            self._reshards[key] = reshard_costs(
+                sources, targets, value.shape, self.mesh, value.itemsize, self.step_price
+            )
+        return self._reshards[key]
+
+
+def local_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> int:
+    """Bytes of a value on each rank."""
+    return math.prod(spec.local_shape(value.shape, mesh)) * value.itemsize
+
+
+def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> Floats:
+    """Bytes of a value on each rank under each of `specs`."""
+    return np.array([local_bytes(value, spec, mesh) for spec in specs], dtype=np.float64)
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name by which the cost models know a call's operator: "aten.mm.default"."""
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The cost models' name of a dtype: "bf16"."""
+    return describe(torch.empty((), dtype=dtype, device="meta")).partition("[")[0]
+
+
+def _may_communicate(site: Site, strategy: Strategy) -> bool:
+    """Whether a split factor is reduced or exchanged inside the call's rewrite."""
+    rule = site.rule
+    if rule is None or not (rule.whole or rule.exchanged):
+        return False
+    return any(isinstance(choice, Split) and rule.may_communicate(choice.factor) for choice in strategy.choices)
+
+
+def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    """The operands whose padding is filled before the call, each with the number of its padded factors."""
+    if site.rule is None or not site.rule.padding:
+        return ()
+    wanted = fills(site.rule, strategy.splits(mesh), mesh)
+    return tuple((operand, len(factors)) for operand, factors in wanted.items())
+
+
+def _info(value: torch.Tensor) -> ValueInfo:
+    return ValueInfo(tuple(value.shape), value.dtype)

@@ -1,0 +1,62 @@
+"""Emit the local form of one call, or the steps of one reshard, into a graph of their own: to count what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.emit import emit_reshard
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import tensor_values
+from autoshard.ir.reshard import ReshardStep
+from autoshard.rules.emit_local import emit_local
+from autoshard.rules.enumeration import Strategy
+from passes.strategies.enumerate_strategies import Site
+from passes.strategies.local_tracer import LocalTracer
+
+
+def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
+    """The local form of a call under a strategy: from its operands, repeated where it repeats them, to its results."""
+    assert site.node is not None
+    graph = fx.Graph()
+    tracer = LocalTracer(graph, _fake_mode(site.node))
+    specs = iter(strategy.inputs)
+
+    def operand(argument: fx.Node) -> Any:
+        value = argument.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return tracer.placeholder(argument.name, value, next(specs).local_shape(value.shape, mesh))
+
+    args, kwargs = fx.map_arg((site.node.args, site.node.kwargs), operand)
+    shapes = [result.shape for result in site.results]
+    result = emit_local(site.node.target, args, kwargs, site.rule, strategy, mesh, shapes, tracer=tracer)
+    results = result if isinstance(result, tuple) else (result,)
+    graph.output(tuple(item.node for item in results if isinstance(item, fx.Proxy)))
+    return graph
+
+
+def emitted_reshard(
+    value: torch.Tensor, steps: Sequence[ReshardStep], mesh: Mesh, *, as_traced: bool = False
+) -> fx.Graph:
+    """Steps of a reshard of a global `value`: from the local value before to the one after.
+
+    `as_traced`: the dims of what is resharded lie in memory in the order that those of the traced value have.
+    """
+    graph = fx.Graph()
+    tracer = LocalTracer(graph, nullcontext())  # meta tensors know all that counts, and are made sooner than fake ones
+    shape = tuple(value.shape)
+    order = sorted(range(len(shape)), key=lambda dim: -value.stride(dim)) if as_traced else None
+    like = torch.empty((), dtype=value.dtype, device="meta")
+    local = tracer.placeholder("value", like, steps[0].source.local_shape(shape, mesh), order)
+    graph.output((emit_reshard(local, steps, shape, mesh, dtype=value.dtype).node,))
+    return graph
+
+
+def _fake_mode(node: fx.Node) -> Any:
+    values = [*tensor_values(node), *(operand.meta["val"] for operand in node.all_input_nodes)]
+    return next(mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None)

@@ -1,0 +1,1 @@
+"""Prove that what lowering made computes what was traced; of lowering nothing is used."""

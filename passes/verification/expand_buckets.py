@@ -1,0 +1,26 @@
+"""Write a bucket out again as the updates that it stands for, so that it can be compared with its source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.kernels.triton_adam import adam_updates_
+
+_UPDATE: Any = torch.ops.autoshard.adam_update_.default
+
+
+def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph with each bucket as the updates that it stands for."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        if node.target is not adam_updates_:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        *tensors, scale, hyper, decoupled, maximize = fx.map_arg(node.args, copies.__getitem__)
+        for operands in zip(*tensors, strict=True):
+            graph.create_node("call_function", _UPDATE, (*operands, scale, hyper, decoupled, maximize))
+    return fx.GraphModule(graph_module, graph)

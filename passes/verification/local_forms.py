@@ -1,0 +1,295 @@
+"""What calls and reshards are on one rank: straight-line forms, which are looked up in a lowered program.
+
+Rules and reshards are defined by what they emit into a graph (`autoshard.rules.emit_local`, `autoshard.ir.emit`), and
+what they emit depends on no more than the operator, its literals, the shapes and types of its operands, and a strategy.
+So each is emitted once, on places instead of values, and kept as a `LocalForm`: equal blocks of a model are proven by
+looking up the same forms, and the verifier needs no second description of any definition.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.fx.proxy import Proxy, TracerBase
+
+from autoshard.ir.emit import emit_reshard
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import tensor_values
+from autoshard.ir.reshard import ReshardKind, ReshardStep
+from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.ir.spec_graph import Move, moves_from, state_of
+from autoshard.rules.emit_local import emit_local
+from autoshard.rules.enumeration import Strategy, replicated
+from autoshard.rules.notation import BoundRule
+from autoshard.rules.registry import bound_rule
+from passes.preparation.number_values import Key, Numbering, call_key, draws_numbers, operands_of
+from passes.strategies.find_strategies import find_strategies
+
+Numbers = frozenset[int]
+"""The numbers of local values, any of which will do."""
+
+Held = tuple[frozenset[PartitionSpec], ...]
+"""For each operand of a call, the specs that it is held under."""
+
+_aten = torch.ops.aten
+
+_OPENINGS = {
+    ReshardKind.ALL_GATHER: {_aten.contiguous.default},
+    ReshardKind.ALL_REDUCE: {_aten.contiguous.default},
+    ReshardKind.ALL_TO_ALL: {_aten.contiguous.default, _aten.constant_pad_nd.default},
+    ReshardKind.MAKE_PARTIAL: {_aten.where.ScalarOther},
+    ReshardKind.REDUCE_SCATTER: {_aten.contiguous.default, _aten.constant_pad_nd.default},
+    ReshardKind.SLICE: {_aten.narrow.default, _aten.constant_pad_nd.default},
+}
+"""The operators with which steps may begin: what no node does with a value need not be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One call of a form.
+
+    Args:
+        key: its structure; its operands are places: of the form's operands first, then of its lines.
+        places: these places.
+        is_drawn: whether it draws random numbers, so that equal calls are told apart by their order.
+    """
+
+    key: Key
+    places: tuple[int, ...]
+    is_drawn: bool
+
+    def find(self, local: Numbering, values: Sequence[Numbers], draw: int = 0) -> Numbers:
+        """The numbers of this call on `values`; `draw`: which of equal calls that draw random numbers is meant."""
+        return local.find((*self.key, draw) if self.is_drawn else self.key, self.places, values)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalForm:
+    """What a definition emits.
+
+    Args:
+        operands: how many values it starts from.
+        lines: its calls, all of which are made where it is.
+        results: for each result its place, or the line that selects it, which is there where something reads it.
+    """
+
+    operands: int
+    lines: Sequence[Line]
+    results: Sequence[int | Line]
+
+    def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
+        """The values of all places, where a program makes these calls on the values `held`; None where it does not."""
+        values = list(held)
+        for line in self.lines:
+            found = line.find(local, values, draw)
+            if not found:
+                return None
+            values.append(found)
+        return values
+
+    def result(self, index: int, local: Numbering, values: Sequence[Numbers]) -> Numbers:
+        """The local values of one result, of the `values` of all places; empty where nothing selects it."""
+        place = self.results[index]
+        return values[place] if isinstance(place, int) else place.find(local, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a proxy of `_Recording` stands for.
+
+    `args` and `meta` are what emitters look at in a new node, to infer its fake value; here they find nothing to infer.
+    """
+
+    index: int
+    args: tuple[None, ...] = (None,)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Recording(TracerBase):
+    """Writes down the calls that a definition makes, of operands that are places."""
+
+    def __init__(self, operands: int) -> None:
+        super().__init__()
+        self.operands = [self._proxy(index) for index in range(operands)]
+        self.lines: list[Line] = []
+
+    def create_proxy(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> Proxy:
+        """The place of a new line."""
+        key = call_key(kind, target, args, kwargs, place_of)
+        self.lines.append(Line(key, tuple(operands_of(key)), draws_numbers(target)))
+        return self._proxy(len(self.operands) + len(self.lines) - 1)
+
+    def _proxy(self, index: int) -> Proxy:
+        return Proxy(cast(fx.Node, _Place(index)), self)
+
+
+def place_of(value: Proxy | fx.Node) -> int:
+    """The place that a proxy of a recording, or the node of one, stands for."""
+    found = value.node if isinstance(value, Proxy) else value
+    assert isinstance(found, _Place), "only proxies of a recording are passed to definitions"
+    return found.index
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to make a call: the specs of operands and results, without axes of size one, and its form."""
+
+    inputs: Sequence[PartitionSpec]
+    outputs: Sequence[PartitionSpec]
+    form: LocalForm
+
+
+@dataclass(frozen=True, slots=True)
+class CallForms:
+    """The ways to make calls that are alike.
+
+    Args:
+        node: one of them.
+        rule: their rule, None if the operator has none.
+        mesh: the mesh.
+    """
+
+    node: fx.Node
+    rule: BoundRule | None
+    mesh: Mesh
+    _ways: dict[Held, Sequence[Way]] = field(default_factory=dict)
+
+    def ways(self, held: Held) -> Sequence[Way]:
+        """The ways to make the call whose operands all are held."""
+        if held not in self._ways:
+            self._ways[held] = list(self._find_ways(held))
+        return self._ways[held]
+
+    def _find_ways(self, held: Held) -> Iterator[Way]:
+        for strategy in self._strategies(held):
+            inputs = [without_single_axes(spec, self.mesh) for spec in strategy.inputs]
+            if all(spec in specs for spec, specs in zip(inputs, held, strict=True)):
+                outputs = [without_single_axes(spec, self.mesh) for spec in strategy.outputs]
+                yield Way(inputs, outputs, self._form(strategy))
+
+    def _strategies(self, held: Held) -> Iterator[Strategy]:
+        if self.rule is not None:
+            return find_strategies(self.rule, self.mesh, held)
+        results = sum(value is not None for value in tensor_values(self.node))
+        return iter([replicated(len(held), results, self.mesh)])
+
+    def _form(self, strategy: Strategy) -> LocalForm:
+        node, recording = self.node, _Recording(len(strategy.inputs))
+        operands: Iterator[Any] = iter(recording.operands)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))
+        values = tensor_values(node)
+        shapes = [tuple(value.shape) for value in values if value is not None]
+        made = emit_local(node.target, args, kwargs, self.rule, strategy, self.mesh, shapes, tracer=recording)
+        lines = tuple(recording.lines)
+        if isinstance(node.meta["val"], torch.Tensor):
+            return LocalForm(len(strategy.inputs), lines, [place_of(made)])
+        places = [place_of(made[index]) for index, value in enumerate(values) if value is not None]
+        known = len(strategy.inputs) + len(lines)
+        results = [place if place < known else recording.lines[place - known + len(lines)] for place in places]
+        return LocalForm(len(strategy.inputs), lines, results)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalForms:
+    """The forms of calls and reshards on a mesh, each made when it is first asked for; programs may share them.
+
+    Args:
+        mesh: the mesh.
+    """
+
+    mesh: Mesh
+    _calls: dict[Key, CallForms] = field(default_factory=dict)
+    _moves: dict[Any, Mapping[ReshardKind, Sequence[tuple[Move, PartitionSpec]]]] = field(default_factory=dict)
+    _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
+
+    def of_call(self, node: fx.Node) -> CallForms:
+        """The ways to make a traced call: what decides are its literals, and the shapes and types of its operands."""
+        key = call_key(node.op, node.target, node.args, node.kwargs, _shape_and_type)
+        if key not in self._calls:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+            rule = bound_rule(node.target, args, kwargs, tensor_values(node))
+            self._calls[key] = CallForms(node, rule, self.mesh)
+        return self._calls[key]
+
+    def of_reshards(
+        self, value: torch.Tensor, spec: PartitionSpec, readers: Collection[Any]
+    ) -> Iterator[tuple[PartitionSpec, LocalForm]]:
+        """The specs that are one step away from `spec`, with the form of the step.
+
+        Args:
+            value: the value of global shape.
+            spec: how it is held.
+            readers: the operators that read what holds it: only steps that begin with one of these are given.
+        """
+        is_empty = 0 in value.shape
+        if not is_empty and all(openings.isdisjoint(readers) for openings in _OPENINGS.values()):
+            return
+        for kind, moves in self._moves_from(value, spec).items():
+            if is_empty or not _OPENINGS[kind].isdisjoint(readers):
+                for move, after in moves:
+                    for form in self._forms_of_step(value, spec, move, after):
+                        yield after, form
+
+    def _moves_from(
+        self, value: torch.Tensor, spec: PartitionSpec
+    ) -> Mapping[ReshardKind, Sequence[tuple[Move, PartitionSpec]]]:
+        key = (spec, value.dim(), value.is_complex())
+        if key not in self._moves:
+            reductions = (Reduction.SUM,) if value.is_complex() else tuple(Reduction)
+            found: defaultdict[ReshardKind, list[tuple[Move, PartitionSpec]]] = defaultdict(list)
+            for move, (stacks, partial) in moves_from(state_of(spec, value.dim()), self.mesh, reductions):
+                if self.mesh.axis_size(move.axis) > 1:
+                    found[move.kind].append((move, PartitionSpec(*stacks, partial=dict(partial))))
+            self._moves[key] = found
+        return self._moves[key]
+
+    def _forms_of_step(
+        self, value: torch.Tensor, spec: PartitionSpec, move: Move, after: PartitionSpec
+    ) -> Sequence[LocalForm]:
+        """The form of a step as the last of a reshard, and, if that differs, as one that others follow."""
+        key = (value.shape, value.dtype, spec, move)
+        if key not in self._steps:
+            step = self._step(move, spec, after)
+            forms = [self._form_of_first(value, [step])]
+            if step.kind is ReshardKind.SLICE:
+                back = Move(ReshardKind.ALL_GATHER, step.axis, dim=step.to_dim)
+                forms.append(self._form_of_first(value, [step, self._step(back, after, spec)]))
+            self._steps[key] = forms
+        return self._steps[key]
+
+    def _step(self, move: Move, source: PartitionSpec, target: PartitionSpec) -> ReshardStep:
+        size = self.mesh.axis_size(move.axis)
+        return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, 0, 0)
+
+    def _form_of_first(self, value: torch.Tensor, steps: Sequence[ReshardStep]) -> LocalForm:
+        """The form of the first of some steps."""
+        recording = _Recording(1)
+        reached: list[int] = []
+
+        def on_node(node: fx.Node, spec: PartitionSpec | None) -> None:
+            if spec is not None:
+                reached.append(place_of(node))
+
+        emit_reshard(recording.operands[0], steps, tuple(value.shape), self.mesh, dtype=value.dtype, on_node=on_node)
+        return LocalForm(1, tuple(recording.lines[: reached[0]]), reached[:1])
+
+
+def without_single_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The spec without axes of size one, over which nothing is split and nothing to reduce."""
+    if all(size > 1 for _, size in mesh.axes):
+        return spec
+    real = {axis for axis, size in mesh.axes if size > 1}
+    dims = [tuple(axis for axis in dim if axis in real) for dim in spec.dims]
+    return PartitionSpec(*dims, partial={axis: reduction for axis, reduction in spec.partial if axis in real})
+
+
+def _shape_and_type(operand: fx.Node) -> Any:
+    value = operand.meta["val"]
+    return value.shape, value.stride(), value.dtype

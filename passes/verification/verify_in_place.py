@@ -1,0 +1,215 @@
+"""Verify that a graph which writes results over inputs computes what the functional graph does.
+
+The graph is walked with a memory in which every value has a place, shared with all that may alias it, and the number
+that it has in the functional graph (`number_values`). Writing gives the written value a new number and makes
+all others in its place stale. No stale value may be read or returned, no call may be made that the functional graph
+does not make, the results must have the functional ones' numbers, and only the inputs that are meant to be are
+written. That a twin in place computes what its functional operator does is what the kernels' tests show. Placeholders
+are taken not to alias each other: they are parameters, state and values of one program. Buckets of updates are written
+out as these first (`passes.lowering.bucket_updates`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.kernels.optimizers import IN_PLACE
+from passes.preparation.number_values import Numbering, call_key
+
+_aten = torch.ops.aten
+_MAY_BE_VIEWS = frozenset(
+    {_aten.reshape.default, _aten.contiguous.default, torch.ops._c10d_functional.wait_tensor.default, operator.getitem}
+)
+"""Calls that may give back memory of their operand although their schema does not say so."""
+
+_FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({twin: update for update, twin in IN_PLACE.items()})
+"""The functional operator of each twin in place."""
+
+
+def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
+    """Prove that `after` yields the results of the functional graph `before`, some written over inputs.
+
+    Args:
+        before: the functional graph.
+        after: the graph that writes.
+        written: index of a result to that of the placeholder whose place it takes.
+
+    Raises:
+        VerificationError: a value is read after it was written over, a result is another value or lies elsewhere, or an
+            input is written that nothing should be; the message names the node.
+    """
+    _Memory(before, _without_buckets(after), written).run()
+
+
+def _without_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with an update of each parameter by itself; triton is imported only for one that has buckets."""
+    if not any(str(node.target).startswith("autoshard.triton_") for node in graph_module.graph.nodes):
+        return graph_module
+    from passes.verification.expand_buckets import expand_buckets
+
+    return expand_buckets(graph_module)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What lies where while the graph that writes is walked.
+
+    Args:
+        numbering: the values of the functional graph; a plain clone has its operand's number.
+        content: the number of the value that each node holds.
+        place: where a node's value lies: the node that first had it there.
+        version: how often a place had been written when a node's value was made; `writes` is how often it has been.
+    """
+
+    before: fx.GraphModule
+    after: fx.GraphModule
+    written: Mapping[int, int]
+    numbering: Numbering = field(default_factory=Numbering)
+    content: dict[fx.Node, int] = field(default_factory=dict)
+    place: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    version: dict[fx.Node, int] = field(default_factory=dict)
+    writes: dict[fx.Node, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """See `verify_in_place`."""
+        expected = self._number_functional()
+        known = len(self.numbering.nodes)
+        self.numbering.restart_draws()
+        placeholders: list[fx.Node] = []
+        for node in self.after.graph.nodes:
+            if node.op == "placeholder":
+                self._hold(node, self.numbering.keys["placeholder", len(placeholders)], node)
+                placeholders.append(node)
+            elif node.op != "output":
+                self._step(node, known)
+        self._check_results(expected, placeholders)
+
+    def _number_functional(self) -> list[int | None]:
+        placeholders = 0
+        for node in self.before.graph.nodes:
+            if node.op == "placeholder":
+                self.numbering.add(node, ("placeholder", placeholders))
+                placeholders += 1
+            elif _is_copy(node):
+                self.numbering.numbers[node] = self.numbering.numbers[node.args[0]]  # type: ignore[index]
+            elif node.op != "output":
+                self.numbering.add_node(node, self.before)
+        return [_number(self.numbering, item) for item in _results(self.before)]
+
+    def _step(self, node: fx.Node, known: int) -> None:
+        overwritten = node.args[0] if node.target is _aten.copy_.default else None
+        for operand in node.all_input_nodes:
+            if operand is not overwritten:
+                self._check_fresh(operand, node)
+        if overwritten is not None:
+            self._copy(node)
+        elif any(written_operands(node)):
+            self._update(node)
+        elif _is_copy(node):
+            self._hold(node, self.content[node.args[0]], node)  # type: ignore[index]
+        else:
+            self.numbering.numbers.update(self.content)
+            if self.numbering.add_node(node, self.after) >= known:
+                raise _wrong(node, "is no call of the functional graph")
+            operands = node.all_input_nodes
+            root = self.place[operands[0]] if operands and _may_be_view(node) else node
+            self._hold(node, self.numbering.numbers[node], root)
+
+    def _copy(self, node: fx.Node) -> None:
+        target, source = node.args[:2]
+        assert isinstance(target, fx.Node)
+        assert isinstance(source, fx.Node)
+        if target not in self.place:
+            raise _wrong(node, f"writes over {target.name!r}, which yields no value")
+        if self.place[target] is self.place[source]:
+            raise _wrong(node, "copies a value over memory that it may share")
+        self._write(target, self.content[source])
+
+    def _update(self, node: fx.Node) -> None:
+        """A twin in place: each operand that it writes takes a result of the functional operator, in order."""
+        overwritten = list(written_operands(node))
+        places = [self.place[operand] for operand in node.all_input_nodes]
+        if any(places.count(self.place[operand]) > 1 for operand in overwritten):
+            raise _wrong(node, "writes over memory that another of its operands may share")
+        key = call_key(node.op, _FUNCTIONAL.get(node.target), node.args, node.kwargs, self.content.__getitem__)
+        call = self.numbering.keys.get(key)
+        if call is None:
+            raise _wrong(node, "makes an update that the functional graph does not make")
+        several = len(overwritten) > 1
+        for index, operand in enumerate(overwritten):
+            found = self.numbering.selection(call, index) if several else call
+            self._write(operand, -1 if found is None else found)
+
+    def _write(self, target: fx.Node, number: int) -> None:
+        root = self.place[target]
+        self.writes[root] += 1
+        self.content[target] = number
+        self.version[target] = self.writes[root]
+
+    def _hold(self, node: fx.Node, number: int, root: fx.Node) -> None:
+        self.content[node], self.place[node] = number, root
+        self.version[node] = self.writes.setdefault(root, 0)
+
+    def _check_fresh(self, operand: fx.Node, reader: fx.Node) -> None:
+        if operand not in self.content:
+            raise _wrong(reader, f"reads {operand.name!r}, which yields no value")
+        if self.version[operand] != self.writes[self.place[operand]]:
+            raise _wrong(reader, f"reads {operand.name!r} after its memory was written over")
+
+    def _check_results(self, expected: list[int | None], placeholders: list[fx.Node]) -> None:
+        output = self.after.graph.output_node()
+        results = _results(self.after)
+        if len(results) != len(expected):
+            raise _wrong(output, f"returns {len(results)} values; the functional graph returns {len(expected)}")
+        for index, (result, due) in enumerate(zip(results, expected, strict=True)):
+            if isinstance(result, fx.Node):
+                self._check_fresh(result, output)
+            if (self.content[result] if isinstance(result, fx.Node) else None) != due:
+                raise _wrong(output, f"returns {result!s} as result {index}, which is another value")
+            if index in self.written and self.place.get(result) is not placeholders[self.written[index]]:  # type: ignore[arg-type]
+                raise _wrong(output, f"returns {result!s} as result {index}, which lies elsewhere than its input")
+        meant = {placeholders[place] for place in self.written.values()}
+        for node in placeholders:
+            if self.writes[node] and node not in meant:
+                raise _wrong(node, "is an input that nothing may be written over")
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Whether a call makes a copy and no more."""
+    return node.target is _aten.clone.default and not node.kwargs
+
+
+def written_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that a call writes, by its schema, in order."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument, operand in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, fx.Node):
+                yield operand
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    if node.target in _MAY_BE_VIEWS:
+        return True
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    return schema is not None and any(item.alias_info is not None for item in schema.returns)
+
+
+def _number(numbering: Numbering, result: Any) -> int | None:
+    return numbering.numbers[result] if isinstance(result, fx.Node) else None
+
+
+def _results(graph_module: fx.GraphModule) -> list[Any]:
+    results = graph_module.graph.output_node().args[0]
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def _wrong(node: fx.Node, what: str) -> VerificationError:
+    return VerificationError(f"node {node.name!r}, {node.format_node()}, {what}.")

@@ -1,0 +1,70 @@
+"""Verify each pass of lowering right after it ran, so that a fault is blamed on its author.
+
+What a whole compile is checked by (`verify_preparation`, `verify_program`, `verify_phases`) is asked of the one step: a
+program that is prepared must compute what it did before the pass, a lowered one what the program does, one with kernels
+what the lowered one does, and so must phases. `AUTOSHARD_VERIFY=each-pass` turns it on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import LoweredProgram, PhasedProgram
+from autoshard.ir.program import Program
+from passes.preparation.number_values import Numbering
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_preparation import verify_preparation
+from passes.verification.verify_program import verify_program
+
+
+def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
+    """Prove that what a pass made computes what it was given; see `passes.pipeline.OnPass`.
+
+    Raises:
+        VerificationError: it does not; the message names the pass.
+    """
+    try:
+        _verify(before, after)
+    except VerificationError as error:
+        raise VerificationError(
+            f"{type(rewrite).__module__} made another program of what it was given: {error}"
+        ) from error
+
+
+def _verify(before: Any, after: Any) -> None:
+    match after:
+        case Program():
+            verify_preparation(before, after)
+        case LoweredProgram() if isinstance(before, Program):
+            verify_program(before, after)
+        case LoweredProgram():
+            _verify_kernels(before, after)
+        case PhasedProgram():
+            verify_phases(after)
+        case _:
+            raise TypeError(f"passes make programs; found {type(after).__name__}")
+
+
+def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
+    """Kernels, written out as the calls that they stand for, give the results of the program without them."""
+    from passes.verification.expand_kernels import (
+        expand_kernels,  # triton is imported only for a program that has kernels
+    )
+
+    numbering = Numbering()
+    numbering.add_graph(before.graph_module)
+    expected = [numbering.numbers[node] for node in _results(before.graph_module)]
+    numbering.restart_draws()
+    expanded = expand_kernels(after.graph_module)
+    numbering.add_graph(expanded, commuted=True)
+    found = [numbering.numbers[node] for node in _results(expanded)]
+    if found != expected:
+        wrong = [index for index, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]]
+        raise VerificationError(f"results {wrong} are other values than without kernels.")
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""Verify that a forward, a backward and an update program together are the joint program that they were cut from.
+
+The joint program is numbered (`number_values`). The forward is walked next: its placeholders have the numbers of
+the joint inputs that they take, every node must make a call that the joint program makes, and its results must be the
+joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents;
+the update from those of the values that the backward carries into it, and of the inputs that it reads.
+What the forward leaves on the host for the backward is only fetched from there (`passes.verification.verify_offload`).
+Where all numbers agree they compute what the joint program does, whatever their nodes are called.
+
+Kernels are written out as the calls that they stand for first (`expand_kernels`), so what is proven of phases
+with kernels is that these calls are the joint program's, sums and products in either order of their operands; that a
+kernel computes them is what its tests show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.program import InputKind, OutputKind
+from autoshard.kernels.offload import to_host
+from passes.preparation.number_values import Numbering, number_graph
+from passes.verification.verify_offload import verify_offload
+
+_FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
+_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
+_UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER)
+_KERNEL_PREFIX = "autoshard.triton_"
+
+
+def verify_phases(phased: PhasedProgram) -> None:
+    """Prove that `phased.forward`, `phased.backward` and `phased.update` compute what `phased.lowered` does.
+
+    Raises:
+        VerificationError: a node, a saved value or a result differs; the message names it.
+    """
+    _check_parts(phased)
+    _check_host(phased)
+    joint = number_graph(phased.lowered.graph_module)
+    inputs = [joint.keys["placeholder", index] for index in range(len(phased.lowered.inputs))]
+    results = [joint.numbers[node] for node in _results(phased.lowered.graph_module)]
+    names = {node.name: number for node, number in joint.numbers.items()}
+    joint.restart_draws()
+    forward = _walk(joint, _written_out(phased.forward), [inputs[index] for index in phased.forward_inputs], "forward")
+    count = len(phased.forward_outputs)
+    _check_equal(phased.forward, forward[:count], [results[index] for index in phased.forward_outputs])
+    saved = forward[count:]
+    _check_kept(names, phased.saved, saved, "forward")
+    taken = [*saved, *(inputs[index] for index in phased.backward_inputs)]
+    backward = _walk(joint, _written_out(phased.backward), taken, "backward")
+    count = len(phased.backward_outputs)
+    _check_equal(phased.backward, backward[:count], [results[index] for index in phased.backward_outputs])
+    carried = backward[count:]
+    _check_kept(names, phased.carried, carried, "backward")
+    if phased.update is not None:
+        taken = [*carried, *(inputs[index] for index in phased.update_inputs)]
+        update = _walk(joint, _written_out(phased.update), taken, "update")
+        _check_equal(phased.update, update, [results[index] for index in phased.update_outputs])
+
+
+def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph without kernels; triton is imported only for one that has some."""
+    if not any(str(node.target).startswith(_KERNEL_PREFIX) for node in graph_module.graph.nodes):
+        return graph_module
+    from passes.verification.expand_kernels import expand_kernels
+
+    return expand_kernels(graph_module)
+
+
+def _check_parts(phased: PhasedProgram) -> None:
+    """The phases share out the joint program's inputs and outputs: tangents and gradients are the backward's."""
+    takes = [slot.slot.kind for slot in phased.lowered.inputs]
+    gives = [slot.slot.kind for slot in phased.lowered.outputs]
+    others = (*_FORWARD_RESULTS, *_UPDATE_RESULTS)
+    for word, indices, expected in (
+        ("forward_inputs", phased.forward_inputs, [k not in (InputKind.TANGENT, *_UPDATE_INPUTS) for k in takes]),
+        ("backward_inputs", phased.backward_inputs, [kind == InputKind.TANGENT for kind in takes]),
+        ("forward_outputs", phased.forward_outputs, [kind in _FORWARD_RESULTS for kind in gives]),
+        ("backward_outputs", phased.backward_outputs, [kind not in others for kind in gives]),
+        ("update_outputs", phased.update_outputs, [kind in _UPDATE_RESULTS for kind in gives]),
+    ):
+        wanted = tuple(index for index, flag in enumerate(expected) if flag)
+        if indices != wanted:
+            raise VerificationError(f"{word}={indices!r} of the phases should be {wanted!r}.")
+    if bool(phased.update_outputs) != (phased.update is not None):
+        raise VerificationError(f"the joint program has {len(phased.update_outputs)} updates, not {phased.update!r}.")
+
+
+def _check_host(phased: PhasedProgram) -> None:
+    """What lies on the host is fetched from there, in the phase that saves it or in the next."""
+    results, count = _results(phased.forward), len(phased.forward_outputs)
+    returned, saved = results[:count], results[count:]
+    verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
+    taken = phased.backward.graph.find_nodes(op="placeholder")
+    held = [node for node, given in zip(taken, saved, strict=False) if given.target is to_host]
+    verify_offload(phased.backward.graph, held)
+    if phased.update is not None:
+        verify_offload(phased.update.graph)
+
+
+def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
+    """The joint numbers of the results of one phase whose placeholders have the numbers `inputs`."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(inputs):
+        raise VerificationError(
+            f"the {phase} program takes {[node.name for node in placeholders]}; it is given {len(inputs)} values."
+        )
+    joint.numbers.update(zip(placeholders, inputs, strict=True))
+    known = len(joint.nodes)
+    for node in graph_module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if joint.add_node(node, graph_module, commuted=True) >= known:
+            raise VerificationError(
+                f"node {node.name!r} of the {phase} program, {node.format_node()}, is no call of the joint program; it "
+                f"comes from {node.meta.get('source') or 'an unknown line'}. Written by passes.lowering.split_phases."
+            )
+    return [joint.numbers[node] for node in _results(graph_module)]
+
+
+def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: Sequence[int]) -> None:
+    if list(found) == list(expected):
+        return
+    nodes = _results(graph_module)
+    for node, number, due in zip(nodes, found, expected, strict=False):
+        if number != due:
+            raise VerificationError(f"{node.name!r} is returned where the joint program returns another value.")
+    raise VerificationError(f"{len(found)} results are returned; the joint program has {len(expected)} of them.")
+
+
+def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[int], phase: str) -> None:
+    """The names of what one phase keeps for the next tell the runtime what it is."""
+    if [names.get(name) for name in kept] != list(found):
+        raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that a graph returns."""
+    results = next(iter(reversed(graph_module.graph.nodes))).args[0]
+    if not isinstance(results, (tuple, list)) or not all(isinstance(item, fx.Node) for item in results):
+        raise VerificationError(f"a program returns a tuple of its values; found {results!r}.")
+    return [item for item in results if isinstance(item, fx.Node)]

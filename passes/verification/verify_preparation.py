@@ -1,0 +1,77 @@
+"""Verify that the form of a program that is planned and lowered computes what the trace computes.
+
+Both graphs are numbered in one table (`passes.preparation.number_values`), in which a hub has its operand's number and
+`addmm(bias, a, b)` that of `mm(a, b) + bias`. Results with equal numbers are equal values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.program import Program
+from passes.preparation.number_values import OPERAND, Numbering
+from passes.verification.verify_offload import verify_offload
+
+_aten = torch.ops.aten
+
+
+def verify_preparation(traced: Program, prepared: Program) -> None:
+    """Prove that every result of `prepared` is the same expression as that of `traced`.
+
+    Raises:
+        VerificationError: slots differ, a result is another expression, or a value is read from where it does not lie;
+            the message names it and the user's line.
+    """
+    if traced.inputs != prepared.inputs or _names(traced) != _names(prepared):
+        raise VerificationError("preparing the program changed its inputs or the order of its outputs.")
+    _check_results(prepared)
+    verify_offload(prepared.graph)
+    numbering = Numbering()
+    expected, found = _result_numbers(numbering, traced), _result_numbers(numbering, prepared)
+    for slot, before, after in zip(prepared.outputs, expected, found, strict=True):
+        if before != after:
+            node = prepared.nodes[slot.node]
+            raise VerificationError(
+                f"{slot.kind.value} {slot.name!r} is {node.format_node()} once the program is prepared, another value "
+                f"than in the trace; it comes from {node.meta.get('source') or 'an unknown line'}. Written by "
+                "passes.preparation.canonicalize or passes.preparation.insert_hubs."
+            )
+
+
+def _check_results(program: Program) -> None:
+    """The graph returns the nodes that the slots name, in their order."""
+    returned = [str(item) for item in program.graph.output_node().args[0]]  # type: ignore[union-attr]
+    named = [slot.node for slot in program.outputs]
+    if returned != named:
+        wrong = [pair for pair in zip(returned, named, strict=False) if pair[0] != pair[1]]
+        raise VerificationError(
+            f"the prepared program returns {len(returned)} values, {[pair[0] for pair in wrong]} where its slots name "
+            f"{[pair[1] for pair in wrong]} of {len(named)}. Written by "
+            "passes.preparation.canonicalize or passes.preparation.insert_hubs."
+        )
+
+
+def _names(program: Program) -> list[tuple[str, str]]:
+    return [(slot.kind, slot.name) for slot in program.outputs]
+
+
+def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
+    numbering.restart_draws()
+    for index, node in enumerate(program.graph.find_nodes(op="placeholder")):
+        numbering.add(node, ("placeholder", index))
+    for node in program.graph.nodes:
+        if node.target is _aten.addmm.default and not node.kwargs:
+            _add_split(numbering, node)
+        elif node.op not in ("placeholder", "output"):
+            numbering.add_node(node, program.graph_module)
+    nodes = program.nodes
+    return [numbering.numbers[nodes[slot.node]] for slot in program.outputs]
+
+
+def _add_split(numbering: Numbering, node: fx.Node) -> None:
+    """Number `addmm(bias, left, right)` as `mm(left, right) + bias`."""
+    kind, _, (word, bias, left, right), keywords = numbering.structure(node)
+    product = numbering.add(node, (kind, _aten.mm.default, (word, left, right), keywords))
+    numbering.add(node, (kind, _aten.add.Tensor, (word, (OPERAND, product), bias), keywords))

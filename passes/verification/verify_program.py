@@ -1,0 +1,327 @@
+"""Verify that a lowered program computes what the traced one does, before it runs.
+
+Why one may trust it. The check rests on the sharding rules, on the definitions of reshards and on `derive_values`,
+which is an induction over these; it reads neither the plan nor the metadata of the lowered program and shares no code
+with lowering. A node is accepted only as part of a definition, found node by node with all its arguments; so a
+collective over another axis, a missing wait, another offset or a factor that is not in the definition leaves a node
+without a proof, and each such node is an error, even where no result depends on it.
+
+What is promised and checked: the slots are those of the traced program, in order; each result is held under its slot's
+spec; what belongs to a parameter, a buffer, an input or optimizer state (gradients, updates) lies as that does; what is
+added up over micro-batches is what the traced update reads of the backward (gradients, which are linear in the loss),
+whole or as addends of a sum.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from autoshard.errors import InvalidSpecError, VerificationError
+from autoshard.ir.lowered import LocalSlot, LoweredProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import OWNERS, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.ir.spec import Reduction
+from autoshard.rules.registry import author_of_rule, inferred_operators
+from passes.preparation.number_values import draws_numbers
+from passes.verification.derive_values import Derivation
+from passes.verification.local_forms import LocalForms
+from passes.verification.verify_offload import verify_offload
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationReport:
+    """What was proven, and what the proof rests on.
+
+    Args:
+        mesh: the mesh of the lowered program.
+        nodes: nodes of the lowered program, each part of a proof.
+        values: values of the traced program whose local form was derived.
+        results: kind of result to how many there are, each of which arrives as its slot promises.
+        collectives: "all_reduce over data" to how many there are.
+        rules: operator to the number of traced calls that rest on its sharding rule.
+        assumptions: what the proof takes for granted, one sentence each.
+        seconds: how long it took.
+    """
+
+    mesh: Mesh
+    nodes: int
+    values: int
+    results: Mapping[str, int]
+    collectives: Mapping[str, int]
+    rules: Mapping[str, int]
+    assumptions: tuple[str, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {**asdict(self), "mesh": dict(self.mesh.axes)}
+
+    def __str__(self) -> str:
+        calls = sum(self.rules.values())
+        lines = [
+            f"verified: {self.nodes} nodes on {self.mesh} hold {self.values} traced values, in {self.seconds:.2f} s",
+            f"  proven: {_counted(self.results)}, as they are promised",
+            f"  communication: {_counted(self.collectives) or 'none'}",
+            f"  rests on {len(self.rules)} sharding rules, for {calls} calls: {_counted(self.rules)}",
+            *(f"  assumed: {item}" for item in self.assumptions or ("nothing besides",)),
+        ]
+        return "\n".join(lines)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def verify_program(
+    program: Program, lowered: LoweredProgram, carried: Sequence[str] = (), forms: LocalForms | None = None
+) -> VerificationReport:
+    """Prove that every result of `lowered` is that of `program`, under the spec that its slot promises.
+
+    Args:
+        program: the traced program in the form that was lowered: canonical, with hubs.
+        lowered: the program of one rank.
+        carried: names of its values that are added up over micro-batches before the update reads them.
+        forms: those known of the mesh, where several programs on it are verified; default none.
+
+    Raises:
+        VerificationError: it could not be shown; the message names the node, what was expected and what was derived,
+            and the user's line.
+    """
+    start = time.monotonic()
+    _check_slots(program, lowered)
+    verify_offload(lowered.graph_module.graph)
+    derivation = Derivation(program, lowered, forms or LocalForms(lowered.mesh))
+    derivation.run()
+    _check_nodes(derivation)
+    _check_results(derivation)
+    _check_carried(derivation, carried)
+    return VerificationReport(
+        mesh=lowered.mesh,
+        nodes=len(lowered.graph_module.graph.nodes) - 1,
+        values=sum(map(bool, derivation.holders.values())),
+        results=dict(Counter(slot.slot.kind.value for slot in lowered.outputs)),
+        collectives=dict(sorted(_collectives(lowered).items())),
+        rules=dict(sorted(derivation.rules.items())),
+        assumptions=tuple(_assumptions(derivation)),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _check_slots(program: Program, lowered: LoweredProgram) -> None:
+    """The slots are the traced program's, with its shapes, and as many as the graph has."""
+    nodes = list(lowered.graph_module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    results = _results(nodes[-1])
+    for word, slots, traced, count in (
+        ("inputs", lowered.inputs, program.inputs, len(placeholders)),
+        ("outputs", lowered.outputs, program.outputs, len(results)),
+    ):
+        if tuple(slot.slot for slot in slots) != traced or len(slots) != count:
+            raise VerificationError(
+                f"the lowered program has {count} {word} for the slots {[slot.slot.name for slot in slots]}; "
+                f"the traced program has {[slot.name for slot in traced]}."
+            )
+        for slot in slots:
+            _check_slot(program, lowered, slot)
+    _check_owners(lowered)
+
+
+def _check_slot(program: Program, lowered: LoweredProgram, slot: LocalSlot) -> None:
+    value = program.nodes[slot.slot.node].meta["val"]
+    if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
+        raise VerificationError(
+            f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
+            f"shape={tuple(value.shape)}, dtype={value.dtype}."
+        )
+    try:
+        slot.spec.check(lowered.mesh, value.dim())
+    except InvalidSpecError as error:
+        raise VerificationError(f"{_slot_text(slot.slot)} is promised under an impossible spec: {error}") from error
+
+
+def _check_owners(lowered: LoweredProgram) -> None:
+    owners = {(slot.slot.kind, slot.slot.name): slot.spec for slot in lowered.inputs}
+    for slot in lowered.outputs:
+        kind = OWNERS.get(OutputKind(slot.slot.kind))
+        if kind is not None and owners.get((kind, slot.slot.name)) != slot.spec:
+            raise VerificationError(
+                f"{_slot_text(slot.slot)} is promised as {slot.spec!r}; what it belongs to lies as "
+                f"{owners.get((kind, slot.slot.name))!r}, and the two must agree."
+            )
+
+
+def _check_nodes(derivation: Derivation) -> None:
+    """Every node is part of a proof."""
+    for node in derivation.lowered.graph_module.graph.nodes:
+        if node.op != "output" and derivation.local.numbers[node] not in derivation.covered:
+            raise VerificationError(_unproven_text(derivation, node))
+
+
+def _check_results(derivation: Derivation) -> None:
+    results = _results(list(derivation.lowered.graph_module.graph.nodes)[-1])
+    nodes = derivation.program.nodes
+    for slot, result in zip(derivation.lowered.outputs, results, strict=True):
+        traced = nodes[slot.slot.node]
+        holders = derivation.holders[derivation.traced.numbers[traced]]
+        is_node = isinstance(result, fx.Node)
+        if is_node and derivation.local.numbers[result] in holders.get(derivation.spec(slot.spec), ()):
+            continue
+        held = _held_text(derivation, result) if is_node else f"the constant {result!r}"
+        raise VerificationError(
+            f"{_slot_text(slot.slot)} is promised as {traced.name!r} under {slot.spec!r}; what is returned, "
+            f"{result!s}, was derived to hold {held}. The traced value comes from {_line(traced)}."
+        )
+
+
+def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
+    """What is added up over micro-batches may be: its sum is what the traced update would read of the whole batch."""
+    nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
+    unknown = [name for name in carried if name not in nodes]
+    if unknown:
+        raise VerificationError(f"{unknown} are carried into the update, and the lowered program has no such values.")
+    addends = {number for number in _read_by_update(derivation) for number in _sums_of(derivation, number)}
+    for name in carried:
+        if derivation.local.numbers[nodes[name]] not in addends:
+            raise VerificationError(
+                f"node {name!r} of the lowered program is carried into the update, and so added up over micro-batches; "
+                f"it holds {_held_text(derivation, nodes[name])}, which is no sum that the traced update reads of the "
+                f"backward. It comes from {_line(nodes[name])}. "
+                "Written by passes.lowering.lower or passes.lowering.split_phases."
+            )
+
+
+def _read_by_update(derivation: Derivation) -> set[int]:
+    """The traced values of the backward that the traced update reads."""
+    return {
+        derivation.traced.numbers[operand]
+        for node in derivation.program.graph.nodes
+        if node.meta.get("phase") == "update"
+        for operand in node.all_input_nodes
+        if operand.meta.get("phase") == "backward"
+    }
+
+
+def _sums_of(derivation: Derivation, number: int) -> Iterator[int]:
+    """The local values that hold a traced one whole, or as addends of a sum."""
+    for spec, held in derivation.holders[number].items():
+        if all(reduction is Reduction.SUM for _, reduction in spec.partial):
+            yield from held
+
+
+def _results(output: fx.Node) -> tuple[object, ...]:
+    results = output.args[0] if output.op == "output" else None
+    if not isinstance(results, (tuple, list)):
+        raise VerificationError(f"a lowered program ends in a tuple of results; found {output.format_node()!r}.")
+    return tuple(results)
+
+
+def _collectives(lowered: LoweredProgram) -> Counter[str]:
+    """How often ranks talk, by the collective and its axis."""
+    found: Counter[str] = Counter()
+    for node in lowered.graph_module.graph.nodes:
+        target = node.target
+        if isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and len(node.args) > 1:
+            found[f"{target.name().partition('::')[2]} over {node.args[-1]}"] += 1
+    return found
+
+
+_OWN_NAMESPACES = ("aten", "prims", "autoshard")
+
+
+def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
+    """The first call of each operator that is neither PyTorch's nor ours."""
+    found: dict[str, fx.Node] = {}
+    for node in derivation.traced.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace not in _OWN_NAMESPACES:
+            found.setdefault(str(node.target), node)
+    return found
+
+
+def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
+    """What is taken of the rule of a user's operator."""
+    author = author_of_rule(node.target)
+    if author is None or str(node.target) in inferred:
+        return ""
+    return f", and the sharding rule that {author} wrote for it to be sound"
+
+
+def _assumptions(derivation: Derivation) -> list[str]:
+    found = [
+        f"{name} has no sharding rule and runs whole on every rank (first at {_line(node)})"
+        for name, node in derivation.unruled.items()
+    ]
+    inferred = inferred_operators()
+    found += [
+        f"{name} has a sharding rule that was found by running it, not written: {'; '.join(inferred[name])}"
+        for name in sorted(derivation.rules)
+        if name in inferred
+    ]
+    found += [
+        f"{name} is a user's operator: it is taken to compute what it says of its arguments alone"
+        f"{_users_rule(node, inferred)} (first at {_line(node)})"
+        for name, node in _users_operators(derivation).items()
+    ]
+    draws = {str(node.target): node for node in derivation.traced.nodes if draws_numbers(node.target)}
+    return found + [
+        f"{name} draws from the generator of each rank, so these must be seeded alike (first at {_line(node)})"
+        for name, node in draws.items()
+    ]
+
+
+# What messages say.
+
+
+def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
+    lines = [
+        f"node {node.name!r} of the lowered program is part of no proof:",
+        f"  found:    {_call_text(node)}",
+        *(f"  operand:  {operand.name} holds {_held_text(derivation, operand)}" for operand in node.all_input_nodes),
+    ]
+    expected = _first_underived(derivation)
+    if expected is not None:
+        lines.append(
+            f"  expected: a local form of {_call_text(expected)} or a reshard of its operands, from {_line(expected)}"
+        )
+    lines.append(
+        f"  lowered from {node.meta.get('global', 'an unknown node')} at {_line(node)}, by passes.lowering.lower"
+    )
+    return "\n".join(lines)
+
+
+def _first_underived(derivation: Derivation) -> fx.Node | None:
+    """The first traced call that no local value holds a result of."""
+    for number, node in enumerate(derivation.traced.nodes):
+        selections = [derivation.traced.numbers[user] for user in node.users if user.target is operator.getitem]
+        if not any(derivation.holders[held] for held in (number, *selections)):
+            return node
+    return None
+
+
+def _held_text(derivation: Derivation, node: fx.Node) -> str:
+    if node not in derivation.local.numbers:
+        return "nothing"
+    held = derivation.specs_of(derivation.local.numbers[node])
+    return " and ".join(f"{traced.name!r} under {spec!r}" for traced, spec in held[:3]) or "no traced value"
+
+
+def _call_text(node: fx.Node) -> str:
+    arguments = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+    name = str(node.target) if not isinstance(node.target, FunctionType) else node.target.__name__
+    return f"{node.name} = {name}({', '.join(arguments)})"
+
+
+def _line(node: fx.Node) -> str:
+    return node.meta.get("source") or "an unknown line"
+
+
+def _slot_text(slot: InputSlot | OutputSlot) -> str:
+    return f"{slot.kind.value} {slot.name!r}"

@@ -1,0 +1,130 @@
+"""Updates of many parameters become one call, behind all that they read and before all that reads them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autoshard.errors import VerificationError
+from autoshard.kernels.triton_adam import adam_updates_
+from autoshard.runtime.write_in_place import write_in_place
+from passes.lowering.bucket_updates import bucket_updates
+from passes.verification.expand_buckets import expand_buckets
+from passes.verification.verify_in_place import verify_in_place
+
+aten, ours = torch.ops.aten, torch.ops.autoshard
+HYPER = torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.01, 2.0], dtype=torch.float64)
+_STATE = 4
+"""Inputs of each parameter: itself, its gradient, both moments."""
+
+
+def _update_graph(count: int, *, in_pieces: bool, dtypes: Sequence[torch.dtype] | None = None) -> fx.GraphModule:
+    """The functional update of parameters [4, 3]; `in_pieces` of their first half, then put together as in ZeRO-1."""
+    graph, results = fx.Graph(), []
+    hyper = graph.placeholder("hyper")
+    hyper.meta["val"] = HYPER
+    for index in range(count):
+        operands = [graph.placeholder(f"{name}{index}") for name in ("p", "g", "m", "v")]
+        for place, node in enumerate(operands):
+            shape = (2, 3) if in_pieces and place else (4, 3)
+            node.meta["val"] = torch.empty(shape, dtype=dtypes[index] if dtypes else torch.float32, device="meta")
+        results += _updated(graph, operands, hyper, in_pieces=in_pieces)
+    # Updates stand behind all inputs.
+    output = graph.output(tuple(results))
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        output.prepend(node)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _updated(graph: fx.Graph, operands: list[fx.Node], hyper: fx.Node, *, in_pieces: bool) -> list[fx.Node]:
+    whole, *rest = operands
+    param = whole
+    if in_pieces:
+        param = graph.call_function(aten.narrow.default, (whole, 0, 0, 2))
+        param.meta["val"] = torch.empty(2, 3, device="meta")
+    update = graph.call_function(ours.adam_update.default, (param, *rest, None, hyper, True, False))
+    new, *state = (graph.call_function(operator.getitem, (update, index)) for index in range(3))
+    if in_pieces:
+        other = graph.call_function(aten.narrow.default, (whole, 0, 2, 2))
+        sent = graph.call_function(aten.contiguous.default, (new,))
+        new = graph.call_function(aten.cat.default, ([sent, other],))
+    return [new, *state]
+
+
+def _written(count: int) -> dict[int, int]:
+    """Each result's input: the hyper-parameters are the first, gradients are not written."""
+    return {3 * i + j: 1 + _STATE * i + place for i in range(count) for j, place in enumerate((0, 2, 3))}
+
+
+def _values(graph: fx.Graph) -> list[Tensor]:
+    torch.manual_seed(0)
+    found = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    return [HYPER, *(torch.rand(value.shape).to(value.dtype) for value in found[1:])]
+
+
+def _calls(graph_module: fx.GraphModule) -> list[int]:
+    """How many parameters each bucket has; 1 for an update by itself."""
+    targets = (adam_updates_, ours.adam_update_.default)
+    found = [node for node in graph_module.graph.nodes if node.target in targets]
+    return [len(node.args[0]) if node.target is adam_updates_ else 1 for node in found]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_updates_share_a_launch(in_pieces: bool) -> None:
+    """Three updates are one; the step computes what it did, in the inputs' own memory, and is proven to."""
+    functional = _update_graph(3, in_pieces=in_pieces)
+    expected = functional(*_values(functional.graph))
+    writing = write_in_place(functional, _written(3))
+    bucketed = bucket_updates(writing)
+    assert _calls(writing) == [1, 1, 1]
+    assert _calls(bucketed) == [3]
+    verify_in_place(functional, bucketed, _written(3))
+    values = _values(functional.graph)
+    found = bucketed(*values)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for index, place in _written(3).items():
+        assert found[index].data_ptr() == values[place].data_ptr()
+
+
+def test_a_bucket_is_of_one_dtype() -> None:
+    """Parameters in bfloat16 have a launch of their own; what no launch takes stays by itself."""
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16]
+    functional = _update_graph(5, in_pieces=False, dtypes=kinds)
+    bucketed = bucket_updates(write_in_place(functional, _written(5)))
+    assert sorted(_calls(bucketed)) == [1, 2, 2]
+    verify_in_place(functional, bucketed, _written(5))
+
+
+def test_buckets_expand_to_their_updates() -> None:
+    """The way back has one update for each parameter."""
+    bucketed = bucket_updates(write_in_place(_update_graph(3, in_pieces=True), _written(3)))
+    assert _calls(expand_buckets(bucketed)) == [1, 1, 1]
+
+
+def test_a_wrong_bucket_does_not_verify() -> None:
+    """A bucket that exchanges two gradients is found."""
+    functional = _update_graph(2, in_pieces=False)
+    bucketed = bucket_updates(write_in_place(functional, _written(2)))
+    (call,) = (node for node in bucketed.graph.nodes if node.target is adam_updates_)
+    params, grads, *rest = call.args
+    call.args = (params, list(reversed(grads)), *rest)
+    with pytest.raises(VerificationError, match="update that the functional graph does not make"):
+        verify_in_place(functional, bucketed, _written(2))
+
+
+def test_updates_that_read_each_other_stay() -> None:
+    """Where one parameter's gradient is made of another's new value, no order has both in one call."""
+    functional = _update_graph(2, in_pieces=False)
+    graph = functional.graph
+    first, second = (node for node in graph.nodes if node.target is ours.adam_update.default)
+    updated = next(user for user in first.users if user.args[1] == 0)
+    with graph.inserting_before(second):
+        grad = graph.call_function(aten.mul.Tensor, (updated, 2.0))
+    grad.meta["val"] = torch.empty(4, 3, device="meta")
+    second.args = (second.args[0], grad, *second.args[2:])
+    bucketed = bucket_updates(write_in_place(functional, _written(2)))
+    assert _calls(bucketed) == [1, 1]

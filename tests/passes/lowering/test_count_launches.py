@@ -1,0 +1,69 @@
+"""Launches and bytes are those that can be counted by hand; kernels save what they are said to save."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from passes.lowering.count_launches import Traffic, chunk_steps, count_launches, second_step
+from tests.benchmarks.fused_counts import count_both, llama_block
+
+
+def _graph(*calls: tuple[OpOverload, int]) -> fx.GraphModule:
+    """Calls of one operand [4, 8] in float32 each; the number is that of the result's elements."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 8, device="meta")
+    for target, elements in calls:
+        node = graph.call_function(target, (x,))
+        node.meta["val"] = torch.empty(elements, device="meta")
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
+def test_views_cost_nothing_and_calls_what_they_touch() -> None:
+    """A view launches nothing; a call reads its operands and writes its results, four bytes an element."""
+    aten = torch.ops.aten
+    assert count_launches(_graph((aten.t.default, 32), (aten.alias.default, 32))) == Traffic()
+    assert count_launches(_graph((aten.relu.default, 32))) == Traffic(1, 2 * 32 * 4)
+    assert count_launches(_graph((aten.relu.default, 32), (aten.sum.default, 1))) == Traffic(2, (3 * 32 + 1) * 4)
+
+
+def test_communication_is_not_counted() -> None:
+    """Collectives and waits for them launch nothing here."""
+    assert count_launches(_graph((torch.ops._c10d_functional.wait_tensor.default, 32))) == Traffic()
+
+
+def test_partial_sums_of_norms_count() -> None:
+    """A norm's backward sums partial gradients of weight and bias at the end: one launch each."""
+    grad, weight = torch.empty(1000, 4096, device="meta"), torch.empty(4096, device="meta")
+    values: tuple[Tensor | None, ...] = (grad, weight, weight)
+    each = Traffic(1, (2 * 256 * 4096 + 4096) * 4)
+    assert second_step(torch.ops.autoshard.triton_layer_norm_backward.default, values) == each + each
+    assert second_step(torch.ops.autoshard.triton_layer_norm_backward.default, (grad, None, None)) == Traffic()
+    assert second_step(torch.ops.aten.native_layer_norm_backward.default, values) == Traffic()
+
+
+def test_chunks_of_a_loss_count() -> None:
+    """A head of 2,048 classes over 64 features goes in two chunks: two launches each forward, five each backward."""
+    graph, ops = fx.Graph(), torch.ops.autoshard
+    shapes = {"hidden": (10, 64), "weight": (2048, 64), "rows": (10,)}
+    hidden, weight, rows = (graph.placeholder(name) for name in shapes)
+    for node, shape in zip((hidden, weight, rows), shapes.values(), strict=True):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    forward = graph.call_function(ops.triton_linear_cross_entropy.default, (hidden, weight, rows, -100, 0.0))
+    arguments = (rows, hidden, weight, rows, rows, -100, 0.0)
+    backward = graph.call_function(ops.triton_linear_cross_entropy_backward.default, arguments)
+    floats = {"hidden": 640, "weight": 131_072, "logits": 20_480}
+    assert chunk_steps(forward) == Traffic(3, 4 * (2 * floats["logits"] + floats["hidden"]))
+    moved = 5 * floats["logits"] + 13 * floats["hidden"] + floats["weight"]
+    assert chunk_steps(backward) == Traffic(11, 4 * moved)
+    assert chunk_steps(hidden) == Traffic()
+
+
+def test_a_llama_block_takes_half_the_launches() -> None:
+    """Forward and backward: at most half the launches and at most 70 % of the bytes."""
+    before, after = count_both(llama_block(hidden=512, length=256))
+    assert after.launches <= 0.5 * before.launches
+    assert after.memory_bytes <= 0.7 * before.memory_bytes

@@ -1,0 +1,297 @@
+"""Programs with kernels compute what programs without them do, and are proven to."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import LoweredProgram, PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import NodePlan
+from autoshard.ir.program import InputKind
+from autoshard.ir.spec import PartitionSpec as P
+from autoshard.kernels import triton_linear_cross_entropy
+from autoshard.kernels.kernel import FusedKernel
+from autoshard.kernels.registry import FUSED
+from autoshard.runtime.boundary import shard_all
+from autoshard.runtime.simulator import simulate
+from autoshard.tracing import trace
+from passes.lowering.fuse_kernels import FuseKernels, fused_calls
+from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.verification.verify_passes import verify_pass
+from passes.verification.verify_phases import verify_phases
+from tests.passes.blocks import Blocks, h100s
+
+MESH = Mesh({"x": 2})
+
+
+class Gated(nn.Module):
+    """x + down(act(gate(norm(x))) up(norm(x))), with a norm of torch's own."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.norm, self.activation = nn.RMSNorm(8), activation
+        self.enter, self.leave = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.enter(x)
+        h = self.norm(x)
+        gate = F.silu(self.gate(h)) if self.activation == "silu" else F.gelu(self.gate(h), approximate=self.activation)
+        return self.leave(x + self.down(gate * self.up(h))).square().mean()
+
+
+class Biased(nn.Module):
+    """x + down(gelu(up(x) + bias)), before and after a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        return (x + self.down(F.gelu(self.up(self.norm(x))))).square().mean()
+
+
+def _lower(model: nn.Module) -> LoweredProgram:
+    program = trace(model, (torch.randn(2, 3, 8),), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    return lower_program(program, plan).lowered
+
+
+def _phases(model: nn.Module) -> PhasedProgram:
+    program = trace(model, (torch.randn(2, 3, 8),), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    return lower_program(program, plan, with_kernels=True)
+
+
+def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.Tensor | None = None) -> None:
+    """`target` is the one input of whole numbers."""
+    values = []
+    for slot in lowered.inputs:
+        value = torch.ones(slot.shape) if slot.slot.kind == InputKind.TANGENT else torch.randn(slot.shape)
+        if not slot.dtype.is_floating_point:
+            assert target is not None, "this program has an input of whole numbers"
+            value = target
+        values.append(value)
+    locals_ = [shard_all(value, slot.spec, MESH) for value, slot in zip(values, lowered.inputs, strict=True)]
+    expected = simulate(lowered.graph_module, MESH, locals_)
+    torch.testing.assert_close(simulate(fused.graph_module, MESH, locals_), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_become_kernels_and_results_stay() -> None:
+    """Each layer norm is one kernel, with the residual's addition before it and that of its gradient behind."""
+    torch.manual_seed(0)
+    lowered = _lower(Blocks(8, 2))
+    fused = FuseKernels()(lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_layer_norm.default": 1,
+        "autoshard.triton_add_layer_norm.default": 1,
+        "autoshard.triton_layer_norm_backward.default": 1,
+        "autoshard.triton_add_layer_norm_backward.default": 1,
+    }
+    assert not fused_calls(lowered.graph_module)
+    _check_equal(lowered, fused)
+
+
+@pytest.mark.parametrize("activation", ["silu", "none", "tanh"])
+def test_gated_units_become_one_kernel(activation: str) -> None:
+    """SwiGLU and both GeGLUs, forward and backward, with an RMS norm and its residual."""
+    torch.manual_seed(0)
+    lowered = _lower(Gated(activation))
+    fused = FuseKernels()(lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_gated.default": 1,
+        "autoshard.triton_gated_backward.default": 1,
+        "autoshard.triton_add_rms_norm.default": 1,
+        "autoshard.triton_add_rms_norm_backward.default": 1,
+    }
+    _check_equal(lowered, fused)
+
+
+def test_gelu_takes_its_bias_along() -> None:
+    """The bias is added inside the kernel, forward and backward."""
+    torch.manual_seed(0)
+    lowered = _lower(Biased())
+    fused = FuseKernels()(lowered)
+    assert fused_calls(fused.graph_module)["autoshard.triton_bias_gelu.default"] == 2
+    assert fused_calls(fused.graph_module)["autoshard.triton_bias_gelu_backward.default"] == 2
+    _check_equal(lowered, fused)
+
+
+def test_phases_with_kernels_verify() -> None:
+    """What the forward keeps is what kernels read, and phases with kernels are proven equal to the joint program."""
+    phased = _phases(Gated("silu"))
+    assert fused_calls(phased.forward)
+    assert fused_calls(phased.backward)
+    assert not fused_calls(phased.lowered.graph_module)
+    verify_phases(phased)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
+    """Its local parts are one kernel each, between the collectives; phases with them verify."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 12, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            target = torch.arange(6) * 2
+            return F.cross_entropy(self.head(x.reshape(6, 8)), target, label_smoothing=smoothing)
+
+    torch.manual_seed(0)
+    program = trace(Head(), (torch.randn(2, 3, 8),), {})
+    options = PlanOptions(with_baselines=False, constraints={"head.weight": P("x", None)})
+    plan = plan_program(program, MESH, h100s(MESH), options)
+    (name,) = (name for name in plan.nodes if "cross_entropy" in name and "backward" not in name)
+    split = NodePlan((P(None, "x"), P(None)), (P(None), P(None)))
+    plan = dataclasses.replace(plan, nodes={**plan.nodes, name: split})
+    phased = lower_program(program, plan, with_kernels=True)
+    fused = FuseKernels()(phased.lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_split_cross_entropy.default": 1,
+        "autoshard.triton_split_cross_entropy_backward.default": 1,
+    }
+    verify_phases(phased)
+    _check_equal(phased.lowered, fused)
+
+
+class Loss(nn.Module):
+    """The mean cross-entropy of a linear layer over a norm, with the logits if they are asked for."""
+
+    def __init__(self, dtype: torch.dtype, *, returns_logits: bool) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(8, dtype=dtype), nn.Linear(8, 40, bias=False, dtype=dtype)
+        self.returns_logits = returns_logits
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        logits = self.head(self.norm(x)).float()
+        loss = F.cross_entropy(logits.view(-1, 40), target.view(-1))
+        return (loss, logits) if self.returns_logits else loss
+
+
+@pytest.fixture
+def _chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a head of 40 classes has three."""
+    monkeypatch.setattr(triton_linear_cross_entropy, "LEAST_CLASSES", 16)
+
+
+def _phases_of_loss(*shape: int, dtype: torch.dtype = torch.float32, returns_logits: bool = False) -> PhasedProgram:
+    torch.manual_seed(0)
+    model = Loss(dtype, returns_logits=returns_logits)
+    program = trace(model, (torch.randn(*shape, 8, dtype=dtype), torch.randint(40, shape)), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    return lower_program(program, plan, with_kernels=True)
+
+
+@pytest.mark.usefixtures("_chunks_of_16")
+@pytest.mark.parametrize("shape", [(4, 3), (6,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_never_holds_its_logits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Head and loss are one kernel in each phase; nothing of the logits' size is kept or made; the phases verify."""
+    phased = _phases_of_loss(*shape, dtype=dtype)
+    assert fused_calls(phased.forward)["autoshard.triton_linear_cross_entropy.default"] == 1
+    assert fused_calls(phased.backward)["autoshard.triton_linear_cross_entropy_backward.default"] == 1
+    for phase in (phased.forward, phased.backward):
+        values = [node.meta.get("val") for node in phase.graph.nodes]
+        sizes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+        assert not any(size[-1:] == (40,) for size in sizes)
+    verify_phases(phased)
+
+
+@pytest.mark.usefixtures("_chunks_of_16")
+def test_a_loss_in_chunks_equals_the_whole() -> None:
+    """With the kernel, loss and gradients are those without."""
+    phased = _phases_of_loss(4, 3)
+    fused = FuseKernels()(phased.lowered)
+    _check_equal(phased.lowered, fused, torch.arange(12).reshape(4, 3))
+
+
+@pytest.mark.usefixtures("_chunks_of_16")
+def test_logits_that_are_returned_are_not_made_twice() -> None:
+    """A model that returns its logits keeps them: the backward reads them, and its products stay."""
+    phased = _phases_of_loss(4, 3, returns_logits=True)
+    calls = fused_calls(phased.forward) + fused_calls(phased.backward)
+    assert not any("linear_cross_entropy" in name for name in calls)
+    assert any("cross_entropy" in name for name in calls)
+
+
+@pytest.mark.parametrize("mutation", ["swap", "constant", "form", "result"])
+def test_wrong_kernels_do_not_verify(mutation: str) -> None:
+    """Swapped operands, another activation, another form and another result are each found."""
+    phased = _phases(Gated("silu"))
+    (call,) = (node for node in phased.backward.graph.nodes if "gated_backward" in str(node.target))
+    grad, gate, up, activation = call.args
+    if mutation == "swap":
+        call.args = (grad, up, gate, activation)
+    elif mutation == "constant":
+        call.args = (grad, gate, up, "gelu")
+    elif mutation == "form":
+        call.meta["form"] = 1
+    else:
+        first, second = (user for user in call.users if user.target is operator.getitem)
+        first.args, second.args = second.args, first.args
+    with pytest.raises(VerificationError):
+        verify_phases(phased)
+
+
+def test_what_is_read_elsewhere_stays() -> None:
+    """A value inside a group that the model returns too is still computed."""
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(8, 16), nn.Linear(8, 16)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            gate = F.silu(self.gate(x))
+            return (gate * self.up(x)).square().mean(), gate
+
+    torch.manual_seed(0)
+    lowered = _lower(Returns())
+    fused = FuseKernels()(lowered)
+    assert "autoshard.triton_gated.default" not in fused_calls(fused.graph_module)
+    _check_equal(lowered, fused)
+
+
+def test_products_in_either_order_verify() -> None:
+    """up act(gate) is act(gate) up: a kernel that matched the one is proven where the program has the other."""
+
+    class Reversed(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.norm(x)
+            return (self.up(h) * F.silu(self.gate(h))).square().mean()
+
+    program = trace(Reversed("silu"), (torch.randn(2, 3, 8),), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    phased = lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+    assert "autoshard.triton_gated.default" in fused_calls(phased.forward)
+    verify_phases(phased)
+
+
+@pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
+def test_every_form_says_what_each_argument_is(kernel: FusedKernel) -> None:
+    """An argument that is neither a variable of the form nor a constant of it could be anything, and verify."""
+    for form in kernel.forms:
+        shapes = [(2, 3, 8)] if form.dims is None else [tuple(range(2, 2 + form.dims))]
+        for shape in shapes:
+            constants = form.constants(torch.empty(shape))
+            assert set(kernel.parameters) <= {*form.variables, *constants}
+
+
+def test_every_form_has_the_kernels_results() -> None:
+    """A form composes as many results as its kernel gives, from variables that are the kernel's arguments or free."""
+    for kernel in FUSED:
+        for form in kernel.forms:
+            known = set(kernel.parameters) | set(form.free)
+            assert set(form.variables) <= known
+            assert set(form.constants(torch.empty(2, 3, 4, 6))) == set(kernel.parameters) - set(form.variables)

@@ -1,0 +1,51 @@
+"""Bytes in use at every point, looked up at once, are those of the items one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from passes.memory.liveness import Interval
+from passes.memory.memory_usage import Item, MemoryUsage, Table
+
+OPTIONS = (3, 1, 4)
+"""Options of each variable."""
+
+
+@st.composite
+def items(draw: st.DrawFn, points: int) -> tuple[Item, np.ndarray]:
+    """A value or a copy, with bytes of its own or shared ones, and all sizes, of which its table may lack some."""
+    birth = draw(st.integers(0, points - 1))
+    interval = Interval(birth, draw(st.integers(birth, points - 1)))
+    variables = tuple(draw(st.permutations(range(len(OPTIONS))))[: draw(st.integers(1, 2))])
+    shape = tuple(OPTIONS[variable] for variable in variables)
+    sizes = draw(st.lists(st.integers(0, 1000), min_size=12, max_size=12))
+    whole = np.array(sizes[: int(np.prod(shape))], dtype=np.float64).reshape(shape)
+    known = np.where(draw(st.booleans()), whole, np.nan)
+    return Item(interval, Table(known, lambda *options: float(whole[options])), variables), whole
+
+
+@given(st.data())
+def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
+    """At each point the sizes of all items whose lifetime holds it; two items may share a table; asked twice."""
+    points = data.draw(st.integers(1, 5))
+    found = data.draw(st.lists(items(points), max_size=5))
+    found += [(Item(Interval(0, points - 1), item.table, item.variables), whole) for item, whole in found[:1]]
+    usage = MemoryUsage.of(points, [item for item, _ in found])
+    for _ in range(2):
+        choice = [data.draw(st.integers(0, count - 1)) for count in OPTIONS]
+        expected = np.zeros(points)
+        for item, whole in found:
+            expected[item.interval.birth : item.interval.death + 1] += whole[
+                tuple(choice[variable] for variable in item.variables)
+            ]
+        assert np.array_equal(usage(choice), expected)
+
+
+@given(st.data())
+def test_a_whole_table_has_what_it_lacked(data: st.DataObject) -> None:
+    """Each entry is found once."""
+    item, whole = data.draw(items(1))
+    assert np.array_equal(item.table.whole(), whole)
+    assert not np.isnan(item.table.sizes).any()

@@ -1,0 +1,70 @@
+"""The known recipes, as restrictions of a training step's search space."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import autoshard.rules  # noqa: F401  (fills the registry)
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import P
+from autoshard.ir.update import Update, UpdateGroup, UpdateRule
+from autoshard.kernels.optimizers import ADAM_HYPER
+from autoshard.tracing import trace
+from passes.pipeline import PlanOptions, plan_program, planning_problem
+from passes.planning.baselines import BEFORE, solve_baselines
+from passes.planning.search import Search
+from tests.passes.blocks import Perceptron, h100s
+
+MESH = Mesh({"data": 4})
+ADAM = UpdateRule("adam_update", ("exp_avg", "exp_avg_sq"), (True, False), ADAM_HYPER)
+
+
+def test_recipes_of_a_whole_step_lay_out_state() -> None:
+    """Copied, split alone, split with the parameters: each needs less memory than the one before."""
+    model = Perceptron()
+    update = Update("AdamW", (UpdateGroup(ADAM, tuple(name for name, _ in model.named_parameters())),))
+    rows = torch.empty(8, 16, device="meta")
+    program = trace(model, (rows, rows), update=update)
+    planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
+    found = solve_baselines(planning, Search(), {})
+    assert list(found) == ["data parallel", "ZeRO-1", "fully sharded data parallel"]
+    nodes = {slot.name: slot.node for slot in planning.space.program.inputs}
+    names = ("first.weight", "exp_avg:first.weight")
+    specs = {
+        recipe: [planning.strategy(nodes[name], solution.choice).outputs[0] for name in names]
+        for recipe, solution in found.items()
+        if solution is not None
+    }
+    (whole, *_), (kept, split), (both, also) = specs.values()
+    assert specs["data parallel"] == [P(), P()]
+    assert (whole, kept) == (P(), P())
+    assert split.sharded_axes == both.sharded_axes == also.sharded_axes == ("data",)
+    peaks = [np.max(planning.usage(solution.choice)) for solution in found.values() if solution is not None]
+    assert peaks == sorted(peaks, reverse=True)
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions())
+    assert plan.objective <= min(cost for cost in plan.baselines.values() if cost is not None) * (1 + 1e-9)
+
+
+def test_a_program_without_state_has_no_zero_1() -> None:
+    """Forward and backward alone."""
+    rows = torch.empty(8, 16, device="meta")
+    planning = planning_problem(trace(Perceptron(), (rows, rows)), MESH, h100s(MESH), PlanOptions())
+    assert list(solve_baselines(planning, Search(), {})) == ["data parallel", "fully sharded data parallel"]
+
+
+def test_a_plan_before_costs_what_it_did() -> None:
+    """On its own mesh; on a larger one with the same axes it is a choice too, and the search is not worse."""
+    rows = torch.empty(8, 16, device="meta")
+    program = trace(Perceptron(), (rows, rows))
+    before = plan_program(program, MESH, h100s(MESH), PlanOptions())
+    planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
+    again = solve_baselines(planning, Search(), {}, before)[BEFORE]
+    assert again is not None
+    assert again.cost == pytest.approx(before.objective, rel=1e-9)
+    larger = Mesh({"data": 8})
+    found = plan_program(program, larger, h100s(larger), PlanOptions(before=before))
+    there = found.baselines[BEFORE]
+    assert there is not None
+    assert found.objective <= there * (1 + 1e-9)

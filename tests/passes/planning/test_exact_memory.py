@@ -1,0 +1,101 @@
+"""What a plan is said to take is what its lowered program takes."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard import Mesh, tracing
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.testing.plans import most_uneven_plan, plans
+from autoshard.testing.programs import programs
+from cost_models.hardware import Cluster
+from passes.pipeline import lower_program
+from passes.planning.exact_memory import PARTS, exact_memory
+from tests.passes.blocks import blocks_program, perceptron_program, problem_of
+from tests.passes.lowered_memory import peak_bytes
+from tests.passes.prediction.test_segment_step import drawn_choice
+
+LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
+
+
+def lowered_bytes(program: Program, plan: Plan) -> int:
+    """The peak of the program that a plan is lowered to."""
+    cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=plan.mesh.size)
+    return peak_bytes(lower_program(program, plan, cluster))
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_drawn_plans_are_counted_to_the_byte(data: st.DataObject) -> None:
+    """Whatever is resharded where, and recomputed or not."""
+    drawn = data.draw(programs(max_blocks=2, uneven=False))
+    mesh = data.draw(st.sampled_from([LINE, SQUARE]))
+    program = tracing.trace(drawn.model, drawn.inputs)
+    plan = data.draw(plans(program, mesh))
+    assert plan.predicted.peak_memory_bytes == lowered_bytes(program, plan)
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_padding_is_counted_where_it_is_held(data: st.DataObject) -> None:
+    """Of uneven dims: never less than there is, and hardly more."""
+    drawn = data.draw(programs(max_blocks=2, uneven=True))
+    mesh = data.draw(st.sampled_from([THREE, SQUARE]))
+    program = tracing.trace(drawn.model, drawn.inputs)
+    plan = most_uneven_plan(program, mesh) if data.draw(st.booleans()) else data.draw(plans(program, mesh))
+    lowered = lowered_bytes(program, plan)
+    assert lowered <= plan.predicted.peak_memory_bytes <= 1.05 * lowered
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_counts_no_less(seed: int) -> None:
+    """At no point; with optimizer state beside the parameters, too."""
+    for program, ratio in ((blocks_program(count=2), 2.0), (perceptron_program(9), 0.0)):
+        planning = problem_of(program, SQUARE, state_bytes_per_parameter_byte=ratio)
+        choice = drawn_choice(planning, seed)
+        assert np.all(exact_memory(planning, choice).used() <= planning.usage(choice))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_parts_add_up_to_what_is_in_use(seed: int) -> None:
+    """At every point of the program, whatever the plan."""
+    planning = problem_of(blocks_program(count=3), Mesh({"data": 2, "model": 2}), state_bytes_per_parameter_byte=2.0)
+    memory = exact_memory(planning, drawn_choice(planning, seed))
+    for point, used in enumerate(memory.used()):
+        parts = memory.at(point)
+        assert tuple(parts) == PARTS
+        assert sum(parts.values()) == used
+        assert parts["optimizer state"] == 2 * parts["parameters"]
+
+
+def test_gradients_grow_and_activations_shrink_in_the_backward() -> None:
+    """At the end all gradients are there, and nothing that the forward saved."""
+    planning = problem_of(blocks_program(count=3), LINE)
+    memory = exact_memory(planning, [0] * len(planning.members))
+    last = memory.points - 1
+    start, middle, end = (memory.at(point) for point in (0, last // 2, last))
+    assert start["gradients"] == 0
+    assert end["gradients"] == end["parameters"]
+    assert end["activations"] < middle["activations"]
+
+
+def test_another_axis_on_a_spec_takes_nothing_more() -> None:
+    """Of a parameter: where nothing is on its way, before the step and behind it, less is stored than was."""
+    planning = problem_of(blocks_program(count=1), SQUARE, state_bytes_per_parameter_byte=2.0)
+    choice = drawn_choice(planning, 0)
+    for name in planning.liveness.parameters:
+        variable = planning.classes[name]
+        specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
+        used = [
+            exact_memory(planning, [*choice[:variable], n, *choice[variable + 1 :]]).used() for n in range(len(specs))
+        ]
+        for one, two in permutations(range(len(specs)), 2):
+            if set(specs[one].axes) < set(specs[two].axes):
+                assert used[two][0] < used[one][0]
+                assert used[two][-1] < used[one][-1]

@@ -1,0 +1,129 @@
+"""The search on real programs: equal to trying everything, and true to its memory limit."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
+from autoshard.tracing import trace
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search
+from passes.solver.search_control import SearchControl
+from tests.passes.blocks import perceptron_program, problem_of
+
+SIZES = st.sampled_from([4, 8, 64, 512, 4096])
+
+
+class Chain(nn.Module):
+    """A product, a pointwise operator and a reduction, in one of several orders."""
+
+    def __init__(self, rows: int, columns: int, form: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        if self.form == 0:
+            return torch.relu(y).sum(0)
+        if self.form == 1:
+            return (y.t() + 1.0).amax(1)
+        return y.reshape(-1).exp()
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Program:
+    """Forward programs of up to seven sites, whose plans can be counted out."""
+    batch, rows, columns = draw(SIZES), draw(SIZES), draw(SIZES)
+    with torch.device("meta"):
+        model = Chain(rows, columns, draw(st.integers(0, 2)))
+        return trace(model, (torch.zeros(batch, rows),), {}, grad=False)
+
+
+def cheapest(planning: PlanningProblem, limit: float) -> float | None:
+    """The least cost of all choices that fit, by trying every one."""
+    options = [range(len(cost)) for cost in planning.assignment.costs]
+    costs = (
+        planning.assignment.cost_of(choice) for choice in product(*options) if planning.usage(choice).max() <= limit
+    )
+    return min((cost for cost in costs if np.isfinite(cost)), default=None)
+
+
+@settings(max_examples=10)
+@given(chains(), st.sampled_from([0.3, 0.6, 0.9, 2.0]))
+def test_the_search_equals_trying_every_plan(program: Program, share: float) -> None:
+    """Same cost, or both find that nothing fits, under limits from too small to plentiful."""
+    planning = problem_of(program, Mesh({"x": 2}))
+    whole = float(planning.usage([0] * len(planning.assignment.costs)).max())
+    best = cheapest(planning, share * whole)
+    search = Search(share * whole)
+    if best is None:
+        with pytest.raises(DoesNotFitError):
+            search(planning)
+        return
+    solution = search(planning)
+    assert solution.cost == pytest.approx(best, rel=1e-9)
+    assert planning.usage(solution.choice).max() <= share * whole
+
+
+@settings(max_examples=5)
+@given(chains(), st.sampled_from([0.6, 0.9, 2.0]))
+def test_a_search_that_is_stopped_at_once_gives_what_fits(program: Program, share: float) -> None:
+    """No cheaper than the optimum, which is no cheaper than its bound; it may miss what fits in little memory."""
+    planning = problem_of(program, Mesh({"x": 2}))
+    limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
+    best = cheapest(planning, limit)
+    try:
+        solution = Search(limit, control=SearchControl(is_stopped=True))(planning)
+    except DoesNotFitError:
+        assert share < 1.0
+        return
+    assert best is not None
+    assert solution.lower_bound <= best * (1 + 1e-9)
+    assert best <= solution.cost * (1 + 1e-9)
+    assert planning.usage(solution.choice).max() <= limit
+
+
+def test_more_memory_is_never_slower() -> None:
+    """Sweeping the limit upwards, the predicted step time falls or stays."""
+    planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
+    largest = float(planning.usage(Search()(planning).choice).max())
+    costs = []
+    for share in (0.55, 0.6, 0.7, 0.8, 0.9, 1.0):
+        try:
+            costs.append(Search(share * largest)(planning).cost)
+        except DoesNotFitError:
+            assert not costs, "what fits in little memory fits in more"
+    assert len(costs) >= 2
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_large_problems_meet_their_limit_and_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dual search finds a plan under the limit, not below its bound, close to the exact one."""
+    planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
+    limit = 0.7 * float(planning.usage(Search()(planning).choice).max())
+    exact = Search(limit)(planning)
+    monkeypatch.setattr("passes.planning.search.EXACT_PAIRS", 0)
+    dual = Search(limit)(planning)
+    assert planning.usage(dual.choice).max() <= limit
+    assert dual.lower_bound <= exact.cost * (1 + 1e-9)
+    assert exact.cost <= dual.cost * (1 + 1e-9)
+    assert dual.cost <= 1.1 * exact.cost
+
+
+def test_large_problems_that_do_not_fit_say_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit that the error names admits a plan."""
+    monkeypatch.setattr("passes.planning.search.EXACT_PAIRS", 0)
+    planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
+    with pytest.raises(DoesNotFitError) as caught:
+        Search(1e4)(planning)
+    assert Search(caught.value.smallest_bytes)(planning).cost > 0

@@ -1,0 +1,33 @@
+"""FLOPs of the model, and those that ranks run."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.ir.mesh import Mesh
+from passes.prediction.utilisation import Utilisation, utilisation
+from tests.passes.blocks import blocks_program, problem_of
+from tests.passes.prediction.test_segment_step import drawn_choice
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_run_at_least_their_share_of_the_model(seed: int) -> None:
+    """And at most all of it."""
+    mesh = Mesh({"data": 2, "model": 2})
+    planning = problem_of(blocks_program(count=3), mesh)
+    found = utilisation(planning, drawn_choice(planning, seed))
+    assert found.model_s * (1 - 1e-9) <= found.local_s <= mesh.size * found.model_s * (1 + 1e-9)
+
+
+def test_depth_multiplies_the_flops() -> None:
+    """Twice the layers, twice the products."""
+    mesh = Mesh({"x": 2})
+    three, six = (problem_of(blocks_program(count=count), mesh) for count in (3, 6))
+    whole = [utilisation(planning, [0] * len(planning.members)) for planning in (three, six)]
+    assert whole[1].model_s == pytest.approx(2 * whole[0].model_s)
+
+
+def test_nothing_counted_is_no_utilisation() -> None:
+    """None, not zero."""
+    assert Utilisation(0.0, 0.0).shares(1.0) == (None, None)
+    assert Utilisation(1.0, 2.0).shares(4.0) == (0.25, 0.5)

@@ -1,0 +1,123 @@
+"""`plan.why_not` and `plan.limits`: what they state is what planning again gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import Cluster, Mesh
+from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.ir.plan import Plan
+from cost_models.hardware import Cluster as PricedCluster
+from passes.pipeline import plan_of_choice, solve
+from passes.questions.explain import PlanAlternatives
+from passes.questions.roles import ROLES, restrict, role_of
+from tests.passes.questions.test_explain import Model
+
+CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
+TIGHT = 624_000_000
+
+
+def make_plan(cluster: PricedCluster = CLUSTER, **arguments: object) -> Plan:
+    tokens = torch.randint(0, 50, (4096, 8))
+    asked = {"optimizer": "adamw", "precision": None, **arguments}
+    return autoshard.plan(Model(1024), cluster, mesh=MESH, example_inputs=(tokens,), **asked)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def free() -> Plan:
+    """A plan without a memory limit."""
+    return make_plan()
+
+
+@pytest.fixture(scope="module")
+def tight() -> Plan:
+    """A plan that memory binds."""
+    return make_plan(memory_budget=TIGHT)
+
+
+@pytest.mark.parametrize("feature", ROLES)
+def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> None:
+    """The best choice within the restriction costs what is stated, and its plan uses the axis as asked."""
+    alternatives = free.alternatives
+    assert isinstance(alternatives, PlanAlternatives)
+    planning, options = alternatives.problem(), replace(alternatives.options, with_baselines=False)
+    answer = free.why_not(feature)
+    stated = {item.name: item for item in answer.variants}
+    assert {f"over {name.rpartition(' ')[2]}" for name in stated} | set(filter(None, [answer.used])) >= {"over model"}
+    for name, item in stated.items():
+        axis = name.rpartition(" ")[2]
+        masks = restrict(planning, ROLES[feature], axis)
+        assert masks is not None
+        solution = solve(planning, options, masks).solution
+        assert item.objective == pytest.approx(solution.cost)
+        found = plan_of_choice(planning, solution.choice, solution.cost, None, CLUSTER, options)
+        assert item.step_time_s == pytest.approx(found.predicted.step_time_s)
+        roles = {"data", ""} if feature == "data" else {feature}
+        assert (
+            role_of(planning, lambda node, plan=found: (plan.nodes[node].inputs, plan.nodes[node].outputs), axis)
+            in roles
+        )
+        assert free.lower_bound is not None
+        assert solution.cost >= free.lower_bound * (1 - 1e-9)
+
+
+def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> None:
+    """Copies of all parameters do not fit if nothing is offloaded; the smallest limit that would do is given."""
+    alternatives = tight.alternatives
+    assert isinstance(alternatives, PlanAlternatives)
+    here = replace(alternatives, options=replace(alternatives.options, offload=False))
+    tight = replace(tight, alternatives=here)
+    answer = tight.why_not("data")
+    assert answer.variants
+    for item in answer.variants:
+        assert not item.fits
+        assert item.smallest_bytes is not None
+        assert item.smallest_bytes > TIGHT
+    assert "no plan with it fits in memory" in str(answer)
+    assert "does use fsdp" in str(tight.why_not("fsdp"))
+
+
+def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
+    """More memory, and a faster network: what planning for them gives; nothing that is more makes a plan slower."""
+    found = tight.limits()
+    stated = {item.name: item for item in found.variants}
+    more = make_plan(memory_budget=int(1.1 * TIGHT))
+    assert stated["10 % more memory"].objective == pytest.approx(more.objective, rel=2e-3)
+    inter = CLUSTER.node.inter
+    assert inter is not None
+    faster = PricedCluster(replace(CLUSTER.node, inter=inter.scaled(1.1)), nodes=2, devices_per_node=2)
+    again = make_plan(faster, memory_budget=TIGHT)
+    assert stated["10 % faster network"].objective == pytest.approx(again.objective, rel=2e-3)
+    for item in found.variants:
+        assert item.lower_bound is not None
+        assert item.lower_bound <= tight.objective
+    assert found.binding in stated
+    assert found.binding in str(found)
+
+
+def test_without_a_limit_memory_is_no_question(free: Plan) -> None:
+    """The device's memory is plenty: more of it is worth nothing."""
+    gains = {item.name: item.objective for item in free.limits().variants}
+    assert gains["10 % more memory"] == pytest.approx(free.objective, rel=2e-3)
+
+
+def test_what_cannot_be_asked_is_said(free: Plan) -> None:
+    """An unknown feature; a plan without its model."""
+    with pytest.raises(InvalidSpecError, match="data, zero-1, fsdp, tensor"):
+        free.why_not("magic")
+    alone = replace(free, alternatives=None)
+    for ask in (lambda: alone.why_not("tensor"), alone.limits):
+        with pytest.raises(NotAvailableError, match="has no model at hand"):
+            ask()
+
+
+def test_what_no_value_can_do_has_no_variants() -> None:
+    """Without optimizer state there is no ZeRO-1."""
+    plan = autoshard.plan(Model(64), CLUSTER, mesh=MESH, example_inputs=(torch.zeros(4, 8, dtype=torch.int64),))
+    answer = plan.why_not("zero-1")
+    assert answer.variants == ()
+    assert "no axis of the mesh" in str(answer)

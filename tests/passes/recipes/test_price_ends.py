@@ -1,0 +1,47 @@
+"""What a rank does once per step: it reduces gradients, updates parameters, and gathers them."""
+
+from __future__ import annotations
+
+from autoshard import Cluster, Recipe
+from cost_models.step import StepModel
+from passes.recipes.price_ends import broadcasts_time, exchange_times
+from passes.recipes.recipe_groups import pieces, recipe_groups
+
+MODEL = StepModel()
+
+
+def _cluster(recipe: Recipe) -> Cluster:
+    return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
+
+
+def test_nothing_is_exchanged_among_one() -> None:
+    """One replica has nothing to reduce or to gather."""
+    recipe = Recipe(zero=1)
+    groups = recipe_groups(recipe, _cluster(recipe))
+    assert exchange_times(1e9, 0.0, recipe, groups, _cluster(recipe), MODEL) == (0.0, 0.0)
+
+
+def test_smaller_pieces_take_longer() -> None:
+    """Each collective has its own latency."""
+    few, many = (Recipe(data=64, bucket_bytes=size) for size in (10**9, 10**6))
+    groups = recipe_groups(few, _cluster(few))
+    assert pieces(10**9, many) == 1000
+    often, seldom = (exchange_times(1e8, 0.0, each, groups, _cluster(few), MODEL)[0] for each in (many, few))
+    assert often > seldom
+
+
+def test_whole_tensors_are_broadcast_by_as_many_ranks_as_there_are() -> None:
+    """More ranks make the way around longer; beyond one tensor a rank, no more messages."""
+    narrow, wide = (Recipe(data=size, zero=1, whole_tensors=True) for size in (16, 64))
+    few, many = (recipe_groups(recipe, _cluster(recipe)) for recipe in (narrow, wide))
+    assert broadcasts_time(1e9, 1000, wide, many, MODEL) > broadcasts_time(1e9, 1000, narrow, few, MODEL)
+    assert broadcasts_time(1e9, 64, wide, many, MODEL) == broadcasts_time(1e9, 1000, wide, many, MODEL)
+    assert broadcasts_time(1e9, 8, wide, many, MODEL) < broadcasts_time(1e9, 64, wide, many, MODEL)
+
+
+def test_whole_tensors_reduce_gradients_to_all() -> None:
+    """An all-reduce in place of a reduce-scatter takes longer."""
+    scattered, whole = (Recipe(data=16, zero=1, whole_tensors=flag) for flag in (False, True))
+    groups = recipe_groups(whole, _cluster(whole))
+    times = [exchange_times(1e9, 0.0, recipe, groups, _cluster(whole), MODEL)[0] for recipe in (scattered, whole)]
+    assert times[0] < times[1]

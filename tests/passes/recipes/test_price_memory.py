@@ -1,0 +1,72 @@
+"""The memory of a recipe's fullest rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoshard import Cluster, Recipe
+from passes.recipes.pipeline_stages import share_out
+from passes.recipes.price_memory import MemoryPrice, beside_tensors, memory_price
+from passes.recipes.price_model import PricedModel
+from passes.recipes.recipe_groups import recipe_groups
+from tests.passes.decoders import dense, folded
+
+PRICED = PricedModel(folded(dense(8)))
+ELEMENTS = sum(parameter.numel() for parameter in dense(8).parameters())
+
+
+def _memory(recipe: Recipe, in_flight: float = 1.0) -> MemoryPrice:
+    cluster = Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
+    prices = PRICED.section_prices(recipe, cluster)
+    stages = share_out(PRICED.folded.blocks, recipe)
+    return memory_price(prices, stages, recipe, recipe_groups(recipe, cluster), (in_flight,) * recipe.pipeline)
+
+
+def test_state_is_counted_in_bytes_per_parameter() -> None:
+    """Two for the weight, four for the gradient, twelve for master weight and moments."""
+    parts = _memory(Recipe()).parts
+    assert parts["parameters"] == 2 * ELEMENTS
+    assert parts["gradients"] == 4 * ELEMENTS
+    assert parts["optimizer state"] == 12 * ELEMENTS
+
+
+def test_zero_3_keeps_one_master_weight() -> None:
+    """The shard is the master weight, and two blocks are gathered."""
+    parts = _memory(Recipe(data=8, zero=3)).parts
+    assert parts["parameters"] == pytest.approx(4 * ELEMENTS / 8)
+    assert parts["optimizer state"] == pytest.approx(8 * ELEMENTS / 8)
+    assert parts["gathered parameters"] > 0
+
+
+def test_micro_batches_in_flight_keep_their_activations() -> None:
+    """Three micro-batches keep three times as much."""
+    recipe = Recipe(pipeline=2, micro_batch=512, global_batch=4096)
+    one, three = (_memory(recipe, in_flight=count).parts["activations"] for count in (1.0, 3.0))
+    assert three == 3 * one
+
+
+def test_the_update_counts_where_it_is_the_peak() -> None:
+    """Gradients in 16 bits are copied to float32 for master weights, when activations are gone."""
+    small = Recipe(gradient_dtype="bf16")
+    assert "update" in _memory(small).parts
+    assert "update" not in _memory(dataclasses.replace(small, micro_batch=1024)).parts
+
+
+def test_offloaded_state_is_not_on_the_device() -> None:
+    """It lies in the host's memory."""
+    assert "optimizer state" not in _memory(Recipe(data=2, zero=1, offload="optimizer")).parts
+
+
+def test_gradients_beside_their_sum_take_memory() -> None:
+    """Two more bytes for each parameter."""
+    apart, together = (_memory(Recipe(separate_sum=flag)).parts["gradients"] for flag in (True, False))
+    assert apart - together == 2 * ELEMENTS
+
+
+def test_the_driver_counts_a_communicator_for_each_group() -> None:
+    """One device has a context only; a tensor axis on all devices has two communicators of as many ranks."""
+    alone, pair, mesh = map(beside_tensors, (Recipe(), Recipe(tensor=2), Recipe(tensor=2, data=2, pipeline=2)))
+    assert alone["communicators"] == 0 < alone["context"] == pair["context"]
+    assert 2 * pair["communicators"] == mesh["communicators"] > 0

@@ -1,0 +1,133 @@
+"""The time of a recipe's step follows from the prices of its sections."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoshard import Cluster, Recipe
+from cost_models.step import StepModel
+from passes.recipes.pipeline_stages import share_out
+from passes.recipes.price_ends import exchange_times
+from passes.recipes.price_model import PricedModel
+from passes.recipes.price_recipe import accumulation_bytes, products_time, section_time, sharded_time, step_price
+from passes.recipes.recipe_groups import recipe_groups
+from tests.passes.decoders import dense, folded
+
+MODEL = StepModel()
+PRICED = PricedModel(folded(dense(8)))
+BLOCKS = PRICED.folded.blocks
+
+
+def _cluster(recipe: Recipe) -> Cluster:
+    return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
+
+
+def _seconds(recipe: Recipe, model: StepModel = MODEL) -> float:
+    cluster = _cluster(recipe)
+    prices = PRICED.section_prices(recipe, cluster)
+    groups = recipe_groups(recipe, cluster)
+    return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster, model).time_s
+
+
+def test_a_micro_batch_more_takes_its_own_time() -> None:
+    """Without a pipeline, time is linear in micro-batches but for the ends of the step."""
+    one, two, three = (_seconds(Recipe(micro_batch=2, global_batch=2 * count)) for count in (2, 3, 4))
+    assert two - one == pytest.approx(three - two)
+
+
+@pytest.mark.parametrize("name", ["matmul_slowdown", "attention_slowdown", "memory_slowdown", "fabric_slowdown"])
+def test_slower_parts_make_slower_steps(name: str) -> None:
+    """Each factor of the step model is felt where its part is."""
+    recipe = Recipe(tensor=4, micro_batch=8192)
+    assert _seconds(recipe, StepModel(**{name: 3.0})) > _seconds(recipe)
+
+
+def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
+    """A tiny model takes what issuing its kernels takes."""
+    assert _seconds(Recipe(cuda_graph=True)) < 0.6 * _seconds(Recipe())
+
+
+def test_early_stop_saves_the_last_product() -> None:
+    """It lies between no recomputation and all of it."""
+    recipes = [Recipe(micro_batch=64, recompute="none"), Recipe(micro_batch=64, recompute="full", early_stop=True)]
+    recipes.append(dataclasses.replace(recipes[1], early_stop=False))
+    none, early, full = map(_seconds, recipes)
+    assert none < early < full
+
+
+def test_overlap_hides_communication() -> None:
+    """Of gradients and of tensor collectives."""
+    base = Recipe(data=8, tensor=8, micro_batch=16)
+    apart = dataclasses.replace(base, overlap_gradients=False, overlap_tensor=False, overlap_parameters=False)
+    hidden, shown = map(_seconds, (base, apart))
+    assert hidden < shown
+
+
+def test_gradients_are_summed_only_over_several_micro_batches() -> None:
+    """A single micro-batch's gradients need no sum."""
+    price = PRICED.section_prices(Recipe(), _cluster(Recipe()))["layers:0"]
+    assert accumulation_bytes(price, Recipe()) == 0
+    assert accumulation_bytes(price, Recipe(global_batch=2)) == 10 * price.parameters
+
+
+def test_selective_recomputation_repeats_attentions_core_only() -> None:
+    """Fused attention has none: it keeps no scores."""
+    recipe = Recipe(recompute="selective")
+    cluster = _cluster(recipe)
+    price = PRICED.section_prices(recipe, cluster)["layers:0"]
+    times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL, is_block=True)
+    assert times.recompute_s == 0
+
+
+def test_blocking_launches_add_the_host_to_the_device() -> None:
+    """The host's time of every kernel is on the way, whether kernels are long or short."""
+    for micro_batch in (1, 8192):
+        free, blocking = (Recipe(micro_batch=micro_batch, blocking_launches=flag) for flag in (False, True))
+        assert _seconds(blocking) > _seconds(free)
+
+
+def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
+    """Gathering by lists takes longer, the more so the more ranks are listed."""
+
+    def extra(data: int) -> float:
+        times = []
+        for listed in (False, True):
+            recipe = Recipe(data=data, zero=3, listed_collectives=listed)
+            cluster = _cluster(recipe)
+            price = PRICED.section_prices(recipe, cluster)["layers:0"]
+            times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL)[0])
+        return times[1] - times[0]
+
+    assert 0 < extra(8) < extra(64)
+
+
+def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() -> None:
+    """ZeRO-2 with several micro-batches; with a single one it reduces once, as ZeRO-1 does."""
+    for batch in (8, 64):
+        one, two = (Recipe(data=8, zero=zero, global_batch=batch, overlap_gradients=False) for zero in (1, 2))
+        cluster = _cluster(one)
+        groups = recipe_groups(two, cluster)
+        prices = PRICED.section_prices(two, cluster).values()
+        reduced_s = sum(sharded_time(price, two, groups, cluster, MODEL)[1] for price in prices)
+        assert (reduced_s > 0) == (batch > 8) == (_seconds(two) > _seconds(one))
+
+
+def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
+    """Not for both: what each micro-batch reduced is not reduced again at the end."""
+    for zero, is_reduced in ((1, True), (2, False), (3, False)):
+        recipe = Recipe(data=8, zero=zero, global_batch=64)
+        cluster = _cluster(recipe)
+        reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster), cluster, MODEL)
+        assert (reduce_s > 0) == is_reduced
+
+
+def test_recomputed_products_count_as_products() -> None:
+    """They draw power as the first ones do."""
+    price = PRICED.section_prices(Recipe(), _cluster(Recipe()))
+    plain, again = (
+        products_time(price, share_out(BLOCKS, recipe), recipe, MODEL)
+        for recipe in (Recipe(), Recipe(recompute="full"))
+    )
+    assert plain < again < 2 * plain

@@ -1,0 +1,121 @@
+"""Formulas of recipes equal what pricing counts, at drawn sizes; see also tests of `count_plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+import autoshard
+from autoshard import Cluster, FormulaError, Plan, Recipe
+from passes.recipes.price_model import PricedModel
+from passes.recipes.price_recipe import model_flops
+from tests.passes.decoders import Decoder, dense, sparse
+
+RECIPES = (
+    Recipe(data=2, tensor=2, sequence_parallel=True, micro_batch=2, global_batch=16, gradient_dtype="bf16"),
+    Recipe(data=2, zero=1, recompute="full", micro_batch=2, global_batch=8),
+    Recipe(data=4, zero=3, recompute="selective"),
+    Recipe(data=2, context=2, zero=2),
+    Recipe(data=4, zero=2, global_batch=16, recompute="selective"),
+)
+SIZES = ((1, 16, 3), (3, 24, 5), (2, 32, 8))
+"""Micro-batch, sequence and layers."""
+
+
+def _price(recipe: Recipe, length: int, model: Decoder) -> Plan:
+    one = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    return autoshard.price(model, Cluster("h100_sxm", 1, recipe.devices), recipe, example_inputs=(one, one))
+
+
+def _value(plan: Plan, name: str, **sizes: int) -> sympy.Expr:
+    formula = plan.formula(name)
+    value = formula.subs({symbol: sizes[str(symbol)] for symbol in formula.free_symbols})
+    assert not value.free_symbols
+    return value
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"zero{recipe.zero}-{recipe.recompute}")
+def test_substituted_equals_priced(recipe: Recipe) -> None:
+    """A formula made once, at other sizes, is what pricing those sizes counts."""
+    plan = _price(recipe, 16, dense(4))
+    for micro_batch, length, depth in SIZES:
+        batch = 2 * micro_batch * recipe.data
+        other = dataclasses.replace(recipe, micro_batch=micro_batch, global_batch=batch)
+        model = dense(depth)
+        memory = _price(other, length, model).predicted.memory_breakdown
+        sizes = {"batch": batch, "micro_batch": micro_batch, "sequence": length, "layers": depth}
+        sizes |= {"data": recipe.data, "tensor": recipe.tensor, "context": recipe.context}
+        parts = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
+        for name, part in parts.items():
+            assert int(_value(plan, name, **sizes)) == memory[part]
+        if "activations" in memory:
+            assert int(_value(plan, "activation_bytes", **sizes)) == memory["activations"]
+        priced: Any = _priced(model, length)
+        cluster = Cluster("h100_sxm", 1, other.devices)
+        wanted = model_flops(priced.section_prices(other, cluster), priced.folded.blocks, other)
+        assert float(_value(plan, "rank_flops", **sizes)) == pytest.approx(wanted, rel=1e-12)
+        assert _value(plan, "parameters", **sizes) == sum(item.numel() for item in model.parameters())
+        assert _value(plan, "tokens", **sizes) == batch * length
+
+
+def _priced(model: Decoder, length: int) -> PricedModel:
+    from autoshard.pricing import priced_model
+
+    one = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    return priced_model(model, (one, one), None)
+
+
+def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
+    """Twice (n - 1) / n of the gradients' bytes; nothing for one replica."""
+    plan = _price(Recipe(data=4), 16, dense(4))
+    data = sympy.Symbol("data")
+    wanted = 2 * plan.formula("gradient_bytes") * (data - 1) / data
+    assert sympy.simplify(plan.formula("communication_bytes") - wanted) == 0
+    assert plan.formula("communication_bytes_data").subs({data: 1}) == 0
+
+
+def test_sharded_gradients_travel_for_every_micro_batch() -> None:
+    """Under ZeRO-2 they are reduced and scattered as often as there are micro-batches, parameters gathered once."""
+    model = dense(4)
+    often, once = (_price(Recipe(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
+    sizes = {"data": 4, "micro_batch": 1, "sequence": 16, "layers": 4}
+    sent = [_value(plan, "communication_bytes", batch=batch, **sizes) for plan, batch in ((often, 12), (once, 4))]
+    gradients = 4 * sum(item.numel() for item in model.parameters())
+    assert sent[0] - sent[1] == 2 * gradients * sympy.Rational(3, 4)
+
+
+def test_kinds_of_blocks_have_symbols_of_their_own() -> None:
+    """A model of dense and sparse blocks."""
+    plan = _price(Recipe(data=4, expert=2), 16, sparse())
+    symbols = {str(symbol) for symbol in plan.formula("parameters").free_symbols}
+    assert symbols == {"layers_0", "layers_1"}
+
+
+def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
+    """Formulas, and symbols to hold fixed."""
+    plan = _price(Recipe(data=2), 16, dense(4))
+    with pytest.raises(FormulaError, match=r"no formula 'flops'\. There are step_flops, .*communication_bytes_data"):
+        plan.formula("flops")
+    with pytest.raises(FormulaError, match=r"names 'depth'; the symbols are batch, micro_batch, sequence, layers"):
+        plan.formula("step_flops", fixed=("depth",))
+
+
+def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
+    """From a file, or from another process."""
+    plan = _price(Recipe(data=2), 16, dense(4))
+    plan.save(tmp_path / "plan.json")
+    for other in (Plan.load(tmp_path / "plan.json"), pickle.loads(pickle.dumps(plan))):
+        with pytest.raises(FormulaError, match="no model at hand"):
+            other.formula("step_flops")
+
+
+def test_bytes_of_a_merged_dispatch_are_refused() -> None:
+    """They are an expectation over routings, not a count."""
+    plan = _price(Recipe(data=4, expert=4, merged_dispatch=True), 16, sparse())
+    with pytest.raises(FormulaError, match="merged_dispatch=False"):
+        plan.formula("communication_bytes_expert")

@@ -1,0 +1,326 @@
+"""The problem with recomputation: true to the program that it stands for, and solved to the optimum."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import OffloadedNode
+from autoshard.ir.program import Program
+from autoshard.ir.recompute import RecomputedNode
+from autoshard.tracing import trace
+from cost_models.device import HostLink
+from cost_models.hardware import Cluster
+from passes.pipeline import PlanOptions, planning_problem
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Keeping, find_options
+from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again, RecomputeProblem, build_recompute_problem
+from passes.recomputation.recompute_search import solve_jointly, with_again
+from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
+
+LINE = Mesh({"x": 2})
+
+
+class Pointwise(nn.Module):
+    """A weight under a chain of functions, some of whose derivatives need their operand and some their result."""
+
+    def __init__(self, rows: int, functions: Sequence[str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, 64))
+        self.functions = functions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        for name in self.functions:
+            y = getattr(torch, name)(y)
+        return y.sum()
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Program:
+    """Programs with few values to recompute."""
+    functions = draw(st.sampled_from([("exp", "sin"), ("relu", "exp"), ("exp", "relu")]))
+    with torch.device("meta"):
+        rows = draw(st.sampled_from([64, 4096]))
+        return trace(Pointwise(rows, functions), (torch.zeros(rows, 64),), {})
+
+
+def joint(planning: PlanningProblem) -> RecomputeProblem:
+    options = find_options(planning.space, planning.classes, least_share=0.0, offload=True)
+    return build_recompute_problem(planning, options)
+
+
+def offloading(planning: PlanningProblem) -> RecomputeProblem:
+    """The problem that only offloads."""
+    options = find_options(planning.space, planning.classes, least_share=0.0, offload=True)
+    keepings = {
+        number: tuple(keeping for keeping in found if keeping is Keeping.AS_READ or keeping in OFFLOADED)
+        for number, found in options.keepings.items()
+    }
+    return build_recompute_problem(planning, dataclasses.replace(options, keepings=keepings))
+
+
+@cache
+def example(name: str) -> RecomputeProblem:
+    program = {"blocks": blocks_program, "perceptron": perceptron_program}[name]()
+    return joint(problem_of(program, LINE))
+
+
+def drawn_choice(problem: RecomputeProblem, seed: int) -> tuple[int, ...]:
+    """A choice of finite cost: the cheapest one for random costs of options."""
+    generator = np.random.default_rng(seed)
+    assignment = problem.assignment
+    choice: list[int] = []
+    for variable, cost in enumerate(assignment.costs):
+        total = generator.random(len(cost)) + np.where(np.isfinite(cost), 0.0, np.inf)
+        for edge in assignment.edges:
+            if edge.head == variable and edge.tail < variable:
+                total = total + np.where(np.isfinite(edge.cost[choice[edge.tail], :]), 0.0, np.inf)
+            elif edge.tail == variable and edge.head < variable:
+                total = total + np.where(np.isfinite(edge.cost[:, choice[edge.head]]), 0.0, np.inf)
+        choice.append(int(np.argmin(total)))
+    assert np.isfinite(assignment.cost_of(choice))
+    return tuple(choice)
+
+
+@pytest.mark.parametrize("name", ["blocks", "perceptron"])
+def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None:
+    """Under random choices the cost is no less, and so is the memory; what it says to recompute is often done."""
+    problem = example(name)
+    recomputed, offloaded, same = 0, 0, 0
+    for seed in range(24):
+        choice = drawn_choice(problem, seed)
+        again, strategies = problem.again(choice), problem.without_keepings(choice)
+        running = with_again(problem.planning, again)
+        cost = running.assignment.cost_of(strategies)
+        assert cost <= problem.assignment.cost_of(choice) * (1 + 1e-12)
+        assert running.usage(strategies).max() <= problem.usage(choice).max()
+        recomputed += bool(again.recomputed)
+        offloaded += bool(again.offloaded)
+        same += cost == pytest.approx(problem.assignment.cost_of(choice), rel=1e-12)
+    assert min(recomputed, offloaded) >= 12
+    assert same >= 2
+
+
+def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
+    """To the last digit, at a limit under which much is recomputed."""
+    problem = example("blocks")
+    free = Search()(problem.planning)
+    found = Search(0.75 * float(problem.planning.usage(free.choice).max()))(problem)
+    again, strategies = problem.again(found.choice), problem.without_keepings(found.choice)
+    running = with_again(problem.planning, again)
+    assert len(again.recomputed) >= 4
+    assert running.assignment.cost_of(strategies) == pytest.approx(found.cost, rel=1e-12)
+    assert running.usage(strategies).max() == problem.usage(found.choice).max()
+
+
+def test_nothing_recomputed_costs_what_it_did() -> None:
+    """Where every value is kept as it is read, the cost is that without recomputation, and the memory no less."""
+    problem = example("blocks")
+    planning = problem.planning
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        choice = tuple(int(generator.integers(len(cost))) for cost in planning.assignment.costs)
+        assert problem.without_keepings(choice) == choice
+        assert problem.assignment.cost_of(choice) == planning.assignment.cost_of(choice)
+        assert problem.usage(choice).max() >= planning.usage(choice).max()
+        assert problem.again(choice) == NOTHING_AGAIN
+
+
+def test_memory_rows_are_the_usage() -> None:
+    """At every point, whatever the choice."""
+    problem = example("perceptron")
+    for seed in range(5):
+        choice = drawn_choice(problem, seed)
+        used = problem.usage(choice)
+        rows = [problem.memory_row(point).bytes_of(choice, problem.assignment.edges) for point in range(len(used))]
+        assert rows == pytest.approx(list(used))
+
+
+def with_every_recomputation(problem: RecomputeProblem) -> Iterator[PlanningProblem]:
+    """The program with every set of values recomputed and offloaded that is possible, each at every place."""
+    numbers = sorted(problem.options.keepings)
+    sizes = [len(cost) for cost in problem.planning.assignment.costs]
+    seen = set()
+    for keepings in product(*(range(len(problem.options.keepings[number])) for number in numbers)):
+        choice = [0] * len(sizes)
+        for number, keeping in zip(numbers, keepings, strict=True):
+            choice[number] = keeping * sizes[number]
+        pairs = (edge.cost[choice[edge.tail], choice[edge.head]] for edge in problem.assignment.edges)
+        if all(map(np.isfinite, pairs)):
+            seen.add(frozenset(_all_again(problem, choice)))
+    for nodes in sorted(seen, key=len):
+        recomputed = tuple(node for node in nodes if isinstance(node, RecomputedNode))
+        offloaded = tuple(node for node in nodes if isinstance(node, OffloadedNode))
+        yield with_again(problem.planning, Again(recomputed, offloaded))
+
+
+def _all_again(problem: RecomputeProblem, choice: Sequence[int]) -> Iterator[RecomputedNode | OffloadedNode]:
+    """What is recomputed and offloaded, also where it makes no memory under these strategies: it may under others."""
+    for name, before in problem.options.anchors.items():
+        variable = problem.planning.classes[name]
+        number = choice[variable] // len(problem.planning.assignment.costs[variable])
+        keeping = problem.options.keepings.get(variable, (Keeping.AS_READ,))[number]
+        if keeping in RECOMPUTED:
+            yield RecomputedNode(name, before[keeping], "")
+        if keeping in OFFLOADED:
+            yield OffloadedNode(name, before[keeping], "")
+
+
+def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
+    """The search equals trying all that may be there again, each program with its own exact search and memory."""
+    search = Search(limit)
+    costs = []
+    for running in with_every_recomputation(problem):
+        try:
+            costs.append(search(running).cost)
+        except DoesNotFitError:
+            continue
+    if not costs:
+        with pytest.raises(DoesNotFitError):
+            search(problem)
+        return None
+    found = search(problem)
+    assert found.cost == pytest.approx(min(costs), rel=1e-9)
+    return problem.again(found.choice)
+
+
+@settings(max_examples=3)
+@given(chains(), st.sampled_from([0.6, 0.7, 0.8]))
+def test_the_search_equals_trying_every_recomputation(program: Program, share: float) -> None:
+    """The least cost over all sets of recomputed values, and so does the search that planning calls."""
+    planning = problem_of(program, LINE)
+    problem = build_recompute_problem(planning, find_options(planning.space, planning.classes, least_share=0.0))
+    limit = share * float(planning.usage(Search()(planning).choice).max())
+    again = assert_optimal(problem, limit)
+    if again is not None:
+        found = solve_jointly(planning, Search(limit), {}, (), offload=False)
+        assert found.solution.cost == pytest.approx(Search(limit)(problem).cost, rel=1e-9)
+
+
+class Sines(nn.Module):
+    """A scaled input under sines, each of which keeps its operand for its derivative."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        for _ in range(self.count):
+            y = y.sin()
+        return y.sum()
+
+
+def sines(count: int) -> Program:
+    with torch.device("meta"):
+        return trace(Sines(count), (torch.zeros(4096, 64),), {})
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "share", "offloaded"), [(4, 1, 0.7, 2), (4, 1, 0.9, 1), (3, 1, 0.7, 0), (3, 2, 0.5, 1)]
+)
+def test_the_search_equals_trying_every_offload(count: int, ranks: int, share: float, offloaded: int) -> None:
+    """The least cost over all sets of offloaded values; what fits with none of them, or with all, is told too."""
+    planning = problem_of(sines(count), Mesh({"x": ranks}))
+    limit = share * float(planning.usage(Search()(planning).choice).max())
+    again = assert_optimal(offloading(planning), limit)
+    assert (0 if again is None else len(again.offloaded)) == offloaded
+
+
+def slow_cluster(link: HostLink | None) -> Cluster:
+    """Two devices whose kernels take long; copies over `link` do not."""
+    node = h100s(LINE).node
+    slow = {"memory_bandwidth_bytes_per_s": 1e10, "launch_latency_s": 0.0}
+    return Cluster(node.with_device(dataclasses.replace(node.device, host_link=link, **slow)), 1, LINE.size)
+
+
+NEAR = HostLink(1e12, 1e12)
+
+
+def test_the_search_equals_trying_recomputation_and_offload() -> None:
+    """The least cost over all sets of both."""
+    planning = planning_problem(sines(2), LINE, slow_cluster(NEAR), PlanOptions())
+    assert_optimal(joint(planning), float(planning.usage(Search()(planning).choice).max()) - 1)
+
+
+@pytest.mark.parametrize("link", [NEAR, None])
+def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
+    """Where that is the cheapest; without a link values are recomputed."""
+    planning = planning_problem(sines(4), Mesh({"x": 1}), slow_cluster(link), PlanOptions())
+    limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
+    again = solve_jointly(planning, Search(limit), {}, ()).again
+    assert bool(again.offloaded) == (link is not None)
+    assert bool(again.recomputed) == (link is None)
+
+
+def test_stages_of_a_sweep_of_limits() -> None:
+    """From too little memory to plenty on two H100s: offload, recomputation, split values; time never rises."""
+    planning = planning_problem(sines(4), LINE, h100s(LINE), PlanOptions())
+    largest = float(planning.usage(Search()(planning).choice).max())
+    with pytest.raises(DoesNotFitError):
+        solve_jointly(planning, Search(0.3 * largest), {}, ())
+    found = [solve_jointly(planning, Search(share * largest), {}, ()) for share in (0.34, 0.45, 0.6, 1.0)]
+    stages = [(bool(item.again.recomputed), bool(item.again.offloaded)) for item in found]
+    assert stages == [(True, True), (True, False), (False, False), (False, False)]
+    costs = [item.solution.cost for item in found]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < costs[-2]
+
+
+def test_keepings() -> None:
+    """What the backward reads may be recomputed; what it does not read, but what is made of it, may also be kept.
+
+    What the backward of a block reads first is recomputed there, early and late being the same.
+    """
+    problem = example("blocks")
+    keepings = {problem.planning.members[number][0]: found for number, found in problem.options.keepings.items()}
+    assert keepings["hub_10"] == (Keeping.AS_READ, *RECOMPUTED, *OFFLOADED)
+    assert keepings["mm"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY, Keeping.LATE)
+    assert keepings["gelu"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY)
+    assert not set(keepings) & {slot.node for slot in problem.space.program.inputs}
+
+
+class HandsOut(nn.Module):
+    """A model that also returns what its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = (x @ self.weight).exp()
+        return (hidden * x.cos()).sin().sum(), hidden
+
+
+def test_what_leaves_the_program_is_not_recomputed() -> None:
+    """An output stays; what is made of it may be recomputed."""
+    with torch.device("meta"):
+        program = trace(HandsOut(), (torch.zeros(64, 64),), {})
+    problem = joint(problem_of(program, LINE))
+    leaving = {link.tail for link in problem.space.links if link.head.startswith("output:")}
+    targets = {str(node.target) for node in program.graph.nodes if node.name in problem.options.anchors}
+    assert "aten.mul.Tensor" in targets
+    assert not leaving & set(problem.options.anchors)
+
+
+def test_small_values_are_left_alone() -> None:
+    """With a least share, only what is that large is recomputed for its own sake."""
+    planning = example("blocks").planning
+    assert not find_options(planning.space, planning.classes, least_share=1.0).keepings
+    few = find_options(planning.space, planning.classes, least_share=0.2).keepings
+    every = find_options(planning.space, planning.classes, least_share=0.0).keepings
+    assert 0 < len(few) < len(every)

@@ -1,0 +1,106 @@
+"""When the search recomputes, and what more memory does."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.recompute import NO_RECOMPUTE
+from passes.pipeline import PlanOptions, plan_program
+from passes.prediction.utilisation import utilisation
+from passes.solver.search_control import Progress, SearchControl
+from tests.passes.blocks import blocks_program, h100s, problem_of
+
+LINE = Mesh({"x": 2})
+
+
+@cache
+def plan_within(budget: float | None, *, recompute: bool = True) -> Plan:
+    options = PlanOptions(memory_budget=budget, recompute=recompute, with_baselines=False)
+    return plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+
+
+@cache
+def largest() -> float:
+    return float(plan_within(None).predicted.peak_memory_bytes)
+
+
+def test_what_fits_recomputes_nothing() -> None:
+    """A budget that does not bind gives the plan without one."""
+    plan = plan_within(largest())
+    assert plan.recompute == NO_RECOMPUTE
+    assert plan.objective == plan_within(None).objective
+    assert "Recompute" not in str(plan)
+
+
+def test_step_time_never_rises_with_memory() -> None:
+    """From what is too small to what is plentiful; each plan fits; the tightest recomputes most."""
+    shares = (0.6, 0.7, 0.8, 0.9, 1.0)
+    plans = [plan_within(share * largest()) for share in shares]
+    for share, plan in zip(shares, plans, strict=True):
+        assert plan.predicted.peak_memory_bytes <= share * largest()
+    costs = [plan.objective for plan in plans]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[-1]
+    saved = [plan.recompute.saved_bytes for plan in plans]
+    assert saved[0] == max(saved) > 0
+    assert saved[-1] == 0
+
+
+@pytest.mark.parametrize("looks", [1, 12])
+def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
+    """Without a memory limit, and with it; no bound of a part of the problem is taken for one of the whole."""
+    control, shown = SearchControl(), []
+
+    def show(progress: Progress) -> None:
+        shown.append(progress)
+        control.is_stopped = len(shown) >= looks
+
+    control.show = show
+    budget = 0.9 * largest()
+    options = PlanOptions(memory_budget=budget, with_baselines=False, control=control)
+    found = plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    whole = plan_within(budget)
+    assert found.was_interrupted
+    assert found.predicted.peak_memory_bytes <= budget
+    assert found.lower_bound is not None
+    assert found.lower_bound <= whole.objective * (1 + 1e-9)
+    assert whole.lower_bound is not None
+    assert whole.lower_bound <= found.objective * (1 + 1e-9)
+
+
+def test_recomputation_is_never_worse() -> None:
+    """Beside the search without it, which may find that nothing fits."""
+    budget = 0.8 * largest()
+    try:
+        without = plan_within(budget, recompute=False).objective
+    except DoesNotFitError:
+        without = float("inf")
+    assert plan_within(budget).objective <= without * (1 + 1e-9)
+
+
+def test_what_cannot_fit_is_said() -> None:
+    """With the smallest budget that would do, all recomputation that there is considered."""
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_within(0.05 * largest())
+    smallest = caught.value.smallest_bytes
+    assert 0.05 * largest() < smallest < 0.7 * largest()
+    assert plan_within(float(smallest)).predicted.peak_memory_bytes <= smallest
+
+
+def test_time_and_flops_of_recomputation() -> None:
+    """The cost that it adds is that of the clones; the hardware's FLOPs count them, the model's do not."""
+    plan, free = plan_within(0.6 * largest()), plan_within(None)
+    assert plan.recompute.time_s > 0
+    assert plan.predicted.breakdown["recompute"] > 0
+    assert "recompute" not in free.predicted.breakdown
+    assert plan.predicted.mfu is not None
+    assert plan.predicted.hfu is not None
+    model_s = plan.predicted.mfu * plan.predicted.step_time_s
+    planning = problem_of(blocks_program(batch=64, length=128, hidden=128), LINE)
+    assert model_s == pytest.approx(utilisation(planning, [0] * len(planning.members)).model_s)
+    assert plan.predicted.hfu > plan.predicted.mfu

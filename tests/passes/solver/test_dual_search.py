@@ -1,0 +1,99 @@
+"""Duality on drawn problems: the bound holds, and what is found fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from passes.solver.assignment import Assignment, Edge, MemoryRow
+from passes.solver.dual_search import DualSearch
+from passes.solver.messages import Messages
+from passes.solver.search_control import Progress, SearchControl
+from passes.solver.smallest_peak import choice_of_smallest_peak
+from passes.solver.solve_exhaustive import solve_exhaustive
+from tests.passes.solver.test_solve_milp import assignments
+
+
+def usage_of(problem: Assignment):
+    """Bytes in use at each row of a problem, as if each were a program point."""
+    return lambda choice: np.array([row.bytes_of(choice, problem.edges) for row in problem.rows] or [0.0])
+
+
+@given(assignments())
+def test_the_bound_holds_and_what_is_found_fits(problem: Assignment) -> None:
+    """bound <= optimum <= cost found; nothing is found where nothing fits."""
+    best = solve_exhaustive(problem)
+    found = DualSearch(max_rounds=12)(problem, usage_of(problem), lambda point: problem.rows[point])
+    if best is None:
+        assert found is None or not np.isfinite(found.cost)
+    elif found is not None:
+        assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+        assert best.cost <= found.cost * (1 + 1e-9) + 1e-15
+        assert problem.fits(found.choice)
+
+
+@given(assignments())
+def test_a_stopped_search_has_a_bound_and_shows_what_holds(problem: Assignment) -> None:
+    """After one round; all that is shown on the way brackets the optimum."""
+    best = solve_exhaustive(problem)
+    shown: list[Progress] = []
+    for control in (SearchControl(shown.append, is_stopped=True), SearchControl(shown.append)):
+        search = DualSearch(max_rounds=6, control=control)
+        found = search(problem, usage_of(problem), lambda point: problem.rows[point])
+        if best is not None and found is not None:
+            assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+            assert problem.fits(found.choice)
+    if best is not None:
+        for item in shown:
+            assert item.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+            assert best.cost <= item.best * (1 + 1e-9) + 1e-15
+
+
+@given(assignments(with_memory=False))
+def test_messages_never_bound_from_above(problem: Assignment) -> None:
+    """Every pass ends in a bound at most the optimum."""
+    best = solve_exhaustive(problem)
+    messages = Messages(problem)
+    for _ in range(5):
+        bound, choice = messages.iterate()
+        if best is not None:
+            assert bound <= best.cost * (1 + 1e-9) + 1e-15
+            assert problem.cost_of(messages.improve(choice)) >= best.cost * (1 - 1e-9) - 1e-15
+
+
+@given(assignments())
+def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assignment) -> None:
+    """Its peak is attainable, so at least the smallest; its cost is finite."""
+    choice = choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point))
+    if choice:
+        assert np.isfinite(problem.cost_of(choice))
+
+
+@given(assignments(), st.floats(0.0, 2.0))
+def test_what_is_called_hopeless_does_not_fit(problem: Assignment, share: float) -> None:
+    """Where the search for a small peak gives up early, no choice is within the limit."""
+    limit = share * problem.limit if np.isfinite(problem.limit) else share
+    without, early = (
+        choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point), 0.0, hopeless)
+        for hopeless in (np.inf, limit)
+    )
+    assert early in ((), without)
+    if without and not early:
+        assert solve_exhaustive(dataclasses.replace(problem, limit=limit)) is None
+
+
+def _row(problem: Assignment, point: int):
+    return problem.rows[point] if problem.rows else MemoryRow(0.0, {}, {})
+
+
+def test_a_choice_that_nearly_fits_is_repaired() -> None:
+    """After a single round nothing fits yet; the cheapest changes per byte make it fit."""
+    costs = tuple(np.array([0.0, price]) for price in (1.0, 2.0, 5.0))
+    row = MemoryRow(0.0, {variable: np.array([10.0, 1.0]) for variable in range(3)}, {})
+    problem = Assignment(costs, (Edge(0, 1, np.zeros((2, 2))),), (row,), limit=15.0)
+    found = DualSearch(max_rounds=1)(problem, usage_of(problem), lambda point: row)
+    assert found is not None
+    assert (found.choice, found.cost) == ((1, 1, 0), 3.0)

@@ -1,0 +1,98 @@
+"""The solver against the exhaustive oracle, on drawn problems."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from passes.solver.assignment import Assignment, Edge, MemoryRow
+from passes.solver.reduce_assignment import reduce_assignment
+from passes.solver.search_control import Progress, SearchControl
+from passes.solver.solve_exhaustive import solve_exhaustive
+from passes.solver.solve_milp import smallest_peak, solve_milp
+
+
+@st.composite
+def assignments(draw: st.DrawFn, *, with_memory: bool = True) -> Assignment:
+    """Small assignments: up to six variables of up to four options, some pairs forbidden, up to three memory rows."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    density = draw(st.sampled_from([0.3, 0.6, 1.0]))
+    costs = tuple(numbers.integers(0, 20, size).astype(float) * 1e-6 for size in sizes)
+    edges = []
+    for tail in range(len(sizes)):
+        for head in range(tail):
+            if numbers.random() < density:
+                table = numbers.integers(0, 9, (sizes[tail], sizes[head])) * 1e-6
+                table = np.where(numbers.random(table.shape) < 0.15, np.inf, table)
+                edges.append(Edge(tail, head, table))
+    rows = [_row(numbers, sizes, edges) for _ in range(draw(st.integers(0, 3)) if with_memory else 0)]
+    limit = draw(st.sampled_from([40.0, 80.0, 120.0])) * 2**20
+    return Assignment(costs, tuple(edges), tuple(rows), limit)
+
+
+def _row(numbers: np.random.Generator, sizes: list[int], edges: list[Edge]) -> MemoryRow:
+    variables = {v: numbers.integers(0, 30, n) * 2.0**20 for v, n in enumerate(sizes) if numbers.random() < 0.7}
+    tables = {
+        e: numbers.integers(0, 9, edge.cost.shape) * 2.0**20 for e, edge in enumerate(edges) if numbers.random() < 0.3
+    }
+    return MemoryRow(float(numbers.integers(0, 10) * 2**20), variables, tables)
+
+
+@given(assignments())
+def test_the_solver_finds_what_exhaustive_search_finds(problem: Assignment) -> None:
+    """Same optimum, or both find that nothing fits; the bound is proven and never above the cost."""
+    found, best = solve_milp(problem), solve_exhaustive(problem)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.cost == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
+        assert problem.fits(found.choice)
+        assert found.lower_bound <= found.cost
+
+
+def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
+    """At its first look: it has a choice with a bound below the optimum, or no choice yet."""
+    numbers = np.random.default_rng(0)
+    pairs = [(tail, head) for tail in range(12) for head in range(tail)]
+    costs = tuple(numbers.random(4) for _ in range(12))
+    problem = Assignment(costs, tuple(Edge(tail, head, numbers.random((4, 4))) for tail, head in pairs))
+    shown: list[Progress] = []
+    best = solve_milp(problem, control=SearchControl(shown.append))
+    assert best is not None
+    assert shown
+    assert all(item.lower_bound <= best.cost * (1 + 1e-9) for item in shown)
+    try:
+        found = solve_milp(problem, control=SearchControl(is_stopped=True))
+    except TimeoutError:
+        return
+    assert found is not None
+    assert found.lower_bound <= best.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
+
+
+@given(assignments())
+def test_reductions_keep_the_optimum(problem: Assignment) -> None:
+    """The reduced problem has the same optimum, and its expanded solution attains it."""
+    reduced = reduce_assignment(problem)
+    best, small = solve_exhaustive(problem), solve_exhaustive(reduced.problem)
+    if best is None:
+        assert small is None or not np.isfinite(small.cost + reduced.constant)
+        return
+    assert small is not None
+    assert small.cost + reduced.constant == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
+    assert problem.cost_of(reduced.expand(small.choice)) == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
+
+
+@given(assignments())
+def test_the_smallest_peak_is_the_least_limit_that_admits_a_choice(problem: Assignment) -> None:
+    """At the smallest peak a choice fits, a byte below none does."""
+    peak = smallest_peak(problem)
+    if not np.isfinite(peak):
+        assert solve_exhaustive(Assignment(problem.costs, problem.edges)) is None
+        return
+    at_peak = Assignment(problem.costs, problem.edges, problem.rows, peak)
+    assert solve_exhaustive(at_peak) is not None
+    if problem.rows:
+        below = Assignment(problem.costs, problem.edges, problem.rows, peak - 1)
+        assert solve_exhaustive(below) is None

@@ -1,0 +1,41 @@
+"""Repeated blocks share their choices, so depth does not make the problem larger."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.ir.mesh import Mesh
+from autoshard.tracing import trace
+from passes.prediction.predict import HOST, predict
+from tests.passes.blocks import blocks_program, problem_of
+
+
+def test_depth_adds_no_variables() -> None:
+    """Four and eight layers give problems of the same size, and costs that grow by four layers."""
+    mesh = Mesh({"x": 2})
+    four, eight, twelve = (problem_of(blocks_program(count=count), mesh) for count in (4, 8, 12))
+    assert len(four.assignment.costs) == len(eight.assignment.costs) == len(twelve.assignment.costs)
+    whole = [0] * len(four.assignment.costs)
+    costs = [planning.assignment.cost_of(whole) for planning in (four, eight, twelve)]
+    assert abs((costs[2] - costs[1]) - (costs[1] - costs[0])) < 1e-12
+
+
+def test_folding_does_not_change_what_a_plan_costs() -> None:
+    """A choice costs, by classes, what its calls and reshards cost one by one."""
+    folded = problem_of(blocks_program(count=3), Mesh({"x": 2}))
+    sites = folded.space.sites
+    first = [min(1, len(sites[group[0]].strategies) - 1) for group in folded.members]
+    assert max(map(len, folded.members)) == 3
+    predicted = predict(folded, first)
+    device_s = predicted.step_time_s - predicted.breakdown.get(HOST, 0.0)
+    assert folded.assignment.cost_of(first) == pytest.approx(device_s, rel=1e-9)
+
+
+def test_layers_of_a_single_product_are_not_folded() -> None:
+    """A stack of linear layers may alternate between columns and rows."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    planning = problem_of(trace(model, (torch.randn(4, 8),), {}, grad=False), Mesh({"x": 2}))
+    parameters = [group for group in planning.members if group[0].startswith("p_")]
+    assert [len(group) for group in parameters] == [1, 1, 1, 1]

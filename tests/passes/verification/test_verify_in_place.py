@@ -1,0 +1,139 @@
+"""Graphs that write over inputs are accepted as they are, and refused where they compute something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import autoshard.rules  # noqa: F401  (fills the registry)
+from autoshard.errors import VerificationError
+from autoshard.runtime.write_in_place import write_in_place
+from passes.verification.verify_in_place import verify_in_place
+from tests.passes.layouts import phased_of
+from tests.passes.mutations import copy_of
+from tests.runtime.test_write_in_place import BUILDERS, HYPER, _graph
+
+aten = torch.ops.aten
+WRITTEN = {0: 0, 1: 2}
+"""The first result is written over p, the second over m."""
+
+
+def in_place(kind: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A functional graph, and the graph that writes."""
+    functional = _graph("p g m hyper", BUILDERS[kind])
+    return functional, write_in_place(functional, WRITTEN)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_graphs_that_write_in_place_are_proven(kind: str) -> None:
+    """Also where only one of two results takes the place of an input."""
+    functional, writing = in_place(kind)
+    verify_in_place(functional, writing, WRITTEN)
+    verify_in_place(functional, write_in_place(functional, {1: 2}), {1: 2})
+
+
+@pytest.mark.parametrize(("family", "layout"), [("lstm", "ZeRO-1"), ("recommender", "ZeRO-3"), ("graph", "two axes")])
+def test_updates_of_lowered_programs_are_proven(family: str, layout: str) -> None:
+    """As torch.distributed runs them."""
+    phased = phased_of(family, layout)
+    assert phased.update is not None
+    places = {(slot.slot.kind, slot.slot.name): i for i, slot in enumerate(phased.lowered.inputs)}
+    order = [*range(len(phased.carried)), *phased.update_inputs]
+    written = {}
+    for index, result in enumerate(phased.update_outputs):
+        slot = phased.lowered.outputs[result].slot
+        place = places[slot.kind.removesuffix("_update"), slot.name]
+        written[index] = len(phased.carried) + order[len(phased.carried) :].index(place)
+    verify_in_place(phased.update, write_in_place(phased.update, written), written)
+
+
+# What may go wrong.
+
+
+def without_copies(graph: fx.Graph) -> list[Callable[[], None]]:
+    """One copy less: of a value that is read later, or into the input that a result takes the place of."""
+
+    def drop(node: Any) -> None:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+    copies = (aten.clone.default, aten.copy_.default)
+    return [lambda node=node: drop(node) for node in graph.nodes if node.target in copies]
+
+
+def moved_up(graph: fx.Graph) -> list[Callable[[], None]]:
+    """Something that writes, one place earlier."""
+
+    def writes(node: fx.Node) -> bool:
+        return node.op == "call_function" and str(node.target).partition(".default")[0].endswith("_")
+
+    def may_move(node: fx.Node) -> bool:
+        return writes(node) and node.prev.op == "call_function" and node.prev not in node.all_input_nodes
+
+    return [lambda node=node: node.prev.prepend(node) for node in graph.nodes if may_move(node)]
+
+
+def with_other_operands(graph: fx.Graph) -> list[Callable[[], None]]:
+    """A call that reads or writes another input or value of the same shape."""
+    found: list[Callable[[], None]] = []
+    nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
+    for index, node in enumerate(nodes):
+        for operand, other in product(node.all_input_nodes, nodes[:index]):
+            if other is not operand and other.name != "hyper" and operand.name != "hyper" and node.op != "output":
+                found.append(lambda node=node, a=operand, b=other: node.replace_input_with(a, b))
+    return found
+
+
+def with_other_results(graph: fx.Graph) -> list[Callable[[], None]]:
+    """Another value returned."""
+    output = graph.output_node()
+    nodes = [node for node in graph.nodes if node.op == "placeholder" and node.name != "hyper"]
+    return [
+        lambda result=result, node=node: output.replace_input_with(result, node)
+        for result, node in product(output.all_input_nodes, nodes)
+        if result is not node
+    ]
+
+
+@pytest.mark.parametrize("change", [without_copies, moved_up, with_other_operands, with_other_results])
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_a_wrong_graph_that_writes_is_refused(kind: str, change: Callable[..., list[Callable[[], None]]]) -> None:
+    """Every change of a kind: what returns other numbers, or leaves other numbers in the inputs, is not accepted."""
+    functional, writing = in_place(kind)
+    expected = observe(writing, kind)
+    for number in range(len(change(copy_of(writing).graph))):
+        wrong = copy_of(writing)
+        change(wrong.graph)[number]()
+        try:
+            verify_in_place(functional, wrong, WRITTEN)
+        except VerificationError:
+            continue
+        assert observe(wrong, kind) == expected, f"{number}: {wrong.graph}"
+
+
+def test_a_value_read_after_it_was_written_over_is_named() -> None:
+    """The message names what reads it."""
+    functional, writing = in_place("read later")
+    wrong = copy_of(writing)
+    without_copies(wrong.graph)[0]()
+    with pytest.raises(VerificationError, match="after its memory was written over"):
+        verify_in_place(functional, wrong, WRITTEN)
+
+
+def observe(graph_module: fx.GraphModule, kind: str) -> list[list[float]] | str:
+    """The bits of what a graph returns and of what it leaves in its inputs; of one that cannot run, that."""
+    torch.manual_seed(0)
+    values: list[Tensor] = [torch.randn(4, 3) for _ in range(3)]
+    if kind == "slice":
+        values[1:] = [value[:2].clone() for value in values[1:]]
+    values.append(HYPER.clone())
+    try:
+        results = fx.Interpreter(fx.GraphModule(graph_module, graph_module.graph)).run(*values)
+    except (RuntimeError, IndexError) as error:
+        return str(error)
+    return [item.flatten().tolist() for item in (*results, *values)]

@@ -1,0 +1,127 @@
+"""A fault is blamed on the pass that made it, by AUTOSHARD_VERIFY=each-pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, NotAvailableError, VerificationError
+from autoshard.cluster import local_cluster
+from autoshard.tracing import trace
+from passes import pipeline
+from passes.lowering.fuse_kernels import FuseKernels
+from passes.lowering.lower import Lower
+from passes.lowering.split_phases import SplitPhases
+from passes.preparation.canonicalize import Canonicalize
+from passes.preparation.insert_hubs import InsertHubs
+from passes.verification.verify_passes import verify_pass
+from tests.passes.mutants import exchange_kept
+from tests.passes.mutations import copy_of, drop_collective, scale_value
+
+MESH = Mesh({"x": 2})
+
+
+class Layers(nn.Module):
+    """Two layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def compile_layers() -> Any:
+    """A compiled model, whose plan has collectives."""
+    constraints = {"*weight": autoshard.P("x"), "input:0": autoshard.P("x")}
+    return autoshard.compile(Layers(), MESH, example_inputs=(torch.ones(4, 8),), constraints=constraints)
+
+
+def scaled(program: Any) -> Any:
+    """One value is scaled."""
+    module = copy_of(program.graph_module)
+    assert scale_value(module.graph, Random(3), MESH)
+    return replace(program, graph_module=module)
+
+
+def without_collective(lowered: Any) -> Any:
+    """A collective is lost."""
+    module = copy_of(lowered.graph_module)
+    assert drop_collective(module.graph, Random(0), MESH)
+    return replace(lowered, graph_module=module)
+
+
+def with_kept_exchanged(phased: Any) -> Any:
+    """Two saved values come back for each other."""
+    return next(found for seed in range(9) if (found := exchange_kept(phased, Random(seed))))[1]
+
+
+def with_result_scaled(fused: Any) -> Any:
+    """The first result is scaled, after kernels were put in."""
+    module = copy_of(fused.graph_module)
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        doubled = module.graph.call_function(torch.ops.aten.mul.Scalar, (output.args[0][0], 2))
+    doubled.meta = dict(output.args[0][0].meta)
+    output.args = ((doubled, *output.args[0][1:]),)
+    return replace(fused, graph_module=torch.fx.GraphModule(module, module.graph))
+
+
+FAULTS = {
+    "canonicalize": (Canonicalize, scaled),
+    "insert_hubs": (InsertHubs, scaled),
+    "lower": (Lower, without_collective),
+    "split_phases": (SplitPhases, with_kept_exchanged),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other: those before it did their work."""
+    kind, spoil = FAULTS[name]
+    right = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, program: spoil(right(self, program)))
+    monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
+    with pytest.raises(VerificationError, match=rf"^passes\.{name} made another program of what it was given"):
+        compile_layers()
+
+
+def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's kernels, right ones are accepted too."""
+    program = trace(Layers(), (torch.ones(4, 8),), {})
+    plan = pipeline.plan_program(program, MESH, local_cluster(MESH), pipeline.PlanOptions())
+    pipeline.lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+    right = FuseKernels.__call__
+    monkeypatch.setattr(FuseKernels, "__call__", lambda self, lowered: with_result_scaled(right(self, lowered)))
+    with pytest.raises(VerificationError, match=r"^passes\.fuse_kernels made another program"):
+        pipeline.lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+
+
+def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass of lowering is checked, in its order."""
+    seen: list[str] = []
+
+    def watched(rewrite: Any, before: Any, after: Any) -> None:
+        seen.append(type(rewrite).__name__)
+        verify_pass(rewrite, before, after)
+
+    program = trace(Layers(), (torch.ones(4, 8),), {})
+    plan = pipeline.plan_program(program, MESH, local_cluster(MESH), pipeline.PlanOptions())
+    pipeline.lower_program(program, plan, on_pass=watched)
+    assert seen == [*(type(item).__name__ for item in pipeline.PREPARATION), "InsertRecompute", "Lower", "SplitPhases"]
+    monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
+    compile_layers()
+
+
+def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names what there is."""
+    monkeypatch.setenv("AUTOSHARD_VERIFY", "always")
+    with pytest.raises(NotAvailableError, match="AUTOSHARD_VERIFY='always' is unknown; set it to 'each-pass'"):
+        compile_layers()
