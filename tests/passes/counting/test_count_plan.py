@@ -24,7 +24,7 @@ from passes.counting.formulas import PlanFormulas
 from passes.counting.symbolic_program import symbolic_program
 from passes.pipeline import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site
-from tests.passes import counting
+from tests.passes.counting import numeric_counts
 from tests.passes.decoders import dense
 
 MESH = Mesh({"data": 2, "model": 2})
@@ -89,18 +89,18 @@ def _check(plan: Plan, batch: int, length: int, mesh: Mesh) -> None:
         return
     plan = replace(plan, formulas=FORMULAS)
     sizes = {"batch": batch, "sequence": length, **dict(mesh.axes)}
-    assert _value(plan, "step_flops", sizes) == counting.flops(program.graph)
-    assert _value(plan, "rank_flops", sizes) == counting.flops(phased.lowered.graph_module.graph)
-    assert _value(plan, "parameters", sizes) == counting.parameters(program)
-    assert _value(plan, "parameter_bytes", sizes) == counting.parameter_bytes(phased)
-    assert _value(plan, "optimizer_bytes", sizes) == 2 * counting.parameter_bytes(phased)
-    assert _value(plan, "gradient_bytes", sizes) == counting.gradient_bytes(phased)
+    assert _value(plan, "step_flops", sizes) == numeric_counts.flops(program.graph)
+    assert _value(plan, "rank_flops", sizes) == numeric_counts.flops(phased.lowered.graph_module.graph)
+    assert _value(plan, "parameters", sizes) == numeric_counts.parameters(program)
+    assert _value(plan, "parameter_bytes", sizes) == numeric_counts.parameter_bytes(phased)
+    assert _value(plan, "optimizer_bytes", sizes) == 2 * numeric_counts.parameter_bytes(phased)
+    assert _value(plan, "gradient_bytes", sizes) == numeric_counts.gradient_bytes(phased)
     assert _value(plan, "tokens", sizes) == batch * length
     if not batch % 4 and not length % 4:  # else the lowered program keeps the padding of a reshard with what it keeps
-        assert _value(plan, "activation_bytes", sizes) == counting.saved_bytes(phased)
+        assert _value(plan, "activation_bytes", sizes) == numeric_counts.saved_bytes(phased)
     if _steps(plan, PROGRAM) != _steps(moved, program):
         return
-    sent = counting.sent_bytes(phased)
+    sent = numeric_counts.sent_bytes(phased)
     for axis in mesh.axis_names:
         assert _value(plan, f"communication_bytes_{axis}", sizes) == sent.get(axis, 0)
     assert _value(plan, "communication_bytes", sizes) == sum(sent.values())
@@ -146,8 +146,8 @@ def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
     for depth in (2, 5):
         program = _traced(replace(REQUEST, model=dense(depth)))
         for name, wanted in (
-            ("parameters", counting.parameters(program)),
-            ("step_flops", counting.flops(program.graph)),
+            ("parameters", numeric_counts.parameters(program)),
+            ("step_flops", numeric_counts.flops(program.graph)),
         ):
             formula = shallow.formula(name)
             sizes = {"batch": 4, "sequence": 8, "layers": depth}
