@@ -26,6 +26,7 @@ from autoshard.kernels import (
     triton_attention_backward,
     triton_cross_entropy,
     triton_dropout,
+    triton_embedding,
     triton_gated,
     triton_gelu,
     triton_grouped_matmul,
@@ -44,6 +45,7 @@ _MODULES = (
     triton_attention_backward,
     triton_cross_entropy,
     triton_dropout,
+    triton_embedding,
     triton_grouped_matmul,
     triton_layer_norm,
     triton_packed_attention,
@@ -52,6 +54,7 @@ _MODULES = (
 )
 _FUSED_MODULES = (
     triton_add_norm,
+    triton_embedding,
     triton_gated,
     triton_gelu,
     triton_linear_cross_entropy,

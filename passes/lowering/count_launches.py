@@ -2,8 +2,8 @@
 
 A call that yields a view launches nothing; any other launches one kernel, which reads each tensor operand and writes
 each result once. Kernels of ours that sum partial results at the end count that too (`second_step`), and those that
-go chunk by chunk all of them (`chunk_steps`). What is counted is what runs beside communication: collectives and the
-waits for them are left out.
+go chunk by chunk all of them (`chunk_steps`); what sorts indices first, torch's kernels or ours, counts as one. What is
+counted is what runs beside communication: collectives and the waits for them are left out.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
             (statistic(4), x(4, 6), target, statistic(4), -100, 0.1),
         ),
         (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
+        (aten.embedding.default, (x(5, 6), target, 1)),
+        (aten.embedding_dense_backward.default, (x(4, 6), target, 5, 1, False)),
         (aten._grouped_mm.default, (half(16, 8), half(2, 8, 16), torch.tensor([3, 16], device=device).int())),
     ]
 
@@ -62,7 +64,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
     return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
 
 
-@pytest.mark.parametrize("index", range(14))
+@pytest.mark.parametrize("index", range(16))
 def test_replacement_gives_the_operators_results(index: int) -> None:
     """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
@@ -71,7 +73,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
     assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
 
 
-@pytest.mark.parametrize("index", range(14))
+@pytest.mark.parametrize("index", range(16))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
     """A replacement's schema names the operator's arguments in the same order."""
     operator, _ = _calls("meta")[index]
@@ -81,7 +83,7 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
-@pytest.mark.parametrize("index", range(14))
+@pytest.mark.parametrize("index", range(16))
 def test_opcheck(index: int) -> None:
     """Schema, real run and fake run of each replacement agree."""
     operator, arguments = _calls("cpu")[index]
@@ -110,6 +112,8 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
         autoshard.triton_gated.default: (x, x, "gelu"),
         autoshard.triton_bias_gelu_backward.default: (x, x, row, "gelu"),
         autoshard.triton_bias_gelu.default: (x, row, [8, 6], "gelu_tanh"),
+        autoshard.triton_split_embedding.default: (head, index, 2, 7),
+        autoshard.triton_split_embedding_backward.default: (logits, index, 2, 7, 9, -1),
         autoshard.triton_rotary.default: (q, k, angle, angle, False, True),
         autoshard.triton_linear_cross_entropy_backward.default: (total, x[0], head, index, total, -100, 0.1),
         autoshard.triton_linear_cross_entropy.default: (x[0], head, index, -100, 0.1),

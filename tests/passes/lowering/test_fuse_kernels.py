@@ -165,6 +165,35 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
     _check_equal(phased.lowered, fused)
 
 
+@pytest.mark.parametrize(("vocabulary", "padding"), [(12, None), (11, 3)])
+def test_rows_of_a_split_table_are_one_kernel_each_way(vocabulary: int, padding: int | None) -> None:
+    """Indices of other ranks are left out in the kernel, without and with padding; phases with it verify."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(vocabulary, 8, padding_idx=padding)
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return self.table(index).square().mean()
+
+    torch.manual_seed(0)
+    index = torch.randint(vocabulary, (2, 9))
+    program = trace(Table(), (index,), {})
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    forward = NodePlan((P("x"), P()), (P(partial={"x": "sum"}),))
+    backward = NodePlan((P(), P()), (P("x"),))
+    nodes = {**plan.nodes, "embedding": forward, "embedding_dense_backward": backward}
+    phased = lower_program(program, dataclasses.replace(plan, nodes=nodes), with_kernels=True)
+    fused = FuseKernels()(phased.lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_split_embedding.default": 1,
+        "autoshard.triton_split_embedding_backward.default": 1,
+    }
+    verify_phases(phased)
+    _check_equal(phased.lowered, fused, index)
+
+
 class Loss(nn.Module):
     """The mean cross-entropy of a linear layer over a norm, with the logits if they are asked for."""
 
