@@ -13,7 +13,8 @@ import numpy as np
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
-from autoshard.ir.plan import NodePlan, Plan
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import names_alike

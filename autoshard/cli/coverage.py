@@ -9,7 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from autoshard.ir.plan import OperatorCoverage, Plan
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import OperatorCoverage
 from autoshard.ir.printer import format_time
 from autoshard.rules import inferred_operators
 

@@ -16,7 +16,8 @@ from autoshard.ir.printer import figure_rows, format_bytes, format_time, paramet
 from autoshard.ir.trace import Trace, TraceSpan
 
 if TYPE_CHECKING:
-    from autoshard.ir.plan import OperatorCoverage, Plan
+    from autoshard.ir.plan import Plan
+    from autoshard.ir.plan_parts import OperatorCoverage
 
 WIDTH = 1000.0
 """Units of the width of a drawing."""

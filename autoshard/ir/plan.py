@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,12 +17,12 @@ from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
 from autoshard.ir.printer import render_plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.trace import Trace
 
 if TYPE_CHECKING:
     import sympy
@@ -32,104 +32,6 @@ SCHEMA_VERSION = 5
 version 4 the recipe, and recomputation; version 5 offload."""
 
 _READABLE_VERSIONS = (1, 2, 3, 4, 5)
-
-
-@dataclass(frozen=True, slots=True)
-class NodePlan:
-    """The specs of one node's tensor operands and results, in order (a placeholder has one result)."""
-
-    inputs: tuple[PartitionSpec, ...]
-    outputs: tuple[PartitionSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterPlan:
-    """Where one parameter lies, and, in the plan of a whole training step, what belongs to it.
-
-    Args:
-        spec, shape, local_bytes: of the parameter; bytes are those on each device.
-        gradient: how its gradient lies once it is reduced (or partial, where the update itself reduces it).
-        state: how each tensor of its optimizer state lies.
-        layout: the same in words, "ZeRO-2 over data; split over model"; "" without an update.
-    """
-
-    spec: PartitionSpec
-    shape: tuple[int, ...]
-    local_bytes: int
-    gradient: PartitionSpec | None = None
-    state: Mapping[str, PartitionSpec] = field(default_factory=dict)
-    layout: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorCoverage:
-    """What a plan does with the calls of one operator on one line of the user's code.
-
-    Args:
-        operator: its name, "aten.mm.default".
-        source: the line, "model.py:12 in forward"; "" where unknown.
-        has_rule: whether a sharding rule covers these calls.
-        is_split: whether they are split over some axis; else they run whole on every rank.
-        calls: how many there are in a step.
-        time_s: predicted time of all of them on each rank.
-        reshard_time_s: predicted time of bringing their operands into the specs they read.
-    """
-
-    operator: str
-    source: str
-    has_rule: bool
-    is_split: bool
-    calls: int
-    time_s: float
-    reshard_time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the cost models say of a plan, from a simulation of its step on one rank of each kind.
-
-    Args:
-        step_time_s: time of one step (forward and backward, and the update where the plan covers it).
-        peak_memory_bytes: largest amount of device memory in use, per rank.
-        breakdown: parts of `step_time_s` by name, in seconds: computation by phase, communication that is waited for by
-            mesh axis, waiting for the host, bubble, and so on.
-        memory_breakdown: parts of the peak by name ("parameters", "gradients", ...), in bytes.
-        tokens_per_s: elements of the first integer input per second, or None without such an input.
-        mfu: the model's FLOPs per second over the mesh's peak, or None where the device's peak is unknown.
-        hfu: the same of the FLOPs that all ranks run, those that are run twice included.
-        overlaps: whether the runtime is taken to run communication beside computation. What `compile` runs today waits
-            for each collective at once; a prediction with overlap is a forecast for a runtime that does not.
-        overlapped: communication that runs beside computation and is not waited for, by mesh axis, in seconds.
-        step_time_interval_s: interval that holds the measured step time with probability `interval_coverage`, by the
-            errors of past predictions on hardware of this kind; None where there are none.
-        timeline: what runs when; None where it was not kept.
-    """
-
-    step_time_s: float
-    peak_memory_bytes: int
-    breakdown: Mapping[str, float]
-    memory_breakdown: Mapping[str, int]
-    tokens_per_s: float | None = None
-    mfu: float | None = None
-    hfu: float | None = None
-    overlaps: bool = False
-    overlapped: Mapping[str, float] = field(default_factory=dict)
-    step_time_interval_s: tuple[float, float] | None = None
-    interval_coverage: float | None = None
-    timeline: Trace | None = field(default=None, repr=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON data, without the timeline."""
-        data = asdict(replace(self, timeline=None))
-        del data["timeline"]
-        return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], timeline: Trace | None) -> Prediction:
-        """The inverse of `to_json`; fields that an older schema did not have keep their defaults."""
-        interval = data.get("step_time_interval_s")
-        pair = None if interval is None else tuple(interval)
-        return cls(**{**data, "step_time_interval_s": pair, "timeline": timeline})
 
 
 class Formulas(Protocol):
@@ -419,9 +321,9 @@ class Plan:
             "replicated_operators": [list(item) for item in self.replicated_operators],
             "operators": [asdict(item) for item in self.operators],
             "repeats": [item.to_json() for item in self.repeats],
-            "parameters": {name: _parameter_json(item) for name, item in self.parameters.items()},
+            "parameters": {name: item.to_json() for name, item in self.parameters.items()},
             "outputs": {name: repr(spec) for name, spec in self.outputs.items()},
-            "nodes": {name: _node_json(node) for name, node in self.nodes.items()},
+            "nodes": {name: node.to_json() for name, node in self.nodes.items()},
             "timeline": None if self.predicted.timeline is None else self.predicted.timeline.to_json(),
         }
 
@@ -437,10 +339,10 @@ class Plan:
             mesh=Mesh(data["mesh"]),
             program_digest=data["program_digest"],
             inputs=data["inputs"],
-            nodes={name: _node_from_json(node) for name, node in data["nodes"].items()},
+            nodes={name: NodePlan.from_json(node) for name, node in data["nodes"].items()},
             outputs={name: PartitionSpec.parse(text) for name, text in data["outputs"].items()},
-            parameters={name: _parameter_from_json(item) for name, item in data["parameters"].items()},
-            predicted=Prediction.from_json(data["predicted"], _timeline_from_json(data.get("timeline"))),
+            parameters={name: ParameterPlan.from_json(item) for name, item in data["parameters"].items()},
+            predicted=Prediction.from_json(data["predicted"], data.get("timeline")),
             objective=data["objective"],
             lower_bound=data["lower_bound"],
             search_time_s=data["search_time_s"],
@@ -459,37 +361,3 @@ class Plan:
 
     def __str__(self) -> str:
         return render_plan(self)
-
-
-def _timeline_from_json(data: Mapping[str, Any] | None) -> Trace | None:
-    return None if data is None else Trace.from_json(data)
-
-
-def _parameter_json(item: ParameterPlan) -> dict[str, Any]:
-    data = {"spec": repr(item.spec), "shape": list(item.shape), "local_bytes": item.local_bytes}
-    if not item.layout:
-        return data
-    gradient = None if item.gradient is None else repr(item.gradient)
-    state = {name: repr(spec) for name, spec in item.state.items()}
-    return data | {"gradient": gradient, "state": state, "layout": item.layout}
-
-
-def _parameter_from_json(data: Mapping[str, Any]) -> ParameterPlan:
-    gradient, state = data.get("gradient"), data.get("state", {})
-    return ParameterPlan(
-        PartitionSpec.parse(data["spec"]),
-        tuple(data["shape"]),
-        data["local_bytes"],
-        gradient=None if gradient is None else PartitionSpec.parse(gradient),
-        state={name: PartitionSpec.parse(text) for name, text in state.items()},
-        layout=data.get("layout", ""),
-    )
-
-
-def _node_json(node: NodePlan) -> list[list[str]]:
-    return [[repr(spec) for spec in node.inputs], [repr(spec) for spec in node.outputs]]
-
-
-def _node_from_json(data: list[list[str]]) -> NodePlan:
-    inputs, outputs = data
-    return NodePlan(tuple(map(PartitionSpec.parse, inputs)), tuple(map(PartitionSpec.parse, outputs)))

@@ -11,7 +11,8 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from autoshard.ir.offload import Offload
-    from autoshard.ir.plan import ParameterPlan, Plan
+    from autoshard.ir.plan import Plan
+    from autoshard.ir.plan_parts import ParameterPlan
     from autoshard.ir.recompute import Recompute
 
 _WIDTH = 110

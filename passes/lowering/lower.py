@@ -18,7 +18,8 @@ from torch import fx
 from autoshard.errors import NotAvailableError, PlanMismatchError
 from autoshard.ir.emit import emit_reshard
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
-from autoshard.ir.plan import NodePlan, Plan
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputSlot, OutputSlot, Program, tensor_values
 from autoshard.ir.reshard import StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec

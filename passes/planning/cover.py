@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.ir.plan import OperatorCoverage
+from autoshard.ir.plan_parts import OperatorCoverage
 from autoshard.rules.hub import hub
 from passes.planning.build_assignment import PlanningProblem
 from passes.strategies.enumerate_strategies import needs_of

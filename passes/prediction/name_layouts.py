@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from autoshard.ir.plan import ParameterPlan
+from autoshard.ir.plan_parts import ParameterPlan
 from autoshard.ir.program import InputSlot
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.planning.build_assignment import PlanningProblem

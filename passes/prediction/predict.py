@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.ir.offload import LABEL
-from autoshard.ir.plan import Prediction
+from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import InputKind
 from autoshard.ir.recompute import PHASE
 from autoshard.ir.trace import Trace

@@ -14,7 +14,8 @@ import numpy as np
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, WhyNot
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import NodePlan, Plan
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoshard.ir.plan import NodePlan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.spec import PartitionSpec
 from passes.recipes.fold_program import FoldedProgram
 from passes.recipes.propagate_axis import AXIS, AxisLayout

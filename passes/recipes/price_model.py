@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import RecipeError
-from autoshard.ir.plan import NodePlan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec

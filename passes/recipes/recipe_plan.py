@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import ParameterPlan, Plan, Prediction
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import ParameterPlan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec

@@ -6,7 +6,7 @@ from itertools import product
 
 from autoshard.errors import PlanMismatchError
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import NodePlan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Choice, Split, Strategy, assemble_strategy, axis_choices
 from autoshard.rules.notation import BoundRule, Dims

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import autoshard
-from autoshard.ir.plan import Prediction
+from autoshard.ir.plan_parts import Prediction
 from cost_models import constants
 from cost_models.constants import Constant
 from cost_models.errors import CostModelError

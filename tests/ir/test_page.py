@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.page import WIDTH, lanes, render_page
-from autoshard.ir.plan import NodePlan, OperatorCoverage, ParameterPlan, Plan, Prediction
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 

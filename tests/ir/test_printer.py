@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import Plan, Prediction
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.printer import render_plan
 
 

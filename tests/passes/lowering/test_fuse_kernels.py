@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import NodePlan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec as P
 from autoshard.kernels import triton_linear_cross_entropy

@@ -15,7 +15,7 @@ import torch
 from autoshard.errors import NotAvailableError
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.plan import NodePlan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.runtime.boundary import shard_all, unshard

@@ -13,7 +13,8 @@ from autoshard.errors import PlanMismatchError, VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload, OffloadedNode
-from autoshard.ir.plan import NodePlan, Plan
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE, Recompute, RecomputedNode
 from autoshard.kernels.offload import from_host, to_host

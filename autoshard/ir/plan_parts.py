@@ -1,0 +1,141 @@
+"""The parts of a plan: what it says of a node, of a parameter, of an operator's calls, and of the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """The specs of one node's tensor operands and results, in order (a placeholder has one result)."""
+
+    inputs: tuple[PartitionSpec, ...]
+    outputs: tuple[PartitionSpec, ...]
+
+    def to_json(self) -> list[list[str]]:
+        """Specs as text: those of the operands, then those of the results."""
+        return [[repr(spec) for spec in self.inputs], [repr(spec) for spec in self.outputs]]
+
+    @classmethod
+    def from_json(cls, data: list[list[str]]) -> NodePlan:
+        """The inverse of `to_json`."""
+        inputs, outputs = data
+        return cls(tuple(map(PartitionSpec.parse, inputs)), tuple(map(PartitionSpec.parse, outputs)))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """Where one parameter lies, and, in the plan of a whole training step, what belongs to it.
+
+    Args:
+        spec, shape, local_bytes: of the parameter; bytes are those on each device.
+        gradient: how its gradient lies once it is reduced (or partial, where the update itself reduces it).
+        state: how each tensor of its optimizer state lies.
+        layout: the same in words, "ZeRO-2 over data; split over model"; "" without an update.
+    """
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+    local_bytes: int
+    gradient: PartitionSpec | None = None
+    state: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    layout: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data, specs as text; without an update its fields are left out."""
+        data = {"spec": repr(self.spec), "shape": list(self.shape), "local_bytes": self.local_bytes}
+        if not self.layout:
+            return data
+        gradient = None if self.gradient is None else repr(self.gradient)
+        state = {name: repr(spec) for name, spec in self.state.items()}
+        return data | {"gradient": gradient, "state": state, "layout": self.layout}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ParameterPlan:
+        """The inverse of `to_json`."""
+        gradient, state = data.get("gradient"), data.get("state", {})
+        return cls(
+            PartitionSpec.parse(data["spec"]),
+            tuple(data["shape"]),
+            data["local_bytes"],
+            gradient=None if gradient is None else PartitionSpec.parse(gradient),
+            state={name: PartitionSpec.parse(text) for name, text in state.items()},
+            layout=data.get("layout", ""),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCoverage:
+    """What a plan does with the calls of one operator on one line of the user's code.
+
+    Args:
+        operator: its name, "aten.mm.default".
+        source: the line, "model.py:12 in forward"; "" where unknown.
+        has_rule: whether a sharding rule covers these calls.
+        is_split: whether they are split over some axis; else they run whole on every rank.
+        calls: how many there are in a step.
+        time_s: predicted time of all of them on each rank.
+        reshard_time_s: predicted time of bringing their operands into the specs they read.
+    """
+
+    operator: str
+    source: str
+    has_rule: bool
+    is_split: bool
+    calls: int
+    time_s: float
+    reshard_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the cost models say of a plan, from a simulation of its step on one rank of each kind.
+
+    Args:
+        step_time_s: time of one step (forward and backward, and the update where the plan covers it).
+        peak_memory_bytes: largest amount of device memory in use, per rank.
+        breakdown: parts of `step_time_s` by name, in seconds: computation by phase, communication that is waited for by
+            mesh axis, waiting for the host, bubble, and so on.
+        memory_breakdown: parts of the peak by name ("parameters", "gradients", ...), in bytes.
+        tokens_per_s: elements of the first integer input per second, or None without such an input.
+        mfu: the model's FLOPs per second over the mesh's peak, or None where the device's peak is unknown.
+        hfu: the same of the FLOPs that all ranks run, those that are run twice included.
+        overlaps: whether the runtime is taken to run communication beside computation. What `compile` runs today waits
+            for each collective at once; a prediction with overlap is a forecast for a runtime that does not.
+        overlapped: communication that runs beside computation and is not waited for, by mesh axis, in seconds.
+        step_time_interval_s: interval that holds the measured step time with probability `interval_coverage`, by the
+            errors of past predictions on hardware of this kind; None where there are none.
+        timeline: what runs when; None where it was not kept.
+    """
+
+    step_time_s: float
+    peak_memory_bytes: int
+    breakdown: Mapping[str, float]
+    memory_breakdown: Mapping[str, int]
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    overlaps: bool = False
+    overlapped: Mapping[str, float] = field(default_factory=dict)
+    step_time_interval_s: tuple[float, float] | None = None
+    interval_coverage: float | None = None
+    timeline: Trace | None = field(default=None, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data, without the timeline."""
+        data = asdict(replace(self, timeline=None))
+        del data["timeline"]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> Prediction:
+        """The inverse of `to_json`, and of that of the timeline; fields that an older schema lacks keep their defaults."""
+        interval = data.get("step_time_interval_s")
+        pair = None if interval is None else tuple(interval)
+        trace = None if timeline is None else Trace.from_json(timeline)
+        return cls(**{**data, "step_time_interval_s": pair, "timeline": trace})
