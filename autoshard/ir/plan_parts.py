@@ -134,7 +134,7 @@ class Prediction:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> Prediction:
-        """The inverse of `to_json`, and of that of the timeline; fields that an older schema lacks keep their defaults."""
+        """The inverse of `to_json`, and of the timeline's; fields that an older schema lacks keep their defaults."""
         interval = data.get("step_time_interval_s")
         pair = None if interval is None else tuple(interval)
         trace = None if timeline is None else Trace.from_json(timeline)
