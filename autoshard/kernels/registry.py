@@ -33,6 +33,7 @@ from autoshard.kernels import (
     triton_layer_norm,
     triton_linear_cross_entropy,
     triton_packed_attention,
+    triton_permutation,
     triton_rms_norm,
     triton_rotary,
     triton_softmax,
@@ -58,6 +59,7 @@ _FUSED_MODULES = (
     triton_gated,
     triton_gelu,
     triton_linear_cross_entropy,
+    triton_permutation,
     triton_rotary,
     triton_split_cross_entropy,
 )

@@ -162,7 +162,7 @@ def _embedding_backward(
 ) -> Tensor:
     arguments = (grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
     require("triton_embedding_backward", why_not_embedding_backward(*arguments))
-    return _sum_rows(grad_output, indices, 0, num_weights, num_weights, padding_idx, scale_grad_by_freq)
+    return sum_rows(grad_output, indices, 0, num_weights, num_weights, padding_idx, scale_grad_by_freq)
 
 
 def _split_embedding_backward(
@@ -170,23 +170,37 @@ def _split_embedding_backward(
 ) -> Tensor:
     arguments = (grad_output, indices, first, size, num_weights, padding_idx)
     require("triton_split_embedding_backward", why_not_split_embedding_backward(*arguments))
-    return _sum_rows(*arguments, scale=False)
+    return sum_rows(*arguments, scale=False)
 
 
-def _sum_rows(
+def tokens_by_row(indices: Tensor, first: int, size: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The tokens by ascending index, and where in that order those of each row begin.
+
+    Args:
+        indices: of the tokens, any shape.
+        first, size: row v < size has the tokens with index first + v; rows behind have none.
+        rows: how many there are.
+
+    Returns:
+        [tokens] and [rows + 1], int64.
+    """
+    ordered, order = torch.sort(indices.reshape(-1), stable=True)
+    row_indices = torch.arange(rows + 1, device=indices.device, dtype=indices.dtype).clamp(max=size) + first
+    return order, torch.searchsorted(ordered, row_indices)
+
+
+def sum_rows(
     grad_output: Tensor, indices: Tensor, first: int, size: int, num_weights: int, padding_idx: int, scale: bool
 ) -> Tensor:
     """The table's gradient [num_weights, columns], of which `size` rows from `first` on may have tokens."""
     columns = grad_output.shape[-1]
     out = grad_output.new_empty((num_weights, columns))
     grad, block = as_rows(grad_output, columns), piece_tile(columns).columns
-    ordered, order = torch.sort(indices.reshape(-1), stable=True)
-    table_rows = torch.arange(num_weights + 1, device=indices.device, dtype=indices.dtype).clamp(max=size) + first
     launch(
         embedding_backward_kernel,
         (num_weights, triton.cdiv(columns, block)),
         grad.device,
-        *(grad, order, torch.searchsorted(ordered, table_rows), out, columns, grad.stride(0)),
+        *(grad, *tokens_by_row(indices, first, size, num_weights), out, columns, grad.stride(0)),
         padding_idx - first if padding_idx >= 0 else -1,
         SCALE=scale,
         BLOCK_R=_BLOCK_R,

@@ -194,6 +194,41 @@ def test_rows_of_a_split_table_are_one_kernel_each_way(vocabulary: int, padding:
     _check_equal(phased.lowered, fused, index)
 
 
+class Routed(nn.Module):
+    """Tokens to two of three experts each, sorted by expert and back, as transformers' models do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.router = nn.Linear(8, 8), nn.Linear(8, 3, bias=False)
+        self.gains = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.enter(x).flatten(0, 1)
+        shares, chosen = self.router(tokens).float().softmax(-1).topk(2)
+        experts, order = torch.sort(chosen.reshape(-1))
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        done = tokens[order // 2] * self.gains[experts]
+        weighed = (done * shares.reshape(-1)[order].unsqueeze(-1))[inverse]
+        mixed = weighed.view(len(tokens), 2, 8).sum(1).to(x.dtype)
+        return (mixed + tokens).square().mean()
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_tokens_go_to_experts_and_back_in_a_kernel_each(compute_dtype: torch.dtype | None) -> None:
+    """Gather, weighed sum, and both gradients; shares are float32 where the rest is bfloat16."""
+    torch.manual_seed(0)
+    program = trace(Routed(), (torch.randn(2, 3, 8),), {}, compute_dtype=compute_dtype)
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
+    phased = lower_program(program, plan, with_kernels=True)
+    fused = FuseKernels()(phased.lowered)
+    names = ("permute", "permute_backward", "combine", "combine_backward")
+    assert {f"autoshard.triton_{name}.default": 1 for name in names}.items() <= fused_calls(fused.graph_module).items()
+    verify_phases(phased)
+    if compute_dtype is None:
+        _check_equal(phased.lowered, fused)
+
+
 class Loss(nn.Module):
     """The mean cross-entropy of a linear layer over a norm, with the logits if they are asked for."""
 
