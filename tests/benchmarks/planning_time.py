@@ -1,13 +1,14 @@
 """How long each stage of planning takes.
 
 Run: python -m tests.benchmarks.planning_time [--models big_bird t5 ...] [--search-seconds 5] [--large]
-    [--recipes 'Llama-3 8B' ...] [--recipe-seconds 60]
+    [--recipes 'Llama-3 8B' ...] [--recipe-seconds 60] [--turns 5]
 
 Models of the zoo of up to 3,000 nodes on two axes, stage by stage; and with `--large` a Llama of over
 10,000 nodes, and a program of over 10,000 nodes no two layers of which have equal shapes (so that no call is like one
 before), on three axes: how long it takes to enumerate the strategies of all nodes. Times are CPU seconds of one thread,
 so that other work on the machine counts little. Then the deep models of `tests.benchmarks.deep_models`, whose specs are
-searched on a mesh, and those of `tests.benchmarks.recipe_time`, whose recipes are; any list may be empty.
+searched on a mesh, and those of `tests.benchmarks.recipe_time`, whose recipes are; any list may be empty. Last,
+what twice the layers add (`tests.benchmarks.depth_time`), in `--turns` turns.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
-from tests.benchmarks import deep_models
+from tests.benchmarks import deep_models, depth_time
 from tests.benchmarks.recipe_time import TASKS, recipe_table, time_apart
 from tests.zoo.processes import quiet
 from tests.zoo.table import ARCHITECTURES
@@ -194,6 +195,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--deep", nargs="*", default=list(deep_models.CASES), help="of tests.benchmarks.deep_models")
     parser.add_argument("--recipes", nargs="*", default=list(TASKS), help="of tests.benchmarks.recipe_time")
     parser.add_argument("--recipe-seconds", type=float, default=60.0, help="for each search over recipes")
+    parser.add_argument("--turns", type=int, default=5, help="of tests.benchmarks.depth_time; 0: none")
     options = parser.parse_args(arguments)
     quiet()
     console = Console(width=180)
@@ -206,6 +208,8 @@ def main(arguments: list[str]) -> None:
         console.print(table(f"Seconds on {THREE_AXES}", time_large(*options.layers)))
     if options.recipes:
         console.print(recipe_table([time_apart(name, options.recipe_seconds) for name in options.recipes]))
+    if options.turns:
+        console.print(depth_time.table(depth_time.LAYERS, options.turns))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ import autoshard
 from autoshard import Cluster
 
 
-def _llama(hidden: int, ffn: int, layers: int, heads: int) -> nn.Module:
+def llama(hidden: int, ffn: int, layers: int, heads: int) -> nn.Module:
+    """A Llama 3 of these sizes."""
     config = transformers.LlamaConfig(
         vocab_size=128256, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8,
@@ -37,18 +38,19 @@ def _llama(hidden: int, ffn: int, layers: int, heads: int) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model, tokens of a sequence, nodes of eight H100, and sequences of a step."""
+    """A model, tokens of a sequence, nodes of eight devices, and sequences of a step."""
 
     build: Callable[[], nn.Module]
     tokens: int
     nodes: int
     batch: int
+    node: str = "h100_sxm"
 
 
 TASKS = {
-    "Llama-3 8B": Task(lambda: _llama(4096, 14336, 32, 32), 8192, 8, 512),
-    "Llama-3 70B": Task(lambda: _llama(8192, 28672, 80, 64), 8192, 128, 2048),
-    "Llama-3 405B": Task(lambda: _llama(16384, 53248, 126, 128), 8192, 2048, 2048),
+    "Llama-3 8B": Task(lambda: llama(4096, 14336, 32, 32), 8192, 8, 512),
+    "Llama-3 70B": Task(lambda: llama(8192, 28672, 80, 64), 8192, 128, 2048),
+    "Llama-3 405B": Task(lambda: llama(16384, 53248, 126, 128), 8192, 2048, 2048),
     "DeepSeek-V3 671B": Task(
         lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config()), 4096, 256, 7680
     ),
@@ -70,10 +72,9 @@ class Timed:
     words: str
 
 
-def time_task(name: str, budget_s: float) -> Timed:
-    """Plan one of the tasks."""
-    task = TASKS[name]
-    cluster = Cluster("h100_sxm", task.nodes, 8)
+def time_task(name: str, task: Task, budget_s: float) -> Timed:
+    """Plan a task."""
+    cluster = Cluster(task.node, task.nodes, 8)
     wall, cpu = time.monotonic(), time.process_time()
     with torch.device("meta"):
         model = task.build().bfloat16()
@@ -138,7 +139,7 @@ def main(arguments: list[str]) -> None:
         return
     torch.set_num_threads(1)
     for name in options.tasks:
-        sys.stdout.write(json.dumps(asdict(time_task(name, options.seconds))) + "\n")
+        sys.stdout.write(json.dumps(asdict(time_task(name, TASKS[name], options.seconds))) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""What twice the layers add to a search: Llama-3 8B with 16, 32, 64 and 128 layers, all in turns.
+
+Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 5]; also a table of `planning_time`.
+
+Specs of a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill, and recipes for a step of 512
+sequences on 64 of them. Each search runs in a process of its own; seconds are those of a clock, so the machine
+should be idle, and medians of the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from autoshard import Mesh
+from tests.benchmarks import deep_models, recipe_time
+
+LAYERS = (16, 32, 64, 128)
+
+
+def _specs(layers: int) -> float:
+    """Seconds of the search over specs."""
+    shape = replace(deep_models.LLAMA_8B, layers=layers)
+    case = deep_models.Case(shape, Mesh({"data": 8, "model": 8}), 32, "b200")
+    return deep_models.measure(str(layers), case).search_s
+
+
+def _recipes(layers: int) -> float:
+    """Seconds of the search over recipes."""
+    task = recipe_time.Task(lambda: recipe_time.llama(4096, 14336, layers, 32), 8192, 8, 512, "b200")
+    return recipe_time.time_task(str(layers), task, 60.0).search_wall_s
+
+
+SEARCHES: Mapping[str, Callable[[int], float]] = {"specs": _specs, "recipes": _recipes}
+
+
+def table(layers: Sequence[int], turns: int) -> Table:
+    """Seconds by search and depth, and what each depth takes over the one before."""
+    result = Table("search", *(f"{depth} layers" for depth in layers), title="Seconds of searches, and over the last")
+    for search in SEARCHES:
+        rounds = [[_apart(search, depth) for depth in layers] for _ in range(turns)]
+        medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+        ratios = [f" ({after / before:.3f})" for before, after in pairwise(medians)]
+        cells = (f"{seconds:.2f}{ratio}" for seconds, ratio in zip(medians, ["", *ratios], strict=True))
+        result.add_row(search, *cells)
+    return result
+
+
+def _apart(search: str, layers: int) -> float:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "tests.benchmarks.depth_time", "--one", search, "--layers", str(layers)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table, or with `--one` the seconds of one search."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.depth_time")
+    parser.add_argument("--layers", nargs="+", type=int, default=LAYERS)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--one", choices=SEARCHES, help="the search of the first of --layers, in this process")
+    options = parser.parse_args(arguments)
+    if options.one:
+        torch.set_num_threads(1)
+        sys.stdout.write(json.dumps(SEARCHES[options.one](options.layers[0])) + "\n")
+    else:
+        Console(width=140).print(table(options.layers, options.turns))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
