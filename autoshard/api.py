@@ -171,6 +171,7 @@ def plan(
     memory_budget: int | None = None,
     precision: str | None = "bf16",
     recipe: Any = None,
+    backend: str = "auto",
     strict: bool = False,
     time_budget_s: float = 60.0,
     progress: bool | None = None,
@@ -191,6 +192,9 @@ def plan(
             expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
         recipe: no search, the plan of this recipe: `price`.
+        backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
+            `predicted.kernels`; on a mesh of this machine, where it has a GPU. Of others: of operators. The search goes
+            by operators; of several meshes, that with the fastest prediction is taken.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
@@ -202,6 +206,9 @@ def plan(
     """
     from passes.counting.formulas import PlanFormulas
 
+    _check_backend(backend)
+    if recipe is not None or global_batch is not None:
+        _refuse_kernels(backend)
     if recipe is not None:
         cluster = _checked_cluster(mesh_or_cluster, mesh)
         _refuse_constraints(constraints)
@@ -232,6 +239,7 @@ def plan(
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         strict=strict,
         time_budget_s=time_budget_s,
+        with_kernels=_has_kernels(backend, _device_of_plans(mesh_or_cluster)),
         progress=progress,
     )
     args, kwargs = split_inputs(example_inputs)
@@ -426,6 +434,20 @@ def _bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
     from passes.lowering.bucket_updates import bucket_updates  # imports triton
 
     return bucket_updates(graph_module)
+
+
+def _refuse_kernels(backend: str) -> None:
+    if backend == "triton":
+        raise NotAvailableError(
+            "backend='triton' does not go with global_batch= or recipe=, which are priced by the frameworks' own "
+            "kernels. Leave it out, or plan a mesh."
+        )
+
+
+def _device_of_plans(target: Any) -> torch.device:
+    """The kind of device that plans are for: a cluster has GPUs, unless it is this machine without any."""
+    has_gpu = bool(target.device.dispatch_s) if isinstance(target, Cluster) else torch.cuda.is_available()
+    return torch.device("cuda" if has_gpu else "cpu")
 
 
 def _has_kernels(backend: str, device: torch.device) -> bool:

@@ -70,7 +70,7 @@ class Planner:
         precision: what calls compute in where the model's parameters are wider; None: the model's own types.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         micro_batches: how many a training step has.
-        with_kernels: let Triton kernels stand in for operators.
+        with_kernels: let Triton kernels stand in for operators, and predict that.
         progress: whether searches show how they go; see `search_bar`.
         others: see `compile`.
     """
@@ -228,6 +228,7 @@ class Planner:
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
             micro_batches=self.micro_batches,
+            with_kernels=self.with_kernels,
         )
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:

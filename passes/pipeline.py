@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.ir.kernels import Kernels
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
@@ -73,6 +74,7 @@ class PlanOptions:
         runtime: what the prediction is of: what runs today, or a runtime that overlaps (`passes.prediction.predict`).
         recompute: whether values of the forward may be computed again in the backward where memory is short.
         offload: whether, then, they may also lie in the host's memory until the backward.
+        with_kernels: whether the prediction is of the program with Triton kernels; the search goes by operators.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 
@@ -87,6 +89,7 @@ class PlanOptions:
     runtime: Runtime = TODAY
     recompute: bool = True
     offload: bool = True
+    with_kernels: bool = False
     control: SearchControl = field(default_factory=SearchControl)
 
 
@@ -258,6 +261,38 @@ def plan_of_choice(
     options: PlanOptions,
 ) -> Plan:
     """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
+    plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
+    if not options.with_kernels:
+        return plan
+    kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
+    predicted = predict(planning, choice, options.runtime, kernels, record=True)
+    kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
+    return replace(plan, predicted=replace(predicted, kernels=kernels))
+
+
+def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:
+    """The Triton kernels that a plan runs with; nothing is written for them.
+
+    Args:
+        plan: the plan.
+        prepared: its program, as `prepare_for` gives it.
+        cluster: what it is priced for.
+        counts: node to how often it runs, where that is not once (`Elided.site_counts`).
+    """
+    from passes.lowering.price_kernels import price_kernels
+
+    return price_kernels(Lower(plan, StepPrice(cluster, plan.mesh))(prepared), cluster.device, counts)
+
+
+def _plan_of_operators(
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    objective: float,
+    lower_bound: float | None,
+    cluster: Cluster,
+    options: PlanOptions,
+) -> Plan:
+    """The plan without kernels."""
     program = planning.space.program
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}
     nodes = {

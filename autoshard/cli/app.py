@@ -53,6 +53,7 @@ _GlobalBatch = Annotated[
     int | None,
     typer.Option(help="Sequences per step: search recipes (pipelines, micro-batches, recomputation) instead of specs."),
 ]
+_Backend = Annotated[str, typer.Option(help="triton: price the program with its Triton kernels.")]
 _TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may take.")]
 _Precision = Annotated[str, typer.Option(help="bf16 or f32: what a model with wider parameters computes in.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
@@ -103,6 +104,7 @@ def plan(
     memory_gib: _MemoryGib = None,
     global_batch: _GlobalBatch = None,
     constrain: _Constrain = None,
+    backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,
@@ -110,7 +112,7 @@ def plan(
     """Find the fastest plan that fits in memory, and print it."""
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
-        global_batch=global_batch, constrain=constrain, time_budget_s=time_budget_s,
+        global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
     )  # fmt: skip
     if out is not None:
         result.save(out)
@@ -130,13 +132,14 @@ def explain(
     memory_gib: _MemoryGib = None,
     global_batch: _GlobalBatch = None,
     constrain: _Constrain = None,
+    backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
     as_json: _Json = False,
 ) -> None:
     """Plan as plan does, and say where else a value could lie and what the best plan with it there would cost."""
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
-        global_batch=global_batch, constrain=constrain, time_budget_s=time_budget_s,
+        global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
     )  # fmt: skip
     found = result.explain(name)
     _show(found.to_json() if as_json else str(found))
@@ -154,6 +157,7 @@ def _plan(
     *,
     global_batch: int | None = None,
     constrain: list[str] | None = None,
+    backend: str = "auto",
     time_budget_s: float = 60.0,
 ) -> Plan:
     """The plan that options of the command line ask for."""
@@ -169,6 +173,7 @@ def _plan(
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
         global_batch=global_batch,
         constraints=parse_constraints(constrain or ()),
+        backend=backend,
         time_budget_s=time_budget_s,
     )
 

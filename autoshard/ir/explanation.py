@@ -89,7 +89,7 @@ class Explanation:
         memory_budget: bytes per device, or None.
         costs: what the plan's recipe does with it; of plans of recipes only.
         memory: what it holds on each device by name, bytes; likewise.
-        kernels: those that `backend="triton"` generates for groups that compute or read it, in words.
+        kernels: those with which `backend="triton"` computes or reads it, in words.
     """
 
     name: str
@@ -125,8 +125,8 @@ class Explanation:
         for item in (self.chosen, *self.others):
             table.add_row(repr(item.spec), *_cells(item, self.chosen))
         head = f"{self.name}: {shape}{together}; the best plan for each spec, {limit}"
-        generated = [f"backend='triton' generates {item}" for item in self.kernels]
-        return as_text(head, table, *self._of_recipes(), *generated)
+        kernels = [f"backend='triton' runs {item}" for item in self.kernels]
+        return as_text(head, table, *self._of_recipes(), *kernels)
 
     def _of_recipes(self) -> list[str | Table]:
         """The recipes in words, and what the chosen one does with the value."""

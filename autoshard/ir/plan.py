@@ -27,11 +27,11 @@ from autoshard.ir.spec import PartitionSpec
 if TYPE_CHECKING:
     import sympy
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
-version 4 the recipe, and recomputation; version 5 offload."""
+version 4 the recipe, and recomputation; version 5 offload; version 6 the kernels of `predicted`."""
 
-_READABLE_VERSIONS = (1, 2, 3, 4, 5)
+_READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
 
 
 class Formulas(Protocol):

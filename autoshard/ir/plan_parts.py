@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 
@@ -110,6 +111,7 @@ class Prediction:
         overlapped: communication that runs beside computation and is not waited for, by mesh axis, in seconds.
         step_time_interval_s: interval that holds the measured step time with probability `interval_coverage`, by the
             errors of past predictions on hardware of this kind; None where there are none.
+        kernels: the Triton kernels that the step is taken to run in place of operators.
         timeline: what runs when; None where it was not kept.
     """
 
@@ -124,6 +126,7 @@ class Prediction:
     overlapped: Mapping[str, float] = field(default_factory=dict)
     step_time_interval_s: tuple[float, float] | None = None
     interval_coverage: float | None = None
+    kernels: Kernels = NO_KERNELS
     timeline: Trace | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,4 +141,5 @@ class Prediction:
         interval = data.get("step_time_interval_s")
         pair = None if interval is None else tuple(interval)
         trace = None if timeline is None else Trace.from_json(timeline)
-        return cls(**{**data, "step_time_interval_s": pair, "timeline": trace})
+        kernels = Kernels.from_json(data["kernels"]) if "kernels" in data else NO_KERNELS
+        return cls(**{**data, "step_time_interval_s": pair, "kernels": kernels, "timeline": trace})

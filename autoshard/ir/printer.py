@@ -10,19 +10,23 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from autoshard.ir.kernels import KernelUse
     from autoshard.ir.offload import Offload
     from autoshard.ir.plan import Plan
     from autoshard.ir.plan_parts import ParameterPlan
     from autoshard.ir.recompute import Recompute
 
 _WIDTH = 110
+_SHOWN_CALLS = 4
 
 
 def render_plan(plan: Plan) -> str:
     """A plan as tables of at most 110 columns, without colours."""
-    whole = [_replicated_table(plan.replicated_operators)] if plan.replicated_operators else []
-    lines = [summary(plan), *recipe_lines(plan)]
-    return as_text(*lines, _parameter_table(plan.parameters), _cost_table(plan), *whole)
+    kernels, whole = plan.predicted.kernels, plan.replicated_operators
+    tables = [_parameter_table(plan.parameters), _cost_table(plan)]
+    tables += [_kernel_table(kernels.uses)] if kernels.uses else []
+    tables += [_replicated_table(whole)] if whole else []
+    return as_text(summary(plan), *recipe_lines(plan), *tables)
 
 
 def as_text(*parts: str | Table) -> str:
@@ -48,6 +52,7 @@ def summary(plan: Plan) -> str:
         + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
         + _recompute(plan.recompute)
         + _offload(plan.offload)
+        + (f"\nWith {predicted.kernels}." if predicted.kernels.uses else "")
     )
 
 
@@ -155,10 +160,26 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def baseline_rows(plan: Plan) -> list[tuple[str, str]]:
     """The known recipes and what a step takes under each."""
+    kind = "baseline, without kernels" if plan.predicted.kernels.uses else "baseline"
     return [
-        (f"baseline: {name}", "does not fit" if seconds is None else format_time(seconds))
+        (f"{kind}: {name}", "does not fit" if seconds is None else format_time(seconds))
         for name, seconds in plan.baselines.items()
     ]
+
+
+def _kernel_table(uses: Iterable[KernelUse]) -> Table:
+    columns = ("kernel", "phase", "times", "launches saved", "bytes saved", "the first stands for")
+    table = Table(*columns, title="Kernels", title_justify="left")
+    alike: dict[tuple[str, str], list[KernelUse]] = {}
+    for use in uses:
+        alike.setdefault((use.name, use.phase), []).append(use)
+    for (name, phase), same in alike.items():
+        launches = sum(use.times * use.saved_launches for use in same)
+        saved = format_bytes(sum(use.times * use.saved_bytes for use in same))
+        calls = list(same[0].stands_for)
+        shown = ", ".join(calls[:_SHOWN_CALLS]) + (", ..." if len(calls) > _SHOWN_CALLS else "")
+        table.add_row(name, phase, str(sum(use.times for use in same)), str(launches), saved, shown)
+    return table
 
 
 def _replicated_table(operators: Iterable[tuple[str, str]]) -> Table:

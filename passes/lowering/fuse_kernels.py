@@ -36,7 +36,7 @@ from autoshard.kernels.registry import FUSED, find_kernel, kernels_of
 from passes.lowering.count_launches import is_launch, sends
 from passes.lowering.match_form import Match, Pattern, find_matches, trace_form
 from passes.preparation.number_values import Numbering, number_graph
-from passes.verification.expand_kernels import FORM
+from passes.verification.expand_kernels import FORM, STANDS_FOR
 
 _NEAREST = 32
 """Calls that may be a further result of a group are tried from the nearest on, so many of them."""
@@ -185,7 +185,7 @@ class _Fusion:
         if sum(map(is_launch, group.going)) < (1 if group.spares else 2) or not self._spares_dear_values(kernel, group):
             return False
         call = self._insert(kernel, arguments, anchor)
-        call.meta |= {"val": made, FORM: form}
+        call.meta |= {"val": made, FORM: form, STANDS_FOR: tuple(node.name for node in sorted(group.going))}
         self._take_over(group, call, values)
         return True
 

@@ -22,9 +22,7 @@ from autoshard.kernels.generated.define import GeneratedKernel, define_kernels
 from autoshard.kernels.generated.group import Group
 from cost_models.device import Device
 from passes.lowering.choose_groups import ChosenGroup, choose_groups, is_view
-
-STANDS_FOR = "stands_for"
-"""Name of the metadata of a generated kernel's node that holds the names of the nodes that it stands for."""
+from passes.verification.expand_kernels import STANDS_FOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.offload import LABEL
 from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import InputKind
@@ -53,7 +54,12 @@ FORECAST = Runtime(Overlap(), "compiled")
 
 
 def predict(
-    planning: PlanningProblem, choice: Sequence[int], runtime: Runtime = TODAY, *, record: bool = False
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    runtime: Runtime = TODAY,
+    kernels: Kernels = NO_KERNELS,
+    *,
+    record: bool = False,
 ) -> Prediction:
     """Predicted step time, peak memory and their parts, per rank.
 
@@ -61,11 +67,12 @@ def predict(
         planning: the problem.
         choice: one option per variable.
         runtime: what runs the program; decides whether communication overlaps.
+        kernels: what runs in place of calls; memory is that of the program without.
         record: keep the timeline, for `Plan.trace`; takes longer.
     """
     device = planning.prices.cluster.device
     times = simulate_streams(
-        segment_step(planning, choice, shares=not record),
+        segment_step(planning, choice, kernels, shares=not record),
         runtime.overlap,
         dispatch_s=device.dispatch(runtime.dispatch),
         record=record,
@@ -86,6 +93,7 @@ def predict(
         overlapped={axis: seconds for axis, seconds in times.overlapped_s.items() if seconds > 0},
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
+        kernels=kernels,
         timeline=None if times.timeline is None else trace_of(times.timeline),
     )
 

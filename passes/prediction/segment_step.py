@@ -8,17 +8,20 @@ resharded as soon as it is computed. Segments are the parts of `step_layout`; pa
 * What is resharded of a parameter, or of what is computed from parameters alone, or of an input, is early: it needs
   nothing of the step.
 * Copies to and from the host are computation: what follows waits for them, as `compile` runs them.
+* What a kernel does in place of calls is one computation, at the place of its last result.
 * Collectives inside a call's rewrite come behind its computation, and what follows waits for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.ir.kernels import NO_KERNELS, Kernels, KernelUse
 from autoshard.ir.offload import LABEL
 from autoshard.ir.reshard import plan_reshard
 from autoshard.kernels.offload import TRANSFERS
@@ -57,7 +60,7 @@ _NOTHING = _Reshard((), 0.0, 0, 0, 0)
 
 
 class _Call(NamedTuple):
-    """A call: seconds of its computation, and the collectives inside it."""
+    """A call: seconds of its computation (what kernels leave of it), and the collectives inside it."""
 
     seconds: float
     sent: tuple[_Sent, ...]
@@ -70,10 +73,26 @@ class _Costs:
     planning: PlanningProblem
     choice: Sequence[int]
     layout: StepLayout
+    kernels: Kernels = NO_KERNELS
     reshards: dict[_LinkKey, _Reshard] = field(default_factory=dict)
+    kernels_at: Mapping[str, Sequence[KernelUse]] = field(init=False)
+    gone: Mapping[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kernels_at, gone = defaultdict[str, list[KernelUse]](list), defaultdict[str, float](float)
+        for use in self.kernels.uses:
+            kernels_at[use.node].append(use)
+            for name, share in use.stands_for.items():
+                gone[name] += share
+        self.kernels_at, self.gone = dict(kernels_at), dict(gone)
 
     def call(self, name: str) -> _Call:
-        """The cost of a call, found once for each option of its variable and kept with the problem."""
+        """The cost of a call."""
+        call, gone = self._whole_call(name), self.gone.get(name, 0.0)
+        return call if gone == 0 else call._replace(seconds=call.seconds * max(0.0, 1.0 - gone))
+
+    def _whole_call(self, name: str) -> _Call:
+        """The cost of a call without kernels, found once for each option of its variable and kept with the problem."""
         number = self.planning.classes[name]
         known: dict[tuple[int, int, int], _Call] = self.planning.derived.setdefault("calls", {})
         key = (self.planning.space.sites[name].call, number, self.choice[number])
@@ -145,6 +164,9 @@ class _Writing:
         if call.seconds > 0:
             self._add(Op(site.name, _label(site), call.seconds))
             behind.append(len(self.ops) - 1)
+        for use in self.costs.kernels_at.get(site.name, ()):
+            self._add(Op(use.name, site.phase, use.time_s, launches=use.launches))
+            behind.append(len(self.ops) - 1)
         if call.sent:
             last = self._write_chain(call.sent, tuple(behind[-1:]))
             self._add(Op(site.name, site.phase, 0.0, needs=(last,), launches=0))
@@ -195,16 +217,19 @@ def _label(site: Site) -> str:
     return LABEL if site.node is not None and site.node.target in TRANSFERS else site.phase
 
 
-def segment_step(planning: PlanningProblem, choice: Sequence[int], *, shares: bool = True) -> list[Segment]:
+def segment_step(
+    planning: PlanningProblem, choice: Sequence[int], kernels: Kernels = NO_KERNELS, *, shares: bool = True
+) -> list[Segment]:
     """The segments of a choice's step, in order; blocks that the program leaves out run as the one behind them does.
 
     Args:
         planning: the problem.
         choice: one option per variable.
-        shares: equal parts share one segment, under the first one's names; else each has its own.
+        kernels: what runs in place of calls.
+        shares: equal parts share one segment, under the first one's names; else, and with kernels, each has its own.
     """
-    layout = step_layout(planning)
-    costs, options = _Costs(planning, choice, layout), np.asarray(choice, dtype=np.int64)
+    layout, shares = step_layout(planning), shares and not kernels.uses
+    costs, options = _Costs(planning, choice, layout, kernels), np.asarray(choice, dtype=np.int64)
     made: dict[tuple[int, bytes], Segment] = {}
     segments = []
     for part in layout.parts:

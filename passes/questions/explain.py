@@ -13,13 +13,14 @@ import numpy as np
 
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, WhyNot
+from autoshard.ir.kernels import Kernels
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.pipeline import PlanOptions, lower_program, planning_problem
+from passes.pipeline import PlanOptions, kernels_of, planning_problem, prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options, constrainable, own_specs
 from passes.questions.what_if import cheapest_first, limits, outcome, outcome_of, why_not
@@ -63,16 +64,16 @@ class PlanAlternatives:
                 _alternative(spec, found[spec]) for spec in sorted(found, key=lambda spec: cheapest_first(found[spec]))
             ),
             memory_budget=plan.memory_budget,
-            kernels=self._kernels(plan, site_name),
+            kernels=tuple(map(str, self._kernels(plan).of(site_name))),
         )
 
-    def _kernels(self, plan: Plan, node: str) -> tuple[str, ...]:
-        """What kernels are generated for groups that compute or read a node; none of a plan without inner blocks."""
-        if plan.repeats:
-            return ()
-        from passes.lowering.explain_kernels import explain_kernels
-
-        return explain_kernels(lower_program(self.program, plan, self.cluster).lowered, self.cluster.device, node)
+    def _kernels(self, plan: Plan) -> Kernels:
+        """The kernels that the plan is priced with, or would run with `backend="triton"`."""
+        known = plan.predicted.kernels
+        if known.uses:
+            return known
+        program = prepare_for(self.program, plan)
+        return kernels_of(plan, program, self.cluster, self.problem().elided.site_counts())
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
         """See `Plan.why_not`."""

@@ -52,14 +52,15 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
 
 
 def outcome_of(plan: Plan) -> Outcome:
-    """What a plan costs itself."""
+    """What a plan costs itself; without kernels, as the plans that it is compared with are priced."""
+    kernels = plan.predicted.kernels
     return Outcome(
         fits=True,
         objective=plan.objective,
         lower_bound=plan.lower_bound,
-        step_time_s=plan.predicted.step_time_s,
+        step_time_s=kernels.step_time_without_s if kernels.uses else plan.predicted.step_time_s,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
-        breakdown=plan.predicted.breakdown,
+        breakdown=kernels.breakdown_without if kernels.uses else plan.predicted.breakdown,
     )
 
 

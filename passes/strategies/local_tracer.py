@@ -11,6 +11,12 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from passes.preparation.number_values import call_key
 
+EMITTED_AT = "emitted_at"
+"""Name of the metadata of a local node that holds the name of the traced node at whose place it stands."""
+
+IS_RESHARD = "is_reshard"
+"""Name of the metadata that local nodes have which bring a value into another spec."""
+
 
 class LocalTracer(GraphAppendingTracer):
     """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
@@ -45,7 +51,9 @@ class LocalTracer(GraphAppendingTracer):
         if self.like is not None:
             inherited = ("phase", "module", "source")
             node.meta = {key: self.like.meta[key] for key in inherited if key in self.like.meta}
-            node.meta["global"] = (self.moving or self.like).name
+            node.meta |= {"global": (self.moving or self.like).name, EMITTED_AT: self.like.name}
+            if self.moving is not None:
+                node.meta[IS_RESHARD] = True
         if kind == "call_function":
             node.meta["val"] = self._evaluate(node)
         return node

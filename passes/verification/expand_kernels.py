@@ -26,10 +26,19 @@ from autoshard.kernels.registry import FUSED, KERNELS
 FORM = "form"
 """Name of the metadata of a fused kernel's node that holds the index of its form."""
 
+STANDS_FOR = "stands_for"
+"""Name of the metadata of a kernel's node that holds the names of the nodes that it stands for, if they are several."""
+
 _FUSED = {kernel.operator: kernel for kernel in FUSED}
 _ORIGINALS: dict[OpOverload, OpOverload] = {
     kernel.replacement: kernel.operator for kernels in KERNELS.values() for kernel in kernels
 }
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a node calls a kernel that stands for other calls."""
+    is_fused = node.target in _FUSED and FORM in node.meta
+    return is_fused or node.target in _ORIGINALS or generated_kernel(node.target) is not None
 
 
 def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
 from autoshard.tracing import trace
 from cost_models.device import device
 from passes.lowering.count_launches import Traffic, count_launches, traffic_of
@@ -41,17 +42,21 @@ class Block(nn.Module):
         return self.layer(x, position_embeddings=self.rotary(x, position), position_ids=position).sum()
 
 
-def llama_block(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> LoweredProgram:
-    """The lowered program of one Llama 3 block for one device; other sizes keep its ratios."""
+def llama_block_program(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> Program:
+    """One Llama 3 block, traced; other sizes keep its ratios."""
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_attention_heads=hidden // 128,
         num_key_value_heads=max(1, hidden // 512), max_position_embeddings=length, attn_implementation="sdpa",
     )  # fmt: skip
-    mesh = Mesh({"x": 1})
     with torch.device("meta"):
         block = Block(config).to(dtype)
         inputs = (torch.zeros(1, length, hidden, dtype=dtype, requires_grad=True), torch.arange(length)[None])
-        program = trace(block, inputs, {})
+        return trace(block, inputs, {})
+
+
+def llama_block(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = torch.bfloat16) -> LoweredProgram:
+    """Its lowered program for one device."""
+    program, mesh = llama_block_program(hidden, length, dtype), Mesh({"x": 1})
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(with_baselines=False))
     return lower_program(program, plan).lowered
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh
+from autoshard.kernels.generated.define import generated_kernel
 from passes.lowering.fuse_kernels import fused_calls
-from passes.lowering.generate_kernels import STANDS_FOR
 from tests.end_to_end.models import gpt2, llama
 from tests.passes.families import FAMILIES
 
@@ -72,7 +72,7 @@ EXPECTED: dict[Callable[[], tuple[nn.Module, Any]], set[str]] = {
 
 def _is_made(node: fx.Node) -> bool:
     """Whether a node calls a generated kernel."""
-    return STANDS_FOR in node.meta
+    return generated_kernel(node.target) is not None
 
 
 @pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)

@@ -16,9 +16,9 @@ from autoshard.kernels.generated.operators import CONSTANTS, POINTWISE, REDUCTIO
 from cost_models.device import Device, device
 from passes.lowering.choose_groups import choose_groups
 from passes.lowering.count_launches import count_launches
-from passes.lowering.generate_kernels import STANDS_FOR, generate_kernels
+from passes.lowering.generate_kernels import generate_kernels
 from passes.preparation.number_values import Numbering, draws_numbers
-from passes.verification.expand_kernels import expand_kernels
+from passes.verification.expand_kernels import STANDS_FOR, expand_kernels
 from tests.passes.drawn_groups import DrawnGraph, drawn_graphs, wide_call
 
 _aten = torch.ops.aten

@@ -1,0 +1,219 @@
+"""Price the kernels that would stand in for calls of a lowered program, without writing them.
+
+The program is fused as `pipeline.lower_program` fuses it, and counted on both sides (`count_launches`). A kernel takes
+
+    launches * launch latency + max(products, bytes / bandwidth)
+
+with the products of matrices that the calls of its form have; one that stands in for a single operator takes what that
+does. Of a traced call whose local form is several calls, the part that goes is weighed by launches and bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from autoshard.ir.kernels import Kernels, KernelUse
+from autoshard.ir.lowered import LoweredProgram, PhasedProgram
+from cost_models.compute import memory_time, work_time
+from cost_models.device import Device
+from cost_models.operators import work
+from cost_models.work import TensorInfo
+from passes.lowering.choose_groups import ChosenGroup, choose_groups
+from passes.lowering.count_launches import Traffic, is_launch, traffic_of
+from passes.lowering.fuse_kernels import FuseKernels
+from passes.lowering.split_phases import SplitPhases
+from passes.strategies.enumerate_strategies import operands_of
+from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
+from passes.strategies.price import dtype_name, operator_name
+from passes.verification.expand_kernels import STANDS_FOR, expand_kernels, is_kernel
+
+
+def price_kernels(lowered: LoweredProgram, device: Device, counts: Mapping[str, int] | None = None) -> Kernels:
+    """The kernels of a program, in the order of its phases; the times without them are left to who predicts.
+
+    Args:
+        lowered: the lowered program, without kernels.
+        device: what it runs on.
+        counts: node of the traced program to how often it runs, where that is not once.
+    """
+    return _Pricing(lowered, device, counts or {}).run(SplitPhases()(FuseKernels()(lowered)))
+
+
+@dataclass(slots=True)
+class _Pricing:
+    lowered: LoweredProgram
+    device: Device
+    counts: Mapping[str, int]
+    nodes: dict[str, fx.Node] = field(init=False)
+    places: dict[str, int] = field(init=False)
+    calls: dict[str, float] = field(init=False)
+    products: dict[Any, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.lowered.graph_module.graph
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.places = {node.name: place for place, node in enumerate(graph.nodes)}
+        calls = defaultdict[str, float](float)
+        for node in graph.nodes:
+            if is_launch(node) and IS_RESHARD not in node.meta:
+                calls[node.meta["global"]] += self._weight(node)
+        self.calls = dict(calls)
+
+    def run(self, phased: PhasedProgram) -> Kernels:
+        without = self._sum(self.lowered.graph_module.graph.nodes)
+        uses: list[KernelUse] = []
+        total = Traffic()
+        for phase in (phased.forward, phased.backward, phased.update):
+            if phase is not None:
+                found, others = self._phase(phase.graph)
+                uses += found
+                total += others
+        for use in uses:
+            total += Traffic(use.times * use.launches, use.times * use.memory_bytes)
+        return Kernels(tuple(uses), total.launches, total.memory_bytes, without.launches, without.memory_bytes)
+
+    def _phase(self, graph: fx.Graph) -> tuple[list[KernelUse], Traffic]:
+        """The kernels of a phase, and what its other calls ask for."""
+        groups = choose_groups(graph, self.device)
+        owners = {node: chosen for chosen in groups for node in chosen.members}
+        uses, others = [], []
+        for node in graph.nodes:
+            if node in owners:
+                chosen = owners[node]
+                if node is chosen.members[-1]:
+                    uses.append(self._generated(chosen))
+            elif is_kernel(node):
+                uses.append(self._written(node))
+            else:
+                others.append(node)
+        return uses, self._sum(others)
+
+    def _generated(self, chosen: ChosenGroup) -> KernelUse:
+        traffic = Traffic(1, chosen.moved_bytes)
+        members = [self.nodes[node.name] for node in chosen.members]
+        results = [node.name for node in chosen.results]
+        products = sum(map(self._products_of, members))
+        return self._use(chosen.group.name, members, results, chosen.operands, traffic, self._time(traffic, products))
+
+    def _written(self, node: fx.Node) -> KernelUse:
+        """What a kernel of `autoshard.kernels` does in place of its group, or of a single operator."""
+        traffic = traffic_of(node)
+        results = [user.name for user in node.users if user.target is operator.getitem] or [node.name]
+        names = node.meta.get(STANDS_FOR)
+        members = [self.nodes[name] for name in names or (node.name,)]
+        time_s = self._alone(members[0]) if names is None else self._time(traffic, self._products_within(node))
+        target: Any = node.target
+        name = target._schema.name.removeprefix("autoshard::")
+        held = results if names is not None else [node.name]
+        return self._use(name, members, held, node.all_input_nodes, traffic, time_s)
+
+    def _use(
+        self,
+        name: str,
+        members: Sequence[fx.Node],
+        results: Sequence[str],
+        operands: Iterable[fx.Node],
+        traffic: Traffic,
+        time_s: float,
+    ) -> KernelUse:
+        last = self.nodes[max(results, key=self.places.__getitem__)]
+        shares: dict[str, float] = defaultdict(float)
+        for node in members:
+            if is_launch(node) and IS_RESHARD not in node.meta:
+                shares[node.meta["global"]] += self._weight(node) / self.calls[node.meta["global"]]
+        gone = sum(map(traffic_of, members), Traffic())
+        return KernelUse(
+            name=name,
+            phase=last.meta["phase"],
+            node=last.meta[EMITTED_AT],
+            stands_for={node: min(1.0, round(share, 9)) for node, share in shares.items()},
+            reads=tuple(dict.fromkeys(item.meta.get("global", item.name) for item in operands)),
+            time_s=time_s,
+            launches=traffic.launches,
+            memory_bytes=traffic.memory_bytes,
+            saved_launches=gone.launches - traffic.launches,
+            saved_bytes=gone.memory_bytes - traffic.memory_bytes,
+            times=self._times(last),
+        )
+
+    def _sum(self, nodes: Iterable[fx.Node]) -> Traffic:
+        total = Traffic()
+        for node in nodes:
+            if is_launch(node):
+                once, times = traffic_of(node), self._times(node)
+                total += Traffic(times * once.launches, times * once.memory_bytes)
+        return total
+
+    def _times(self, node: fx.Node) -> int:
+        return self.counts.get(node.meta.get(EMITTED_AT, ""), 1)
+
+    def _weight(self, node: fx.Node) -> float:
+        """How much of its traced call's time a local call is taken to be."""
+        return self._time(traffic_of(node), 0.0)
+
+    def _time(self, traffic: Traffic, products_s: float) -> float:
+        moved_s = memory_time(traffic.memory_bytes, self.device)
+        return traffic.launches * self.device.launch_latency_s + max(products_s, moved_s)
+
+    def _alone(self, node: fx.Node) -> float:
+        """Seconds of a call of the program without kernels."""
+        done = work(operator_name(node), *_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
+        return work_time(done, self.device, operator_name(node))
+
+    def _products_of(self, node: fx.Node) -> float:
+        """Seconds of the arithmetic of a call's matrix products; 0 where it has none."""
+        if not is_launch(node):
+            return 0.0
+        done = work(operator_name(node), *_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
+        if not done.products:
+            return 0.0
+        arithmetic = work_time(done._replace(bytes_read=0, bytes_written=0), self.device)
+        return arithmetic - done.steps * self.device.launch_latency_s
+
+    def _products_within(self, node: fx.Node) -> float:
+        """The same of all calls of a kernel's form."""
+        key = (node.target, fx.map_arg(node.args, lambda operand: _form(operand.meta["val"])))
+        if key not in self.products:
+            self.products[key] = sum(map(self._products_of, _written_out(node).nodes))
+        return self.products[key]
+
+
+def _written_out(call: fx.Node) -> fx.Graph:
+    """The calls of a kernel's form, with their fake values."""
+    graph = fx.Graph()
+    operands = {node: graph.placeholder(node.name) for node in call.all_input_nodes}
+    for node, placeholder in operands.items():
+        placeholder.meta["val"] = node.meta["val"]
+    graph.node_copy(call, operands.__getitem__).meta = dict(call.meta)
+    expanded = expand_kernels(fx.GraphModule({}, graph)).graph
+    mode: Any = next(node.meta["val"].fake_mode for node in call.all_input_nodes)
+    for node in expanded.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+            with mode:
+                node.meta["val"] = node.target(*args, **kwargs)
+        elif node.op == "placeholder":
+            node.meta["val"] = next(item.meta["val"] for item in operands if item.name == node.name)
+    return expanded
+
+
+def _infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
+    """What the cost models know of a call's operands and results."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    operands = [_info(operand.meta["val"]) for operand in operands_of(node)]
+    return operands, [_info(item) for item in values if isinstance(item, Tensor)]
+
+
+def _info(value: Tensor) -> TensorInfo:
+    return TensorInfo(tuple(value.shape), value.itemsize, dtype_name(value.dtype))
+
+
+def _form(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value

@@ -1,0 +1,182 @@
+"""Plans with `backend="triton"` are priced with the kernels that run, and say which these are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, Mesh, Plan
+from autoshard.errors import NotAvailableError
+from autoshard.ir.kernels import NO_KERNELS, Kernels
+from cost_models.compute import matmul_time
+from cost_models.device import device
+from cost_models.streams import simulate_streams
+from cost_models.timeline import COMPUTE
+from passes.lowering.count_launches import Traffic, count_launches
+from passes.lowering.price_kernels import price_kernels
+from passes.pipeline import PlanOptions, plan_of_choice, planning_problem, solve
+from passes.planning.build_assignment import PlanningProblem
+from passes.prediction.segment_step import segment_step
+from passes.questions.what_if import outcome_of
+from tests.benchmarks.fused_counts import count_both, count_generated, llama_block, llama_block_program
+from tests.passes.blocks import h100s
+from tests.passes.deep import alike, batch
+from tests.passes.questions.test_explain import make_plan
+
+CLUSTER = Cluster("h100_sxm", nodes=1, devices_per_node=2)
+H100 = device("h100_sxm")
+
+
+class Scaled(nn.Module):
+    """A sum of squares of scaled values, which no hand-written kernel takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x * self.scale) * x).square().sum()
+
+
+class Head(nn.Module):
+    """The loss of a vocabulary's head."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(hidden), targets)
+
+
+def _launches(planning: PlanningProblem, choice: Any, kernels: Kernels = NO_KERNELS) -> int:
+    """What the prediction takes the host to launch of computation."""
+    ops = [op for segment in segment_step(planning, choice, kernels, shares=False) for op in segment.ops]
+    return sum(op.launches for op in ops if op.stream == COMPUTE)
+
+
+def _compute_time(planning: PlanningProblem, choice: Any, kernels: Kernels) -> float:
+    return sum(simulate_streams(segment_step(planning, choice, kernels)).compute_s.values())
+
+
+@pytest.fixture(scope="module")
+def block() -> tuple[PlanningProblem, Any, Plan]:
+    """A Llama block on one device: its problem, a choice, and the plan with kernels."""
+    mesh = Mesh({"x": 1})
+    options = PlanOptions(with_baselines=False, with_kernels=True)
+    planning = planning_problem(llama_block_program(hidden=512, length=256), mesh, h100s(mesh), options)
+    solution = solve(planning, options, {}).solution
+    return planning, solution.choice, plan_of_choice(planning, solution.choice, 0.0, None, h100s(mesh), options)
+
+
+def test_a_llama_block_is_priced_with_what_runs(block: tuple[PlanningProblem, Any, Plan]) -> None:
+    """Launches and bytes are those counted on the programs, the simulated step's too; at most half, and 70 %, are left.
+
+    The step is faster by what the calls that went took, less what the kernels take.
+    """
+    planning, choice, plan = block
+    lowered, kernels = llama_block(hidden=512, length=256), plan.predicted.kernels
+    assert Traffic(kernels.launches_without, kernels.memory_bytes_without) == count_both(lowered)[0]
+    assert Traffic(kernels.launches, kernels.memory_bytes) == count_generated(lowered)
+    assert _launches(planning, choice) == kernels.launches_without
+    assert _launches(planning, choice, kernels) == kernels.launches
+    assert kernels.launches <= kernels.launches_without / 2
+    assert kernels.memory_bytes <= 0.7 * kernels.memory_bytes_without
+    site = planning.space.sites
+    gone = sum(
+        share * planning.prices.call_time(site[name], planning.strategy(name, choice))
+        for use in kernels.uses
+        for name, share in use.stands_for.items()
+    )
+    saved = gone - sum(use.time_s for use in kernels.uses)
+    before, after = (_compute_time(planning, choice, item) for item in (NO_KERNELS, kernels))
+    assert saved > 0
+    assert before - after == pytest.approx(saved)
+    assert plan.predicted.step_time_s < kernels.step_time_without_s
+
+
+def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
+    """On a mesh no call goes more than once, and nothing that is left is counted twice."""
+    plan = autoshard.plan(
+        alike(3), CLUSTER, mesh=Mesh({"x": 2}), example_inputs=batch(), backend="triton", precision=None
+    )
+    kernels, gone = plan.predicted.kernels, dict[str, float]()
+    for use in kernels.uses:
+        for name, share in use.stands_for.items():
+            gone[name] = gone.get(name, 0.0) + share
+    assert gone
+    assert max(gone.values()) <= 1 + 1e-9
+    assert kernels.launches_without - kernels.launches == sum(use.times * use.saved_launches for use in kernels.uses)
+
+
+def test_elided_blocks_have_their_kernels(tmp_path: Path) -> None:
+    """A deep model planned without its inner blocks launches and moves what the whole does; files and print say so."""
+    arguments: Mapping[str, Any] = {"mesh": Mesh({"x": 2}), "example_inputs": batch(), "precision": None}
+    model = alike(10)
+    plan = autoshard.plan(model, CLUSTER, **arguments, backend="triton")
+    kernels = plan.predicted.kernels
+    assert plan.repeats
+    assert {use.times for use in kernels.uses} >= {1, 7}
+    sharded = autoshard.compile(model, Mesh({"x": 2}), plan=plan)
+    sharded(*batch())
+    whole = sharded.programs[0]
+    counted = price_kernels(whole.phased.lowered, H100)
+    assert kernels.launches == counted.launches
+    assert kernels.memory_bytes == counted.memory_bytes
+    assert kernels.launches_without == count_launches(whole.phased.lowered.graph_module).launches
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").predicted.kernels == kernels
+    assert f"{kernels.launches} launches in place of {kernels.launches_without}" in str(plan)
+    assert "triton_bias_gelu" in str(plan)
+    found = plan.explain("blocks.9.up.bias")
+    assert any(text.startswith("triton_bias_gelu for") for text in found.kernels)
+    assert autoshard.plan(model, CLUSTER, **arguments).explain("blocks.9.up.bias").kernels == found.kernels
+
+
+def test_explanations_compare_plans_without_kernels() -> None:
+    """What the chosen spec costs is priced as the others are, whatever the backend."""
+    plain, fused = (make_plan(backend=backend) for backend in ("eager", "triton"))
+    assert plain.predicted.kernels == NO_KERNELS
+    assert fused.predicted.step_time_s < plain.predicted.step_time_s
+    assert outcome_of(fused).step_time_s == pytest.approx(outcome_of(plain).step_time_s)
+    assert outcome_of(fused).breakdown == pytest.approx(outcome_of(plain).breakdown)
+
+
+def test_products_within_kernels_are_priced() -> None:
+    """The kernels of a head and its loss take no less than their products of matrices: one, and three behind."""
+    head, hidden = nn.Linear(256, 4096, bias=False), torch.randn(512, 256, requires_grad=True)
+    targets = torch.randint(0, 4096, (512,))
+    model = Head(head)
+    plan = autoshard.plan(model, CLUSTER, mesh=Mesh({"x": 1}), example_inputs=(hidden, targets), backend="triton")
+    times = {use.name: use.time_s for use in plan.predicted.kernels.uses}
+    one = matmul_time(512, 4096, 256, 1, "bf16", H100) - H100.launch_latency_s
+    assert times["triton_linear_cross_entropy"] > one
+    assert times["triton_linear_cross_entropy_backward"] > 3 * one
+
+
+def test_groups_are_shown() -> None:
+    """A parameter's explanation names the kernel that reads it, what that stands for and what it saves; JSON too."""
+    plan = autoshard.plan(Scaled(), CLUSTER, mesh=Mesh({"x": 2}), example_inputs=(torch.ones(8, 16),))
+    found = plan.explain("scale")
+    assert found.kernels
+    assert "mul, tanh, mul_1, pow_1, sum_1" in found.kernels[0]
+    assert "(forward)" in found.kernels[0]
+    assert "less to move" in str(found)
+    assert found.to_json()["kernels"] == list(found.kernels)
+
+
+def test_products_are_in_no_group() -> None:
+    """Nothing is generated for a table that is only looked up."""
+    assert make_plan().explain("table.weight").kernels == ()
+
+
+def test_recipes_are_not_priced_with_kernels() -> None:
+    """Recipes have the kernels of the frameworks that they are of: asking for ours is refused."""
+    with pytest.raises(NotAvailableError, match="backend='triton' does not go with global_batch="):
+        autoshard.plan(Scaled(), CLUSTER, example_inputs=(torch.ones(8, 16),), global_batch=8, backend="triton")
