@@ -3,8 +3,8 @@
 #   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
 #   make test                  lint, types, and every test that is not slow (what CI runs)
 #   make test-all              the slow tests too
-#   make nightly               thirty thousand drawn pairs of a program and a plan, beside one device; goes on where the
-#                              last run stopped (build/nightly)
+#   make nightly               25,000 drawn pairs of a program and a plan, beside one device; goes on where the last run
+#                              stopped (build/nightly)
 #   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make gpu-bench             each Triton kernel beside torch.compile and eager, on a machine with a GPU

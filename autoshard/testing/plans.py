@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -29,8 +30,8 @@ from cost_models.hardware import Cluster, node_type
 from passes.memory.liveness import UPDATE, find_lifetimes
 from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.planning.build_assignment import PlanningProblem, build_problem
-from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
-from passes.recomputation.recompute_problem import build_recompute_problem
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RecomputeOptions, find_options
+from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
 from passes.recomputation.recompute_search import host_bytes, with_again
 from passes.solver.assignment import Assignment
 from passes.strategies.enumerate_strategies import EnumerateStrategies, Site, operands_of
@@ -39,6 +40,8 @@ from passes.strategies.price import Prices
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
     """Legal plans of a program: for each node any strategy that its rule admits; half of them recompute and offload.
+
+    The program is traced, and what its nodes may do is listed, once for all plans that are drawn of it.
 
     Args:
         program: a drawn program, which is traced, or a traced one.
@@ -52,7 +55,9 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
         dtype = None if precision is None else PRECISIONS[precision]
         program = _traced(program, dtype)
     cluster = _laptop(mesh)
-    drawn = st.composite(_draw_plan)(_unfolded_problem(program, mesh, cluster), cluster, is_added_up)
+    planning = _unfolded_problem(program, mesh, cluster)
+    deciding = cache(partial(_deciding, planning, cluster))
+    drawn = st.composite(_draw_plan)(planning, deciding, cluster, is_added_up)
     return drawn.map(lambda plan: dataclasses.replace(plan, precision=precision))
 
 
@@ -133,7 +138,24 @@ def _unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Plannin
     return build_problem(space, Prices(cluster, mesh), find_lifetimes(space, 0.0), alone)
 
 
-def _draw_plan(draw: Draw, planning: PlanningProblem, cluster: Cluster, is_added_up: bool) -> Plan:
+@dataclass(frozen=True, slots=True)
+class _Deciding:
+    """What there is to decide: with recomputation and offload, or without."""
+
+    options: RecomputeOptions
+    problem: RecomputeProblem
+
+
+def _deciding(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> _Deciding:
+    has_host = cluster.device.host_link is not None
+    every = find_options(planning.space, planning.classes, least_share=0.0, offload=has_host)
+    options = every if recompute else dataclasses.replace(every, keepings={})
+    return _Deciding(options, build_recompute_problem(planning, options))
+
+
+def _draw_plan(
+    draw: Draw, planning: PlanningProblem, deciding: Callable[[bool], _Deciding], cluster: Cluster, is_added_up: bool
+) -> Plan:
     gradients = _read_by_update(planning) if is_added_up else ()
 
     def pick(variable: int, options: np.ndarray) -> int:
@@ -142,7 +164,7 @@ def _draw_plan(draw: Draw, planning: PlanningProblem, cluster: Cluster, is_added
             options = options[[_is_sum(site.strategies[option % len(site.strategies)]) for option in options]]
         return int(options[draw(st.integers(0, len(options) - 1))])
 
-    return decided_plan(planning, cluster, pick, recompute=draw(st.booleans()))
+    return _decided(planning, deciding(draw(st.booleans())), cluster, pick)
 
 
 def _read_by_update(planning: PlanningProblem) -> Collection[str]:
@@ -168,10 +190,13 @@ def decided_plan(
             once for each keeping, those that keep its values first.
         recompute: whether values may be recomputed or offloaded.
     """
-    has_host = cluster.device.host_link is not None
-    every = find_options(planning.space, planning.classes, least_share=0.0, offload=has_host)
-    options = every if recompute else dataclasses.replace(every, keepings={})
-    problem = build_recompute_problem(planning, options)
+    return _decided(planning, _deciding(planning, cluster, recompute), cluster, pick)
+
+
+def _decided(
+    planning: PlanningProblem, deciding: _Deciding, cluster: Cluster, pick: Callable[[int, np.ndarray], int]
+) -> Plan:
+    options, problem = deciding.options, deciding.problem
     choice: dict[int, int] = {}
     for variable in range(len(problem.assignment.costs)):
         choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))

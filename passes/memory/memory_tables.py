@@ -130,12 +130,12 @@ def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], 
     """Whether each source is another layout than each target, [sources, targets]; axes of size one make none."""
     numbers: dict[PartitionSpec, int] = {}
     alone = {axis for axis, size in mesh.axes if size == 1}
-
-    def number(spec: PartitionSpec) -> int:
-        return numbers.setdefault(_without(spec, alone) if alone else spec, len(numbers))
-
-    before = np.array([number(spec) for spec in sources])
-    after = np.array([number(spec) for spec in targets])
+    number = {
+        spec: numbers.setdefault(_without(spec, alone) if alone else spec, len(numbers))
+        for spec in dict.fromkeys((*sources, *targets))
+    }
+    before = np.array([number[spec] for spec in sources])
+    after = np.array([number[spec] for spec in targets])
     return before[:, None] != after[None, :]
 
 
@@ -143,7 +143,8 @@ def _most_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mes
     """The most bytes that a value takes under each spec, if it may be a copy: see `Transients.bytes_of_copy`."""
     if all(size == 1 or size % mesh.size == 0 for size in value.shape):
         return local_bytes_of(value, specs, mesh)
-    return np.array([_most_bytes(value, spec, mesh) for spec in specs])
+    sizes = {spec: _most_bytes(value, spec, mesh) for spec in dict.fromkeys(specs)}
+    return np.array([sizes[spec] for spec in specs])
 
 
 def _most_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> float:

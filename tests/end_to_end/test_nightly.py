@@ -16,7 +16,12 @@ def test_shards_are_kept_and_not_run_again(
 ) -> None:
     """A second run only reads; more shards are added to those there are."""
     drawn = []
-    monkeypatch.setattr(nightly, "PROPERTIES", {"counted": lambda data: drawn.append(data.draw(st.integers()))})
+
+    def counted(data: st.DataObject, most_plans: int) -> int:
+        drawn.append(data.draw(st.integers()))
+        return 1
+
+    monkeypatch.setattr(nightly, "PROPERTIES", {"counted": counted})
     arguments = ["--examples", "3", "--folder", str(tmp_path)]
     assert nightly.main([*arguments, "--shards", "2"]) == 0
     assert len(drawn) == 6
@@ -33,9 +38,10 @@ def test_shards_are_kept_and_not_run_again(
 def test_the_smallest_failure_is_kept_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it drew is in a file beside the shard, and the status is 1."""
 
-    def fails(data: st.DataObject) -> None:
+    def fails(data: st.DataObject, most_plans: int) -> int:
         program = data.draw(programs(max_blocks=1))
         assert not list(program.model.parameters()), "a model with parameters"
+        return 1
 
     monkeypatch.setattr(nightly, "PROPERTIES", {"wrong": fails})
     assert nightly.main(["--examples", "20", "--shards", "1", "--folder", str(tmp_path)]) == 1
