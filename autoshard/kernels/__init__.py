@@ -1,9 +1,9 @@
 """Semantic operators and their kernels; nothing here knows of graphs, meshes or plans.
 
 Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout,
-cross-entropy, recurrent layers and their backwards), each with a plain PyTorch reference. The Triton kernels
-and the table that says which operator they may stand in for are in `autoshard.kernels.registry`, which imports
-triton.
+cross-entropy, recurrent layers and their backwards, quantising), each with a plain PyTorch reference. The Triton
+kernels and the table that says which operator they may stand in for are in `autoshard.kernels.registry`, which
+imports triton.
 """
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite
@@ -12,6 +12,7 @@ from autoshard.kernels.dropout import dropout
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
 from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
+from autoshard.kernels.quantise import dequantise_sum, quantisation_error, quantise
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
 
@@ -23,6 +24,7 @@ __all__ = [
     "attention_composite",
     "cross_entropy",
     "cross_entropy_backward",
+    "dequantise_sum",
     "dropout",
     "gru",
     "gru_backward",
@@ -33,6 +35,8 @@ __all__ = [
     "packed_attention",
     "packed_attention_backward",
     "philox_4x32",
+    "quantisation_error",
+    "quantise",
     "random_words",
     "rms_norm_backward_reference",
     "rnn",

@@ -34,6 +34,7 @@ from autoshard.kernels import (
     triton_linear_cross_entropy,
     triton_packed_attention,
     triton_permutation,
+    triton_quantise,
     triton_rms_norm,
     triton_rotary,
     triton_softmax,
@@ -50,6 +51,7 @@ _MODULES = (
     triton_grouped_matmul,
     triton_layer_norm,
     triton_packed_attention,
+    triton_quantise,
     triton_rms_norm,
     triton_softmax,
 )
