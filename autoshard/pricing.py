@@ -56,8 +56,9 @@ def price(
         of each kind; it is for reading and comparing, not for `compile`.
 
     Raises:
-        RecipeError: the recipe does not fit the model or the cluster.
-        NotAvailableError: the recipe offloads something to the host's memory.
+        RecipeError: the recipe does not fit the model or the cluster, or offloads more than its hosts hold.
+        NotAvailableError: the recipe offloads optimizer state or parameters.
+        UnknownHardwareError: it offloads activations, and the device's data have no host link.
         TraceError: the model cannot be traced, or does other things for two sequences than for one.
 
     Example:
@@ -73,10 +74,10 @@ def price(
 
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
-    if recipe.offload != "none":
+    if recipe.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
-            f"offload={recipe.offload!r} cannot be priced yet: how long what lies in the host's memory takes to "
-            "come and go is not known for these nodes. Price the recipe with offload='none'."
+            f"offload={recipe.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
+            "Price the recipe with offload='none' or 'activations'."
         )
     found = recipe_plan(priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
     args, kwargs = _arguments(example_inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, P, Plan, Recipe, RecipeError
 from autoshard.errors import NotAvailableError
+from autoshard.ir.printer import format_bytes
 from tests.passes.decoders import dense, sparse, tokens
 
 MODEL, SPARSE = dense(8), sparse()
@@ -178,6 +180,28 @@ def test_what_has_no_price_yet_is_refused() -> None:
     """Nothing that takes time is priced at nothing."""
     with pytest.raises(NotAvailableError, match="offload='optimizer' cannot be priced yet"):
         _price(Recipe(data=8, zero=1, offload="optimizer"))
+
+
+def test_offloaded_activations_have_a_price() -> None:
+    """Copies only add time; what they take from the device lies on the host, which must hold it."""
+    recipe = Recipe(data=8, micro_batch=64, global_batch=512)
+    kept, away = _price(recipe), _price(dataclasses.replace(recipe, offload="activations"))
+    assert away.predicted.step_time_s > kept.predicted.step_time_s
+    saved = kept.predicted.peak_memory_bytes - away.predicted.peak_memory_bytes
+    buffers = away.predicted.memory_breakdown["offload buffers"]
+    assert away.offload.host_bytes == pytest.approx(saved + buffers, abs=2)
+    assert away.offload.time_s == away.predicted.breakdown["communication over the host"]
+    assert f"{format_bytes(away.offload.host_bytes)} on the host for each device" in str(away)
+    assert Plan.from_json(away.to_json()).offload == away.offload
+
+
+def test_experts_may_lie_on_tensor_ranks_too() -> None:
+    """Where replicas alone are too few for them; parameters of all kinds have their bytes."""
+    recipe = Recipe(data=2, tensor=2, expert=4, global_batch=4)
+    plan = autoshard.price(SPARSE, Cluster("h100_sxm", 1, 4), recipe, example_inputs=tokens())
+    split = {name: math.prod(item.shape) * 2 / item.local_bytes for name, item in plan.parameters.items()}
+    assert split["words.weight"] == 2
+    assert {share for name, share in split.items() if name.endswith((".up", ".down"))} == {4}
 
 
 def test_what_is_no_recipe_is_refused() -> None:

@@ -266,8 +266,8 @@ class Plan:
 
         Args:
             feature: "data" (parameters copied over an axis), "zero-1", "fsdp" or "tensor"; of a recipe that
-                `autoshard.plan` found also "zero-2", "context", "expert", "pipeline" or "recompute": the fastest recipe
-                that does it, or, where the plan does it, the fastest that does not.
+                `autoshard.plan` found also "zero-2", "context", "expert", "pipeline", "recompute" or "offload": the
+                fastest recipe that does it, or, where the plan does it, the fastest that does not.
 
         Raises:
             InvalidSpecError: no such feature.

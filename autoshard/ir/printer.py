@@ -65,6 +65,9 @@ def recipe_lines(plan: Plan) -> list[str]:
     if plan.recipe is None:
         return []
     lines = [f"Recipe: {plan.recipe.words}."]
+    if plan.offload.host_bytes:
+        size, time = format_bytes(plan.offload.host_bytes), format_time(plan.offload.time_s)
+        lines.append(f"Offload: {size} on the host for each device, at most; {time} of a step's copies are waited for.")
     if plan.recipe.forecasts:
         lines.append(f"A forecast: compile does not run {', '.join(plan.recipe.forecasts)} yet.")
     else:

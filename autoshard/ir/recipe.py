@@ -16,7 +16,7 @@ RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev")
 PRECISIONS = ("bf16", "f16", "f8", "f32")
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
-OFFLOADS = ("none", "optimizer", "parameters")
+OFFLOADS = ("none", "activations", "optimizer", "parameters")
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
 
 
@@ -53,7 +53,8 @@ class Recipe:
         separate_sum: a micro-batch's gradients, in 16 bits, are kept beside their sum in float32 (DeepSpeed's bf16
             optimizer; Megatron-LM adds each product to the sum at once).
         master_weights: the optimizer keeps parameters in float32.
-        offload: what lies in the host's memory: "none", "optimizer" (its state), "parameters" (with it).
+        offload: what lies in the host's memory: "none"; "activations", what blocks keep from their forward to their
+            backward; "optimizer" (its state), "parameters" (with it).
         overlap_gradients: gradients are reduced while the backward of the last micro-batch runs.
         overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs, ZeRO-3 gathers each
             block's while the block before it runs.
@@ -195,7 +196,8 @@ class Recipe:
         some = self.recompute_modules or "attention's core"
         again = {"none": "", "selective": f"; {some} computed again", "full": "; blocks computed again"}
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
-        return f"{', '.join(axes)}; {batches}{again[self.recompute]}"
+        host = "; activations on the host" if self.offload == "activations" else ""
+        return f"{', '.join(axes)}; {batches}{again[self.recompute]}{host}"
 
     def _sharding_words(self) -> str:
         group = "" if self.zero_group in (None, self.replicas) else f" in groups of {self.zero_group}"
@@ -209,6 +211,7 @@ class Recipe:
             "context parallelism": self.context > 1,
             "expert parallelism": self.expert > 1,
             "products in 8 bits": self.precision == "f8",
+            "copies to the host beside computation": self.offload == "activations",
         }
         return tuple(name for name, is_there in parts.items() if is_there)
 
@@ -238,7 +241,7 @@ class Recipe:
                 f"zero_group={self.zero_group} must divide data={self.data} x context={self.context}, over which ZeRO "
                 "shards."
             )
-        if self.offload != "none" and self.zero == 0:
+        if self.offload in ("optimizer", "parameters") and self.zero == 0:
             raise RecipeError(f"offload={self.offload!r} needs zero of at least 1: what is offloaded is ZeRO's shard.")
 
     def _check_stages(self) -> None:

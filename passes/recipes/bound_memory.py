@@ -25,18 +25,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoshard.ir.recipe import RECOMPUTE, Recipe
+from autoshard.ir.recipe import Recipe
 from passes.recipes.bound_recipes import ROUNDING, Floats, PipeShapes, pipe_shape
 from passes.recipes.fold_program import AFTER, BEFORE
-from passes.recipes.price_memory import kept_bytes, state_bytes
+from passes.recipes.price_memory import is_offloaded, kept_bytes, state_bytes
 from passes.recipes.price_sections import SectionSizes
 from passes.recipes.recipe_groups import Groups
-from passes.recipes.recipe_space import Pipe
+from passes.recipes.recipe_space import KEEPINGS, Keeping, Pipe
 
 _PARTS = 8
 """Parts of memory at most, see `passes.recipes.price_memory`."""
 
-_KINDS = {recompute: Recipe(recompute=recompute) for recompute in RECOMPUTE}
+_KINDS = {keeping: Recipe(recompute=keeping.recompute, offload=keeping.offload) for keeping in KEEPINGS}
 
 
 def memory_floors(sections: Mapping[str, SectionSizes], shapes: PipeShapes, recipe: Recipe, groups: Groups) -> Floats:
@@ -63,7 +63,7 @@ def rank_floors(
     def largest(values: Iterable[float]) -> Floats:
         return ((counts > 0) * np.array(list(values), dtype=float)).max(axis=-1)
 
-    kept = by_rank(kept_bytes(price, name, recipe) for name, price in sections.items())
+    kept = by_rank(held_bytes(price, name, recipe) for name, price in sections.items())
     dense = by_rank(price.parameters for price in sections.values())
     expert = by_rank(price.expert_parameters for price in sections.values())
     states = [
@@ -72,6 +72,7 @@ def rank_floors(
     ]
     again = largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
     passing = held * kept + again
+    passing += largest(buffer_bytes(price, name, recipe) for name, price in sections.items())
     passing += 2 * largest(price.largest_bytes for price in sections.values())
     return whole_bytes(sum(states) + passing)
 
@@ -121,23 +122,33 @@ def again_bytes(size: SectionSizes, name: str, recompute: str) -> int:
     return {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recompute]
 
 
+def held_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes that a micro-batch keeps of a section on the device."""
+    return 0 if is_offloaded(name, recipe) else kept_bytes(size, name, recipe)
+
+
+def buffer_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes of a section that lie on the device while they go to the host, at least."""
+    return kept_bytes(size, name, recipe) if is_offloaded(name, recipe) else 0
+
+
 def layout_memory_floors(
     sections: Mapping[str, SectionSizes],
     ranks: FullRanks,
     recipe: Recipe,
     state: float,
-    recomputes: Sequence[str],
+    keepings: Sequence[Keeping],
     *,
     whole: Floats | None,
 ) -> Floats:
-    """Bounds on the memory of the recipes of a layout, by what is computed again, bytes.
+    """Bounds on the memory of the recipes of a layout, by what becomes of blocks' values, bytes.
 
     Args:
         sections: what they keep and hold.
         ranks: of the pipelines that the recipes have.
         recipe: one of the recipes.
         state: bytes of a parameter with its gradient and state, on all ranks that share them.
-        recomputes: what may be computed again.
+        keepings: what may become of them.
         whole: how often the model has each section, [sections], where blocks may be shared out in any way; else None.
     """
     replicas = recipe.devices / recipe.tensor / ranks.sizes
@@ -147,13 +158,15 @@ def layout_memory_floors(
         np.array([getattr(size, name) for size in sections.values()], dtype=float)
         for name in ("parameters", "expert_parameters", "largest_bytes")
     )
-    kept = np.array(
-        [[kept_bytes(size, name, _KINDS[each]) for each in recomputes] for name, size in sections.items()], dtype=float
-    )
-    again = [[again_bytes(size, name, each) for each in recomputes] for name, size in sections.items()]
+    kinds = [_KINDS[each] for each in keepings]
+    kept = np.array([[held_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
+    again = [[again_bytes(size, name, kind.recompute) for kind in kinds] for name, size in sections.items()]
     held, has = np.minimum(ranks.sizes, micro_batches), ranks.counts > 0
     floors = held[:, None] * (ranks.counts @ kept)
     floors += (has[:, :, None] * np.array(again, dtype=float)).max(axis=1)
+    if any(each.offload != "none" for each in keepings):
+        buffers = [[buffer_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
+        floors += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
     states = state * ((ranks.counts @ dense) / replicas + (ranks.counts @ expert) / expert_replicas)
     floors += (states + 2 * (has * largest).max(axis=1))[:, None]
     least = floors.min(axis=0)
@@ -168,11 +181,11 @@ def layout_memory_floors(
 
 
 def _uneven_floors(whole: Floats, states: Floats, kept: Floats, sizes: Floats, micro_batches: Floats) -> Floats:
-    """Bounds where blocks are shared out in any way (see the module's docstring), [sizes, recomputes].
+    """Bounds where blocks are shared out in any way (see the module's docstring), [sizes, keepings].
 
     Args:
         whole: how often the model has each section, [sections].
-        states, kept: bytes of a section, [sizes, sections], and for a micro-batch, [sections, recomputes].
+        states, kept: bytes of a section, [sizes, sections], and for a micro-batch, [sections, keepings].
         sizes, micro_batches: ranks of each pipeline, and how many micro-batches it runs, [sizes].
     """
     state, keeps = (states @ whole)[:, None], whole @ kept

@@ -24,8 +24,8 @@ each section.
    the price is at least min(L(v(X / t)), t / v(X / t)) for every t >= L(1): either T(1) <= t, and v is no larger than
    there, or T(1) > t, and T(v) >= T(1) / v, where x / v(X / x) rises with x. A section's time at speed v is at least
    f - (1 - 1 / v) p, as communication that a shorter product hides no longer is added, never taken away; where a
-   gather that may take longer than the section runs beside it, interference shrinks too, and what is taken off is
-   (1 + interference) p.
+   gather, or a copy to or from the host, that may take longer than the section runs beside it, interference shrinks
+   too, and what is taken off is (1 + interference) p.
 
 Every bound is taken less one part in 10^9, for rounding.
 """
@@ -48,7 +48,7 @@ from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_ends import EndWork
-from passes.recipes.price_recipe import section_products, section_time, sharded_time
+from passes.recipes.price_recipe import copies_time, section_products, section_time, sharded_time
 from passes.recipes.price_sections import SectionPrice
 from passes.recipes.recipe_groups import Groups
 from passes.recipes.recipe_space import Pipe, schedule_of
@@ -118,11 +118,12 @@ def section_floor(
     time = section_time(price, recipe, groups, cluster, model, is_block=is_block)
     products = section_products(price, recipe, model, is_block=is_block)
     gathers = sharded_time(price, recipe, groups, cluster, model)
+    copies = copies_time(price, recipe, cluster, is_block=is_block)
     longest = (1.0 + model.interference) * power_limit().headroom
     totals = (time.forward_s, time.backward_s + time.recompute_s)
     gains = [
-        seconds if total >= longest * gather_s else (1.0 + model.interference) * seconds
-        for total, seconds, gather_s in zip(totals, products, gathers, strict=True)
+        seconds if total >= longest * max(beside) else (1.0 + model.interference) * seconds
+        for total, seconds, beside in zip(totals, products, zip(gathers, copies, strict=True), strict=True)
     ]
     return SectionFloor(
         forward=totals[0], backward=totals[1], forward_gain=gains[0], backward_gain=gains[1],

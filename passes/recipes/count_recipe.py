@@ -223,7 +223,7 @@ class RecipeCounting:
         return self._state("optimizer state")
 
     def activation_bytes(self) -> Size:
-        """Of each rank for one micro-batch."""
+        """Of each rank for one micro-batch, on the device or the host."""
         return self._share(lambda name, item: self._kept(name, item))
 
     def tokens(self) -> Size:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostArgumentError
-from cost_models.schedule_orders import stage_ranks
+from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.schedule_times import pipeline_times
 from cost_models.stages import Pipeline, StageTimes
 from passes.recipes.fold_program import AFTER, BEFORE
@@ -91,6 +91,14 @@ def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int
 def schedule_name(recipe: Recipe) -> str:
     """The name of a recipe's schedule in `cost_models.schedule_orders`."""
     return name_of_schedule(recipe.schedule, recipe.virtual_stages)
+
+
+def in_flight(recipe: Recipe) -> tuple[float, ...]:
+    """By pipeline rank, micro-batches that each of its stages holds at its peak; times do not change them."""
+    if recipe.pipeline == 1:
+        return (1.0,)
+    counts = most_in_flight(schedule_name(recipe), recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
+    return tuple(count / recipe.virtual_stages for count in counts)
 
 
 def name_of_schedule(schedule: str | None, virtual_stages: int) -> str:

@@ -4,7 +4,8 @@
   weight; two blocks' weights are gathered at a time.
 * Activations: what each micro-batch in flight keeps for its backward. With full recomputation that is what enters each
   block, and once what a block keeps while its backward runs; with selective, all but the core (attention's, or the
-  modules that it names).
+  modules that it names). Offloaded, what blocks keep lies on the host, but for two of them: the one whose values go
+  or come, and its neighbour.
 * What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
 * Workspace: the largest value that is made beside what is kept, twice (a value and its gradient), and the buffers of
   collectives.
@@ -78,16 +79,21 @@ def _rank_memory(
         parts["gathered parameters"] = 2.0 * max(
             (WEIGHT_BYTES[recipe.precision] * (b.parameters + b.expert_parameters) for b in blocks), default=0
         )
+    kept = {name: kept_bytes(sections[name], name, recipe) for name in counts}
     parts["activations"] = in_flight * sum(
-        kept_bytes(sections[name], name, recipe) * count for name, count in counts.items()
+        kept[name] * count for name, count in counts.items() if not is_offloaded(name, recipe)
     )
+    away = [(kept[name], count) for name, count in counts.items() if is_offloaded(name, recipe)]
+    if away:
+        in_passing = 2 * max(size for size, _ in away)
+        parts["offload buffers"] = min(in_passing, in_flight * sum(size * count for size, count in away))
     if recipe.recompute == "full":
         parts["recomputed activations"] = max((block.saved_bytes for block in blocks), default=0)
     elif recipe.recompute == "selective":
         parts["recomputed activations"] = max((block.core_bytes for block in blocks), default=0)
     parts["workspace"] = 2.0 * max(sections[name].largest_bytes for name in counts)
     update = _update_bytes(dense, groups.zero.size, recipe) + _update_bytes(expert, groups.expert_replicas.size, recipe)
-    passing = ("activations", "recomputed activations", "gathered parameters", "workspace")
+    passing = ("activations", "offload buffers", "recomputed activations", "gathered parameters", "workspace")
     if update > sum(parts.get(name, 0.0) for name in passing):
         parts = {name: size for name, size in parts.items() if name not in passing} | {"update": update}
     return MemoryPrice({name: int(size) for name, size in parts.items() if size})
@@ -110,7 +116,7 @@ def state_bytes(elements: float, shards: int, recipe: Recipe) -> dict[str, float
     state = 4 * MOMENTS[recipe.optimizer] + (4 if recipe.master_weights and recipe.zero < 3 else 0)
     if recipe.zero == 3:
         weight = 4 if recipe.master_weights else weight
-    on_device = {"none": 1.0, "optimizer": 0.0, "parameters": 0.0}[recipe.offload]
+    on_device = 0.0 if recipe.offload in ("optimizer", "parameters") else 1.0
     return {
         "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
         "gradients": elements * (gradient + extra) / (shards if recipe.zero >= 2 else 1),
@@ -125,8 +131,30 @@ def _update_bytes(elements: float, shards: int, recipe: Recipe) -> float:
     return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
 
 
+def host_bytes(
+    sections: Mapping[str, SectionSizes], stages: Sequence[Stage], recipe: Recipe, in_flight: Sequence[float]
+) -> int:
+    """Bytes that lie on the host for the rank that has most there; see `memory_price`."""
+    ranks = (
+        held * sum(kept_bytes(sections[name], name, recipe) * count for name, count in counts.items()
+                   if is_offloaded(name, recipe))
+        for counts, held in zip(rank_sections(stages, recipe), in_flight, strict=True)
+    )  # fmt: skip
+    return int(max(ranks))
+
+
+def is_offloaded(name: str, recipe: Recipe) -> bool:
+    """Whether what a section keeps lies on the host."""
+    return recipe.offload == "activations" and name not in (BEFORE, AFTER)
+
+
 def kept_bytes(price: SectionSizes, name: str, recipe: Recipe) -> int:
-    """Bytes that a micro-batch keeps of a section."""
-    if name in (BEFORE, AFTER) or recipe.recompute == "none":
+    """Bytes that a micro-batch keeps of a section, on the device or on the host."""
+    return price.saved_bytes if name in (BEFORE, AFTER) else block_bytes(price, recipe)
+
+
+def block_bytes(price: SectionSizes, recipe: Recipe) -> int:
+    """Bytes that a micro-batch keeps of a block."""
+    if recipe.recompute == "none":
         return price.saved_bytes
     return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

@@ -4,7 +4,8 @@
 2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: collectives of
    the tensor axis (in the backward, beside the products of weight gradients), of the context axis (beside attention),
    of the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead; where
-   gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch.
+   gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch. What blocks keep may go to the host and
+   come back, beside the same computation, on links of its own.
 3. The schedule runs them.
 4. Once per step gradients are reduced, parameters are updated and gathered.
 """
@@ -25,8 +26,12 @@ from cost_models.step import StepModel
 from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.pipeline_stages import Stage, rank_sections, run_stages
 from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times
+from passes.recipes.price_memory import block_bytes
 from passes.recipes.price_sections import EXPERT, Busy, PhasePrice, SectionPrice
 from passes.recipes.recipe_groups import Groups, in_pieces, slowdown, sorting_time, traffic_time
+
+HOST = "the host"
+"""What copies to the host and back count as in a step's communication."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +65,20 @@ def section_time(
         again = {"compute": recompute}
     gathering = sharded_time(price, recipe, groups, cluster, model)
     overlaps = recipe.overlap_parameters if recipe.zero == 3 else recipe.overlap_gradients
-    parts = {"forward": (forward, gathering[0]), "backward": (_sum(backward, again), gathering[1])}
+    copying = copies_time(price, recipe, cluster, is_block=is_block)
+    parts = {
+        "forward": (forward, gathering[0], copying[0]),
+        "backward": (_sum(backward, again), gathering[1], copying[1]),
+    }
     shown: dict[str, float] = {}
     totals = {}
-    for name, (times, gather_s) in parts.items():
+    for name, (times, gather_s, copy_s) in parts.items():
         alone = sum(times.values())
-        together = model.beside(alone, gather_s) if overlaps else alone + gather_s
-        totals[name] = together
+        busy, beside = (alone, gather_s) if overlaps else (alone + gather_s, 0.0)
+        gathered = model.beside(busy, beside)
+        totals[name] = model.beside(busy, max(beside, copy_s))
         shown = _sum(shown, {axis: value for axis, value in times.items() if axis != "compute"})
-        shown = _sum(shown, {"data": together - alone})
+        shown = _sum(shown, {"data": gathered - alone, **({HOST: totals[name] - gathered} if copy_s else {})})
     summing = memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
     totals["backward"] += summing
     late = price.backward.busy.weight_gradient_s * model.matmul_slowdown + summing
@@ -114,6 +124,14 @@ def _phase_time(
         if sent:
             times[axis] = sent - hidden + model.interference * hidden
     return times
+
+
+def copies_time(price: SectionPrice, recipe: Recipe, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
+    """Seconds in which what a section keeps goes to the host, and comes back; the ends' stays on the device."""
+    if recipe.offload != "activations" or not is_block:
+        return 0.0, 0.0
+    kept = block_bytes(price, recipe)
+    return (cluster.device.to_host_time(kept), cluster.device.from_host_time(kept)) if kept else (0.0, 0.0)
 
 
 def sharded_time(

@@ -77,6 +77,7 @@ FEATURES: Mapping[str, Feature] = {
         },
         {"recompute": ("none",)},
     ),
+    "offload": Feature({"offload of activations": {"offload": ("activations",)}}, {"offload": ("none",)}),
 }
 """What `why_not` may be asked about."""
 
@@ -176,8 +177,10 @@ class RecipeAlternatives:
             return "the model has no experts to share out"
         if feature == "context" and not counted.tokens:
             return "the model's inputs are no tokens, of which ranks could share a sequence"
-        if feature in ("pipeline", "recompute") and not counted.blocks:
-            return "the model has no list of blocks, which are what stages and recomputation are made of"
+        if feature in ("pipeline", "recompute", "offload") and not counted.blocks:
+            return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
+        if feature == "offload" and self.problem.cluster.device.host_link is None:
+            return "the device's data have no host link"
         return ""
 
     def _variant(

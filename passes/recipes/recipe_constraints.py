@@ -22,7 +22,6 @@ _ELSEWHERE = {
     "optimizer": "pass optimizer=",
     "stage_blocks": "the search shares blocks out itself, evenly with None; autoshard.price takes a recipe with others",
     "whole_tensors": "autoshard.price takes a recipe with it",
-    "offload": "no recipe that offloads has a price yet",
 }
 """Fields that constraints do not decide, and what to do instead."""
 

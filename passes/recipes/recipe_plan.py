@@ -6,9 +6,12 @@ import math
 import time
 from collections.abc import Mapping
 
+from autoshard.errors import RecipeError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import ParameterPlan, Prediction
+from autoshard.ir.printer import format_bytes
 from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
@@ -16,11 +19,11 @@ from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from cost_models.step import StepModel, fitted
 from passes.recipes.combine_layouts import combined
-from passes.recipes.pipeline_stages import share_out
+from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.price_ends import WEIGHT_BYTES
-from passes.recipes.price_memory import memory_price
+from passes.recipes.price_memory import host_bytes, memory_price
 from passes.recipes.price_model import CountedModel, PricedModel, RecipeKind
-from passes.recipes.price_recipe import model_flops, step_price
+from passes.recipes.price_recipe import HOST, model_flops, step_price
 from passes.recipes.propagate_axis import AxisLayout
 from passes.recipes.recipe_groups import recipe_groups
 
@@ -58,6 +61,10 @@ def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: St
         search_time_s=time.monotonic() - start,
         hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
         recipe=recipe,
+        offload=Offload(
+            host_bytes=_host_bytes(priced.counted, recipe, cluster),
+            time_s=prediction.breakdown.get(f"communication over {HOST}", 0.0),
+        ),
     )
 
 
@@ -71,6 +78,7 @@ def predict_recipe(
     sections = priced.section_prices(recipe, cluster)
     step = step_price(sections, stages, recipe, groups, cluster, model)
     memory = memory_price(sections, stages, recipe, groups, step.in_flight)
+    _host_bytes(priced, recipe, cluster)
     flops = model_flops(sections, priced.blocks, recipe)
     peak = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
@@ -85,6 +93,20 @@ def predict_recipe(
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(step.time_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
     )
+
+
+def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster) -> int:
+    """What lies in the host's memory for each device. Raises RecipeError where it does not hold that."""
+    if recipe.offload != "activations":
+        return 0
+    sections, stages = priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe)
+    size, share = host_bytes(sections, stages, recipe, in_flight(recipe)), cluster.host_bytes_per_device
+    if share is not None and size > share:
+        raise RecipeError(
+            f"offload={recipe.offload!r} takes {format_bytes(size)} of the host's memory for each device, of which it "
+            f"has {format_bytes(share)}. Recompute more, or use a smaller micro_batch."
+        )
+    return size
 
 
 def recipe_mesh(recipe: Recipe) -> Mesh:
@@ -105,8 +127,13 @@ def recipe_mesh(recipe: Recipe) -> Mesh:
 def _parameter_plans(
     priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Recipe, mesh: Mesh
 ) -> dict[str, ParameterPlan]:
-    """Every parameter of the whole model; ZeRO-3 splits the first dim over replicas too."""
+    """Every parameter of the whole model; ZeRO-3 splits the first dim over replicas too.
+
+    Experts may lie on ranks of the tensor axis too, which the mesh then does not name.
+    """
     nodes = priced.folded.single.nodes
+    sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
+    axes = Mesh({**dict(mesh.axes), **{name: size for name, size in sizes.items() if size > 1}})
     plans: dict[str, ParameterPlan] = {}
     for slot in priced.folded.single.inputs_of(InputKind.PARAMETER):
         names = priced.folded.names_of(slot.name)
@@ -117,7 +144,7 @@ def _parameter_plans(
         value = nodes[slot.node].meta["val"]
         spec = replica_sharded(spec, recipe, mesh)
         shape = tuple(value.shape)
-        size = math.prod(spec.local_shape(shape, mesh)) * WEIGHT_BYTES[recipe.precision]
+        size = math.prod(spec.local_shape(shape, axes)) * WEIGHT_BYTES[recipe.precision]
         plans.update(dict.fromkeys(names, ParameterPlan(spec, shape, size)))
     return plans
 

@@ -35,14 +35,14 @@ from passes.recipes.bound_recipes import (
     step_floors,
 )
 from passes.recipes.fold_program import AFTER, BEFORE
-from passes.recipes.pipeline_stages import Stage, schedule_name, share_out
+from passes.recipes.pipeline_stages import Stage, in_flight, share_out
 from passes.recipes.price_ends import EndWork, end_work
-from passes.recipes.price_memory import memory_price, state_bytes
+from passes.recipes.price_memory import host_bytes, memory_price, state_bytes
 from passes.recipes.price_model import CountedModel
 from passes.recipes.price_recipe import accumulation_bytes, send_time, sharded_time, step_price
 from passes.recipes.price_sections import EXPERT, SectionPrice, SectionSizes
 from passes.recipes.recipe_groups import Groups, recipe_groups
-from passes.recipes.recipe_space import Pipe, divisors, schedule_of
+from passes.recipes.recipe_space import Keeping, Pipe, divisors, schedule_of
 
 _GATHERS = 3
 """The ZeRO stage that gathers parameters for each micro-batch."""
@@ -98,12 +98,17 @@ class RecipePricer:
 
     def memory_bytes(self, recipe: Recipe) -> int:
         """The memory of a recipe's fullest rank, likewise."""
-        held = (1.0,)
-        if recipe.pipeline > 1:
-            numbers = (recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
-            counts = most_in_flight(schedule_name(recipe), *numbers)
-            held = tuple(each / recipe.virtual_stages for each in counts)
+        held = in_flight(recipe)
         return memory_price(self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), held).total
+
+    def fits(self, recipe: Recipe, memory_limit: float) -> bool:
+        """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""
+        if self.memory_bytes(recipe) > memory_limit:
+            return False
+        share = self.cluster.host_bytes_per_device
+        if recipe.offload != "activations" or share is None:
+            return True
+        return host_bytes(self.sizes(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def sizes(self, recipe: Recipe) -> Mapping[str, SectionSizes]:
         """What a recipe's sections keep and hold; found without their prices."""
@@ -116,7 +121,7 @@ class RecipePricer:
         """The largest value that a recipe's layout makes: a rank has twice that, beside all else."""
         return max(size.largest_bytes for size in self.sizes(recipe).values())
 
-    def layout_memory_floors(self, first: Recipe, most: int, recomputes: Sequence[str], *, uneven: bool) -> Floats:
+    def layout_memory_floors(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, uneven: bool) -> Floats:
         """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
 
         `uneven`: whether blocks may be shared out in any way.
@@ -129,7 +134,7 @@ class RecipePricer:
         )
         ranks = full_ranks(tuple(sizes), self.counted.blocks, pipes)
         whole = self._counts_of(tuple(sizes)) if uneven else None
-        return layout_memory_floors(sizes, ranks, first, self._state(first), recomputes, whole=whole)
+        return layout_memory_floors(sizes, ranks, first, self._state(first), keepings, whole=whole)
 
     def _state(self, recipe: Recipe) -> float:
         """Bytes of a parameter with its gradient and state where they are sharded most."""
@@ -140,7 +145,8 @@ class RecipePricer:
 
     def pipeline_memory_floor(self, recipe: Recipe, *, uneven: bool) -> float:
         """Bound on the memory of all recipes with the pipeline ranks of one, and that gather as it does."""
-        by_stages = self.layout_memory_floors(recipe, recipe.pipeline, [recipe.recompute], uneven=uneven)
+        keeping = Keeping(recipe.recompute, recipe.offload)
+        by_stages = self.layout_memory_floors(recipe, recipe.pipeline, [keeping], uneven=uneven)
         return max(self.state_floor(recipe), float(by_stages[0]))
 
     def state_floor(self, recipe: Recipe) -> float:
@@ -270,12 +276,13 @@ class RecipePricer:
         stage = recipe.zero if recipe.reduces_each else 0
         shards = (stage, recipe.replicas, recipe.zero_group) if stage and gathers else stage
         turns = recipe.micro_batches if recipe.overlap_expert and recipe.expert > 1 else recipe.micro_batches > 1
-        key = (_layout_of(recipe), recipe.recompute, turns, shards)
+        keeping = (recipe.recompute, recipe.offload)
+        key = (_layout_of(recipe), keeping, turns, shards)
         if key not in self._floors:
             groups = self.groups(recipe)
             if not gathers:
                 groups = replace(groups, zero=self._alone, outer=self._alone, expert_replicas=self._alone)
-            rest = (recipe.tensor, recipe.context, recipe.recompute, turns, shards, gathers)
+            rest = (recipe.tensor, recipe.context, keeping, turns, shards, gathers)
             floors = [
                 self._section_floor(price, name, recipe, groups, rest) for name, price in self.sections(recipe).items()
             ]

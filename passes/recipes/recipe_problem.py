@@ -12,9 +12,10 @@ from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel, fitted
 from passes.recipes.price_model import CountedModel
+from passes.recipes.recipe_objectives import Fastest, Smallest
 from passes.recipes.recipe_pricer import RecipePricer
 from passes.recipes.recipe_space import Only, RecipeSpace
-from passes.recipes.search_recipes import Fastest, FoundRecipe, Smallest, Watch, search_recipes
+from passes.recipes.search_recipes import FoundRecipe, Watch, search_recipes
 
 _BASELINES_SHARE = 0.3
 """Part of the time budget that the known kinds of recipes may take."""
@@ -130,6 +131,7 @@ class RecipeProblem:
             self.base,
             most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
             least_tokens=1 if "context" in self.pinned else self.least_tokens,
+            offloads=self.cluster.device.host_link is not None,
             only={**(only or {}), **single},
             pinned=self.pinned,
         )

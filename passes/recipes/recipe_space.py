@@ -4,7 +4,7 @@ A recipe of the space is a choice in four steps, every one of which is data here
 
 1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
    between split regions, and the micro-batch. It decides what a section of the model takes and keeps;
-2. what is computed again (`recompute`);
+2. a `Keeping`: what is computed again (`recompute`), and whether what blocks keep lies on the host (`offload`);
 3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, evenly with
    the ends counted as blocks, or, with one stage on each rank and at most a thousand ways to do it, in any other way.
    What devices are left are `data`;
@@ -43,7 +43,7 @@ from passes.recipes.price_model import CountedModel, RecipeKind
 
 SEARCHED = (
     "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
-    "virtual_stages", "split_ends", "stage_blocks", "micro_batch", "recompute", "zero", "zero_group",
+    "virtual_stages", "split_ends", "stage_blocks", "micro_batch", "recompute", "offload", "zero", "zero_group",
 )  # fmt: skip
 """The fields of a recipe that the space chooses."""
 
@@ -68,6 +68,16 @@ class Layout(NamedTuple):
     def ranks(self) -> int:
         """Devices that run a micro-batch together on one stage."""
         return self.tensor * self.context
+
+
+class Keeping(NamedTuple):
+    """What becomes of a block's values behind its forward."""
+
+    recompute: str = "none"
+    offload: str = "none"
+
+
+KEEPINGS = tuple(Keeping(recompute, offload) for offload in ("none", "activations") for recompute in RECOMPUTE)
 
 
 class Pipe(NamedTuple):
@@ -112,6 +122,7 @@ class RecipeSpace:
         base: the fields that are not searched; those that are do not count, but for `global_batch`.
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
+        offloads: whether activations may go to the host.
         only, pinned: each restricts fields to some values; a group of all replicas may be named by None or by its size.
 
     Raises:
@@ -123,6 +134,7 @@ class RecipeSpace:
     base: Recipe
     most_tensor: int | None = None
     least_tokens: int = 1
+    offloads: bool = False
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
 
@@ -184,10 +196,16 @@ class RecipeSpace:
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
 
-    def recomputes(self) -> list[str]:
-        """What may be computed again; nothing inside blocks where there are none."""
-        kinds = RECOMPUTE if self.counted.blocks else RECOMPUTE[:1]
-        return [kind for kind in kinds if self._allows("recompute", kind)]
+    def keepings(self) -> list[Keeping]:
+        """What may become of blocks' values; they are kept where there are no blocks."""
+        known = KEEPINGS if self.counted.blocks else KEEPINGS[:1]
+        return [
+            keeping
+            for keeping in known
+            if self._allows("recompute", keeping.recompute)
+            and self._allows("offload", keeping.offload)
+            and (self.offloads or keeping.offload == "none")
+        ]
 
     def pipes(self, layout: Layout, ranks: int) -> list[Pipe]:
         """Pipelines of so many ranks."""
@@ -245,7 +263,7 @@ class RecipeSpace:
             return False
         return name not in self.pinned or value in self.pinned[name]
 
-    def recipe(self, layout: Layout, recompute: str, pipe: Pipe, sharding: Sharding) -> Recipe:
+    def recipe(self, layout: Layout, keeping: Keeping, pipe: Pipe, sharding: Sharding) -> Recipe:
         """The recipe of a choice."""
         return replace(
             self.base,
@@ -256,7 +274,8 @@ class RecipeSpace:
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
             micro_batch=layout.micro_batch,
-            recompute=recompute,
+            recompute=keeping.recompute,
+            offload=keeping.offload,
             pipeline=pipe.pipeline,
             schedule=pipe.schedule or None,
             virtual_stages=pipe.virtual_stages,
@@ -270,11 +289,11 @@ class RecipeSpace:
     def recipes(self) -> Iterator[Recipe]:
         """Every recipe, once."""
         for layouts in self.layouts():
-            for layout, recompute in product(layouts, self.recomputes()):
+            for layout, keeping in product(layouts, self.keepings()):
                 for ranks in self.pipelines(layout):
                     pipes = (each for pipe in self.pipes(layout, ranks) for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
-                        yield self.recipe(layout, recompute, pipe, sharding)
+                        yield self.recipe(layout, keeping, pipe, sharding)
 
 
 @lru_cache(maxsize=4096)

@@ -1,10 +1,11 @@
 """Find the best recipe of a space: branch and bound, best first, with a proof or a gap.
 
 The space (`recipe_space`) is a tree. A node is a set of recipes, with a bound below the objective of them all;
-for the time of a step under a memory limit (`Fastest`; bounds in `passes.recipes.bound_recipes`) these are
+for the time of a step under a memory limit (`recipe_objectives.Fastest`; bounds in `bound_recipes`) these are
 
-1. a layout and what is recomputed: the mean of ranks, or a micro-batch's latency, without sharding or ends; left out
-   unpriced where the stages of a full rank exceed the memory limit with any pipeline (`passes.recipes.bound_memory`);
+1. a layout and what is recomputed or offloaded: the mean of ranks, or a micro-batch's latency, without sharding or
+   ends; left out unpriced where the stages of a full rank exceed the memory limit with any pipeline
+   (`passes.recipes.bound_memory`);
 2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 and -3, over which group): the mean
    again, with that; left out where parameters, gradients and state alone exceed the limit;
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
@@ -18,7 +19,8 @@ for the time of a step under a memory limit (`Fastest`; bounds in `passes.recipe
 The node with the lowest bound is split next, and in turn the deepest one, for a recipe to show soon. Once a priced
 recipe has the lowest bound it is the best. Of equal ones it is the one with the least memory, then the first in a fixed
 order, so the answer does not depend on the machine. Layouts are taken by rising micro-batch, until one is left out for
-its size, which rises with it. What is recomputed only adds to the step: where a layout is too slow without, it is left.
+its size, which rises with it. What is recomputed only adds to the step, and so does what is offloaded: where a layout
+is too slow without, it is left. (What is both may be faster than what is offloaded alone: less is copied.)
 
 There are many ways to share blocks out, most of them as good as each other. So sets of them wait until the best of all
 other recipes is known.
@@ -32,153 +34,14 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
-
-import numpy as np
 
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipes.bound_boundaries import Boundaries
-from passes.recipes.recipe_pricer import RecipePricer
-from passes.recipes.recipe_space import Layout, Pipe, RecipeSpace, Sharding
-
-
-class Objective(Protocol):
-    """What is minimised: bounds for sets of recipes that have more and more of `recipe`, infinite if none will do."""
-
-    def is_too_large(self, recipe: Recipe) -> bool:
-        """Whether no recipe of a layout will do, nor of one with larger micro-batches."""
-        ...
-
-    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
-        """Those of a layout with one recomputation or another, from the first recipe's pipeline ranks to `most`."""
-        ...
-
-    def pipeline(self, recipe: Recipe) -> float:
-        """Those of its pipeline ranks that also exchange shards as it does, or do not."""
-        ...
-
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
-        """Those that also have one pipeline or another, each of the recipe's size, none of them open.
-
-        `recipe` shards most; `shardings` are its like with each sharding that they may have.
-        """
-        ...
-
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Those that also have a pipeline of an open one."""
-        ...
-
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
-        """Of the recipe with each pipeline of an open one; without its ends, of all that gather as it does.
-
-        Without, the recipe is the one that shards most.
-        """
-        ...
-
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Of the recipe, whose pipeline is `pipe`."""
-        ...
-
-    def price(self, recipe: Recipe) -> float:
-        """The recipe's objective."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Fastest:
-    """The time of a step, seconds, for recipes that fit in `memory_limit` bytes.
-
-    `has_uneven`: whether blocks may be shared out in any way.
-    """
-
-    pricer: RecipePricer
-    memory_limit: float
-    has_uneven: bool
-
-    def is_too_large(self, recipe: Recipe) -> bool:
-        """See `Objective`."""
-        return 2 * self.pricer.largest_bytes(recipe) > self.memory_limit
-
-    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
-        """See `Objective`."""
-        needed = self.pricer.layout_memory_floors(first, most, recomputes, uneven=self.has_uneven)
-        for recompute, needed_bytes in zip(recomputes, needed.tolist(), strict=True):
-            fits = needed_bytes <= self.memory_limit
-            yield self.pricer.layout_floor(replace(first, recompute=recompute), most) if fits else math.inf
-
-    def pipeline(self, recipe: Recipe) -> float:
-        """See `Objective`."""
-        fits = self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven) <= self.memory_limit
-        return self.pricer.mean_floor(recipe) if fits else math.inf
-
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
-        """See `Objective`."""
-        fits = self.pricer.memory_floors(recipe, pipes) <= self.memory_limit
-        bounds = np.full(len(pipes), math.inf)
-        if fits.any():
-            fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
-            bounds[fits] = self.pricer.path_floors(shardings, fitting)
-        return bounds.tolist()
-
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `Objective`."""
-        return self.pricer.uneven_floor(recipe, pipe)
-
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
-        """See `Objective`."""
-        return self.pricer.fastest_boundaries(recipe, pipe, self.memory_limit, has_ends=has_ends)
-
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `Objective`."""
-        fits = self.pricer.memory_bytes(recipe) <= self.memory_limit
-        return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
-
-    def price(self, recipe: Recipe) -> float:
-        """See `Objective`."""
-        return self.pricer.time_s(recipe)
-
-
-@dataclass(frozen=True, slots=True)
-class Smallest:
-    """The memory of a recipe's fullest rank, bytes; `has_uneven` as in `Fastest`."""
-
-    pricer: RecipePricer
-    has_uneven: bool
-
-    def is_too_large(self, recipe: Recipe) -> bool:
-        """See `Objective`."""
-        return False
-
-    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
-        """See `Objective`."""
-        return self.pricer.layout_memory_floors(first, most, recomputes, uneven=self.has_uneven).tolist()
-
-    def pipeline(self, recipe: Recipe) -> float:
-        """See `Objective`."""
-        return self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven)
-
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
-        """See `Objective`."""
-        return self.pricer.memory_floors(recipe, pipes).tolist()
-
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `Objective`."""
-        return self.pricer.pipeline_memory_floor(recipe, uneven=True)
-
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
-        """See `Objective`."""
-        return self.pricer.smallest_boundaries(recipe, pipe)
-
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `Objective`."""
-        return self.price(recipe)
-
-    def price(self, recipe: Recipe) -> float:
-        """See `Objective`."""
-        return float(self.pricer.memory_bytes(recipe))
+from passes.recipes.recipe_objectives import Objective
+from passes.recipes.recipe_space import KEEPINGS, Keeping, Layout, Pipe, RecipeSpace, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +113,7 @@ class _Node:
     """
 
     layout: Layout
-    recompute: str
+    keeping: Keeping
     ranks: int = 0
     exchanges: Sharding | None = None
     pipe: Pipe | None = None
@@ -375,16 +238,31 @@ class _Search:
 
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
         """Open layouts of rising micro-batch, until one is left out for its size."""
-        recomputes = self.space.recomputes()
         for layout in layouts:
             sizes = list(self.space.pipelines(layout))
-            first = self.space.recipe(layout, "none", _any_pipe(sizes[0]), Sharding())
+            first = self.space.recipe(layout, Keeping(), _any_pipe(sizes[0]), Sharding())
             if self.objective.is_too_large(first):
                 return
-            bounds = self.objective.layouts(first, sizes[-1], recomputes)
-            for recompute, bound in zip(recomputes, bounds, strict=False):
-                if not self._push(bound, _Node(layout, recompute)) and bound < math.inf:
-                    break
+            self._open_keepings(layout, first, sizes[-1])
+
+    def _open_keepings(self, layout: Layout, first: Recipe, most: int) -> None:
+        """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
+        keepings = self.space.keepings()
+        here = [keeping for keeping in keepings if keeping.offload == "none"]
+        too_slow = self._open_some(layout, first, most, here)
+        kinds = RECOMPUTE if too_slow is None else RECOMPUTE[: RECOMPUTE.index(too_slow.recompute)]
+        away = [keeping for keeping in keepings if keeping.offload != "none" and keeping.recompute in kinds]
+        if away:
+            self._open_some(layout, first, most, away)
+
+    def _open_some(self, layout: Layout, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Keeping | None:
+        """Open a layout with some keepings, up to the first that is too slow if more only adds to it; which that is."""
+        bounds = self.objective.layouts(first, most, keepings)
+        for keeping, bound in zip(keepings, bounds, strict=False):
+            is_open = self._push(bound, _Node(layout, keeping))
+            if not is_open and bound < math.inf and self.objective.more_only_adds(keeping):
+                return keeping
+        return None
 
     def _split_node(self, bound: float, node: _Node) -> None:
         """Open a node's children."""
@@ -451,7 +329,7 @@ class _Search:
     def _recipe(self, node: _Node) -> Recipe:
         """The recipe of a node; of a set, one of those that shard most."""
         sharding = node.sharding or node.exchanges or Sharding(1)
-        return self.space.recipe(node.layout, node.recompute, node.pipe or _any_pipe(node.ranks), sharding)
+        return self.space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
 
     def _push(self, bound: float, node: _Node) -> bool:
         """Open a node whose bound is no worse than the best recipe; whether it is."""
@@ -471,7 +349,7 @@ class _Search:
         recipe = self._recipe(node)
         objective = self.objective.price(recipe)
         self.priced += 1
-        order = (self.memory_bytes(recipe), node.pipe, node.layout, RECOMPUTE.index(node.recompute), node.sharding)
+        order = (self.memory_bytes(recipe), node.pipe, node.layout, KEEPINGS.index(node.keeping), node.sharding)
         self._keep(objective, order, recipe)
         heapq.heappush(self.open, (objective, True, order, next(self.numbers), node))
 

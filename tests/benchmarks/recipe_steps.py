@@ -17,6 +17,7 @@ from autoshard import Recipe, RecipeError
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "recomputation": ("recompute",),
+    "offload": ("offload",),
     "micro-batch": ("micro_batch",),
     "schedule": ("schedule", "virtual_stages", "split_ends"),
     "sequence parallelism": ("sequence_parallel",),

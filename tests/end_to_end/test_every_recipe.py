@@ -16,6 +16,7 @@ import autoshard
 from autoshard import Cluster, Recipe
 from autoshard.pricing import priced_model
 from autoshard.recipe_search import recipe_problem
+from cost_models.device import HostLink
 from cost_models.hardware import node_type
 from passes.recipes.price_model import CountedModel, PricedModel
 from passes.recipes.recipe_problem import RecipeProblem
@@ -25,6 +26,10 @@ from tests.passes.every_recipe import every_price
 LEAST_TOKENS = 16
 SPARSE = PricedModel(folded(sparse())).counted
 DENSE_BLOCK, EXPERTS_BLOCK = dict.fromkeys(SPARSE.blocks)
+FAST_HOST = HostLink(1e13, 1e13)
+"""Copies to the host that take next to no time, so that recipes with them are the fastest where memory is short."""
+SMALL_HOST = 300_000
+"""Less than what some recipes offload."""
 
 
 @st.composite
@@ -36,12 +41,17 @@ def models(draw: st.DrawFn, most: int) -> CountedModel:
 
 @st.composite
 def clusters(draw: st.DrawFn, most: int) -> Cluster:
-    """A few devices of one kind, with a network that may be slow."""
+    """A few devices of one kind, with a network that may be slow and a host that may be small, or have no link."""
     shapes = [(nodes, each) for nodes in range(1, most + 1) for each in range(1, most + 1) if 2 <= nodes * each <= most]
     node = node_type(draw(st.sampled_from(["h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "l4"])))
     nodes, each = draw(st.sampled_from([(n, e) for n, e in shapes if e <= node.devices_per_node]))
     if node.inter is not None:
         node = node.with_network(bytes_per_s_per_device=draw(st.sampled_from([1e8, 1e10])))
+    host_link = draw(st.sampled_from([node.device.host_link, FAST_HOST, None]))
+    node = replace(
+        node.with_device(replace(node.device, host_link=host_link)),
+        host_memory_bytes=draw(st.sampled_from([SMALL_HOST, 10**9, None])),
+    )
     return Cluster(node, nodes, each)
 
 

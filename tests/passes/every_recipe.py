@@ -46,14 +46,16 @@ def every_price(counted: CountedModel, cluster: Cluster, base: Recipe, least_tok
 
 def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_tokens: int) -> Iterator[Recipe]:
     """All recipes that the rules admit; not all of them have a price."""
-    recomputes = RECOMPUTE if counted.blocks else ("none",)
+    away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
+    keepings = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
     for axes, pipe in product(_axes(counted, cluster, least_tokens), _pipes(counted, cluster.size)):
         replicas = axes["data"] * axes["context"]
         if pipe["pipeline"] != cluster.size / axes["tensor"] / replicas:
             continue
-        for micro_batch, recompute, zero in product(range(1, base.batch + 1), recomputes, _zeros(replicas)):
+        for micro_batch, (recompute, offload), zero in product(range(1, base.batch + 1), keepings, _zeros(replicas)):
+            kept = {"recompute": recompute, "offload": offload}
             try:
-                yield replace(base, **axes, **pipe, **zero, micro_batch=micro_batch, recompute=recompute)
+                yield replace(base, **axes, **pipe, **zero, micro_batch=micro_batch, **kept)
             except RecipeError:
                 continue
 

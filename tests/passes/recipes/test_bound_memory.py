@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
-from autoshard.ir.recipe import RECOMPUTE
 from cost_models.schedule_orders import most_in_flight
 from passes.recipes.price_model import CountedModel, PricedModel
 from passes.recipes.recipe_pricer import RecipePricer
-from passes.recipes.recipe_space import RecipeSpace, Sharding, _pipes, schedule_of
+from passes.recipes.recipe_space import KEEPINGS, Keeping, RecipeSpace, Sharding, _pipes, schedule_of
 from tests.passes.decoders import dense, folded, sparse
 
 MODELS = {name: PricedModel(folded(model)).counted for name, model in (("dense", dense(5)), ("sparse", sparse()))}
@@ -39,11 +38,11 @@ def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: s
     space = RecipeSpace(counted, 4, Recipe(global_batch=8), only={"micro_batch": (1, 4), **stages})
     for layout in itertools.chain.from_iterable(space.layouts()):
         ranks = list(space.pipelines(layout))
-        first = space.recipe(layout, "none", space.pipes(layout, ranks[0])[0], Sharding())
-        floors = pricer.layout_memory_floors(first, ranks[-1], RECOMPUTE, uneven=uneven)
+        first = space.recipe(layout, Keeping(), space.pipes(layout, ranks[0])[0], Sharding())
+        floors = pricer.layout_memory_floors(first, ranks[-1], KEEPINGS, uneven=uneven)
         assert floors.min() > 0
-        for (floor, recompute), size in itertools.product(zip(floors, RECOMPUTE, strict=True), ranks):
+        for (floor, keeping), size in itertools.product(zip(floors, KEEPINGS, strict=True), ranks):
             pipes = itertools.chain.from_iterable(map(space.closed, space.pipes(layout, size)))
             for pipe, sharding in itertools.product(pipes, space.shardings(layout, size)):
-                recipe = space.recipe(layout, recompute, pipe, sharding)
+                recipe = space.recipe(layout, keeping, pipe, sharding)
                 assert floor <= pricer.pipeline_memory_floor(recipe, uneven=uneven) <= pricer.memory_bytes(recipe)

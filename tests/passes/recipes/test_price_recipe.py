@@ -11,7 +11,14 @@ from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_ends import exchange_times
 from passes.recipes.price_model import PricedModel
-from passes.recipes.price_recipe import accumulation_bytes, products_time, section_time, sharded_time, step_price
+from passes.recipes.price_recipe import (
+    accumulation_bytes,
+    copies_time,
+    products_time,
+    section_time,
+    sharded_time,
+    step_price,
+)
 from passes.recipes.recipe_groups import recipe_groups
 from tests.passes.decoders import dense, folded
 
@@ -55,6 +62,26 @@ def test_early_stop_saves_the_last_product() -> None:
     recipes.append(dataclasses.replace(recipes[1], early_stop=False))
     none, early, full = map(_seconds, recipes)
     assert none < early < full
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None:
+    """Of what it keeps, there and back; the step is longer by what they slow down, or leave to wait for."""
+    recipe = Recipe(micro_batch=64, recompute=recompute, cuda_graph=True)
+    away = dataclasses.replace(recipe, offload="activations")
+    cluster = _cluster(recipe)
+    prices = PRICED.section_prices(recipe, cluster)
+    groups = recipe_groups(recipe, cluster)
+    for name in dict.fromkeys(BLOCKS):
+        here, there = (
+            section_time(prices[name], each, groups, cluster, MODEL, is_block=True) for each in (recipe, away)
+        )
+        out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
+        assert out_s > 0
+        assert there.forward_s == MODEL.beside(here.forward_s, out_s)
+        backward_s = MODEL.beside(here.backward_s + here.recompute_s, back_s)
+        assert there.backward_s + there.recompute_s == pytest.approx(backward_s)
+    assert _seconds(away) > _seconds(recipe)
 
 
 def test_overlap_hides_communication() -> None:

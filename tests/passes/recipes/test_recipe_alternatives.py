@@ -15,9 +15,7 @@ from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
 from passes.recipes.explain_recipe import find_value, spec_of
-from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_alternatives import FEATURES, RecipeAlternatives
-from passes.recipes.recipe_plan import predict_recipe
 from tests.passes.decoders import dense, sparse, tokens
 
 CLUSTER = Cluster("h100_sxm", 1, 4)
@@ -36,9 +34,8 @@ def make_plan(name: str, memory_budget: int | None = None) -> Plan:
 def every_recipe(name: str) -> list[tuple[float, int, Recipe]]:
     """Time and memory of all that are searched."""
     problem = alternatives(make_plan(name)).problem
-    counted: CountedModel = problem.counted
-    predictions = [(predict_recipe(counted, recipe, CLUSTER), recipe) for recipe in problem.space().recipes()]
-    return [(each.step_time_s, each.peak_memory_bytes, recipe) for each, recipe in predictions]
+    pricer = problem.pricer
+    return [(pricer.time_s(recipe), pricer.memory_bytes(recipe), recipe) for recipe in problem.space().recipes()]
 
 
 def alternatives(plan: Plan) -> RecipeAlternatives:

@@ -28,6 +28,7 @@ CONSTRAINTS = st.fixed_dictionaries(
         "pipeline": st.sampled_from([1, 2, (1, 2, 4)]),
         "zero": st.sampled_from([0, (0, 1), [3]]),
         "recompute": st.sampled_from(["none", ("selective", "full")]),
+        "offload": st.sampled_from(["none", "activations", ("none", "activations")]),
         "micro_batch": st.sampled_from([1, {1, 2}]),
         "sequence_parallel": st.booleans(),
     },
@@ -75,7 +76,7 @@ def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
     even = [item for item in every_recipe() if item[2].stage_blocks is None]
     time, memory, recipe = data.draw(st.sampled_from(even))
     names = ("data", "tensor", "sequence_parallel", "context", "pipeline", "schedule", "virtual_stages", "split_ends",
-             "stage_blocks", "micro_batch", "recompute", "zero", "zero_group")  # fmt: skip
+             "stage_blocks", "micro_batch", "recompute", "offload", "zero", "zero_group")  # fmt: skip
     plan = autoshard.plan(
         MODEL, CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=4, memory_budget=memory,
         constraints={name: getattr(recipe, name) for name in names},

@@ -35,7 +35,7 @@ def problem(name: str, devices: int, base: Recipe, limit: float = math.inf) -> R
 
 def priced(found: RecipeProblem) -> list[tuple[float, int, Recipe]]:
     """Every recipe of a problem: time, memory."""
-    space = RecipeSpace(found.counted, found.cluster.size, found.base, least_tokens=8)
+    space = RecipeSpace(found.counted, found.cluster.size, found.base, least_tokens=8, offloads=True)
     predictions = ((predict_recipe(found.counted, recipe, found.cluster), recipe) for recipe in space.recipes())
     return [(each.step_time_s, each.peak_memory_bytes, recipe) for each, recipe in predictions]
 
