@@ -26,7 +26,7 @@ MODELS = {"dense": dense(4), "sparse": sparse()}
 def make_plan(name: str, memory_budget: int | None = None) -> Plan:
     """The fastest recipe of a small model."""
     return autoshard.plan(
-        MODELS[name], CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=8, memory_budget=memory_budget
+        MODELS[name], CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=4, memory_budget=memory_budget
     )
 
 
@@ -117,7 +117,7 @@ def test_limits_are_those_of_planning_with_more(name: str) -> None:
     faster = replace(unit, peak_flops={dtype: 1.1 * peak for dtype, peak in unit.peak_flops.items()})
     cluster = PricedCluster(CLUSTER.node.with_device(faster), 1, 4)
     again = autoshard.plan(
-        MODELS[name], cluster, example_inputs=tokens(), optimizer="adamw", global_batch=8,
+        MODELS[name], cluster, example_inputs=tokens(), optimizer="adamw", global_batch=4,
         memory_budget=plan.memory_budget,
     )  # fmt: skip
     assert stated["10 % faster matrix products"] == again.objective
