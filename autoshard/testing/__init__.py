@@ -1,11 +1,11 @@
-"""Public test tools: Hypothesis strategies for meshes, specs, programs and plans, and `check_plan`."""
+"""Public test tools: `check_plan`, and strategies for programs, meshes, specs, plans, schedules and clusters."""
 
 from autoshard.testing.calls import check_calls
 from autoshard.testing.check import check_plan
 from autoshard.testing.plans import plans
 from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.testing.report import CheckReport, Comparison
-from autoshard.testing.strategies import meshes, shapes, specs
+from autoshard.testing.strategies import clusters, meshes, schedules, shapes, specs
 from autoshard.testing.whole_step import WholeStep
 
 __all__ = [
@@ -15,9 +15,11 @@ __all__ = [
     "WholeStep",
     "check_calls",
     "check_plan",
+    "clusters",
     "meshes",
     "plans",
     "programs",
+    "schedules",
     "shapes",
     "specs",
 ]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for meshes, shapes and specs."""
+"""Hypothesis strategies for meshes, shapes and specs, clusters, and schedules of pipelines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from autoshard.cluster import Cluster
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.spec import PartitionSpec, Reduction
+from cost_models.hardware import node_type
+from cost_models.schedule_orders import SCHEDULES, admits
+from passes.lowering.order_pipeline import order_pipeline
 
 AXIS_NAMES = ("data", "model", "expert", "stage")
 
@@ -73,3 +78,45 @@ def shapes(
     """
     sizes = st.integers(min_size, max_size)
     return st.lists(sizes, min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, *, max_nodes: int = 4, max_devices: int = 8) -> Cluster:
+    """Up to `max_devices` devices of one kind, on one node or on several whose network may be slow.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(clusters(), lambda cluster: cluster.nodes > 1).size
+        2
+    """
+    node = node_type(draw(st.sampled_from(_NODES)))
+    nodes = draw(st.integers(1, 1 if node.inter is None else min(max_nodes, max_devices)))
+    if node.inter is not None:
+        node = node.with_network(bytes_per_s_per_device=draw(st.sampled_from((25e9, 1e9, 1e8))))
+    return Cluster(node, nodes, draw(st.integers(1, min(node.devices_per_node, max_devices // nodes))))
+
+
+_NODES = ("h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "mi300x", "l4", "cpu_laptop")
+
+
+@st.composite
+def schedules(
+    draw: st.DrawFn, *, max_ranks: int = 4, max_micro_batches: int = 9, max_virtual_stages: int = 3
+) -> PipelineOrder:
+    """What each rank of a pipeline does in a step, sends and receives included, under any schedule of torch's.
+
+    Example:
+        >>> from hypothesis import find
+        >>> print(find(schedules(), lambda order: len(order.stage_ranks) > 1))
+        rank 0: 0F0 0SEND_F0 0RECV_B0 0B0
+        rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
+    """
+    ranks, micro_batches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_micro_batches))
+    admitted = [
+        (schedule, virtual_stages)
+        for schedule in SCHEDULES
+        for virtual_stages in range(1, max_virtual_stages + 1)
+        if admits(schedule, ranks, micro_batches, virtual_stages)
+    ]
+    schedule, virtual_stages = draw(st.sampled_from(admitted))
+    return order_pipeline(schedule, ranks, micro_batches, virtual_stages)

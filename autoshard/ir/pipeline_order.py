@@ -1,0 +1,108 @@
+"""What each rank of a pipeline does in a step, transfers included, as data: what would be run is what is proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Work(StrEnum):
+    """What a task does for a stage and a micro-batch; the letters are those of `torch.distributed.pipelining`.
+
+    A backward is whole, or cut in two: for the stage's input, which the stage before waits for, and for its weights.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+
+    @property
+    def is_send(self) -> bool:
+        """Whether a value leaves the rank."""
+        return self in (Work.SEND_FORWARD, Work.SEND_BACKWARD)
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is one end of a transfer between two ranks."""
+        return self.is_send or self in (Work.RECEIVE_FORWARD, Work.RECEIVE_BACKWARD)
+
+
+class Message(NamedTuple):
+    """What a stage makes for a neighbour: its output, or the gradient of its input."""
+
+    stage: int
+    is_forward: bool
+    micro_batch: int
+
+    @property
+    def reader(self) -> int:
+        """The stage that waits for it."""
+        return self.stage + (1 if self.is_forward else -1)
+
+    def __str__(self) -> str:
+        what = "output" if self.is_forward else "input's gradient"
+        return f"stage {self.stage}'s {what} of micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageTask:
+    """One thing that a rank does; written `1SEND_F0`: stage 1 sends its output of micro-batch 0.
+
+    Args:
+        work: what it does.
+        stage: whose work it is; of a receive, the stage that reads the message.
+        micro_batch: which it is of.
+        tag: of a transfer: what the message is called on the wire; both ends must say the same.
+    """
+
+    work: Work
+    stage: int
+    micro_batch: int
+    tag: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.work}{self.micro_batch}"
+
+    @property
+    def message(self) -> Message:
+        """What a transfer carries, or what a forward or backward makes."""
+        is_forward = self.work in (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
+        maker = self.stage
+        if self.work.is_transfer and not self.work.is_send:
+            maker += -1 if is_forward else 1
+        return Message(maker, is_forward, self.micro_batch)
+
+
+Slot = tuple[StageTask, ...]
+"""What a rank begins at once: a task, a forward and a backward that run as one, or transfers that are issued as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOrder:
+    """A step of a pipeline.
+
+    Args:
+        stage_ranks: by stage, the rank that it lies on.
+        micro_batches: how many a step has.
+        ranks: by rank, what it does, in order. A rank issues transfers and goes on; it waits for what it receives
+            where that is read.
+    """
+
+    stage_ranks: tuple[int, ...]
+    micro_batches: int
+    ranks: tuple[tuple[Slot, ...], ...]
+
+    def crosses_ranks(self, message: Message) -> bool:
+        """Whether a message has a reader, on another rank than its maker's."""
+        is_there = 0 <= message.reader < len(self.stage_ranks)
+        return is_there and self.stage_ranks[message.reader] != self.stage_ranks[message.stage]
+
+    def __str__(self) -> str:
+        lines = (" ".join("+".join(map(str, slot)) for slot in slots) for slots in self.ranks)
+        return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))

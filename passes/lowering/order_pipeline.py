@@ -1,0 +1,103 @@
+"""Put sends and receives into a pipeline's schedule.
+
+    rank 0: 0F0 0B0               rank 0: 0F0 0SEND_F0 0RECV_B0 0B0
+    rank 1: 1F0 1B0       →       rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
+
+Both ends of a transfer are put in when its value is made, ranks taking turns, so that one order of all transfers has
+each rank's as a part of it: they cannot wait for each other in a circle. It is how torch's runtime for schedules of
+several stages a rank does it (`torch.distributed.pipelining.schedules`, since 2.5).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from autoshard.ir.pipeline_order import Message, PipelineOrder, Slot, StageTask, Work
+from cost_models.schedule_orders import Slot as PricedSlot
+from cost_models.schedule_orders import rank_orders, stage_ranks
+
+
+def order_pipeline(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> PipelineOrder:
+    """What each rank does in a step under a schedule.
+
+    Args:
+        schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
+        ranks: of the pipeline.
+        micro_batches: of a step.
+        virtual_stages: stages on each rank.
+
+    Raises:
+        CostArgumentError: an unknown schedule, or numbers that it does not admit.
+
+    Example:
+        >>> print(order_pipeline("1F1B", 2, 1))
+        rank 0: 0F0 0SEND_F0 0RECV_B0 0B0
+        rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
+    """
+    orders = rank_orders(schedule, ranks, micro_batches, virtual_stages)
+    inserting = _Inserting(
+        PipelineOrder(stage_ranks(schedule, ranks, virtual_stages), micro_batches, ()),
+        left=[deque(map(_tasks, order)) for order in orders],
+        slots=[[] for _ in orders],
+        there=[set() for _ in orders],
+    )
+    return inserting.run()
+
+
+def _tasks(slot: PricedSlot) -> Slot:
+    return tuple(StageTask(Work(action.kind.letter), action.stage, action.micro_batch) for action in slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inserting:
+    """By rank: what is left to put in, what is put in, and the messages that are made or received by then."""
+
+    shape: PipelineOrder
+    left: list[deque[Slot]]
+    slots: list[list[Slot]]
+    there: list[set[Message]] = field(default_factory=list)
+
+    def run(self) -> PipelineOrder:
+        """Let ranks take turns, one slot each."""
+        while any(self.left):
+            turns = [self._put_next(rank) for rank, left in enumerate(self.left) if left]
+            assert any(turns), "the orders of a schedule can run"
+        ranks = tuple(tuple(slots) for slots in self.slots)
+        return PipelineOrder(self.shape.stage_ranks, self.shape.micro_batches, ranks)
+
+    def _put_next(self, rank: int) -> bool:
+        """Put in a rank's next slot with the transfers of what it makes; False where its inputs are not there yet."""
+        slot = self.left[rank][0]
+        if not all(needed is None or needed in self.there[rank] for needed in map(self._needed, slot)):
+            return False
+        self.slots[rank].append(self.left[rank].popleft())
+        for task in slot:
+            if task.work is not Work.BACKWARD_WEIGHT:
+                self.there[rank].add(task.message)
+                self._send(rank, task.message)
+        return True
+
+    def _needed(self, task: StageTask) -> Message | None:
+        """What a task reads of a neighbouring stage."""
+        if task.work is Work.FORWARD:
+            return Message(task.stage - 1, True, task.micro_batch) if task.stage > 0 else None
+        is_last = task.stage == len(self.shape.stage_ranks) - 1
+        return (
+            None if task.work is Work.BACKWARD_WEIGHT or is_last else Message(task.stage + 1, False, task.micro_batch)
+        )
+
+    def _send(self, rank: int, message: Message) -> None:
+        """Put in both ends of a message's transfer, if it is one."""
+        if not self.shape.crosses_ranks(message):
+            return
+        there = self.shape.stage_ranks[message.reader]
+        send, receive = (
+            (Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
+            if message.is_forward
+            else (Work.SEND_BACKWARD, Work.RECEIVE_BACKWARD)
+        )
+        number = message.micro_batch
+        self.slots[rank].append((StageTask(send, message.stage, number, number),))
+        self.slots[there].append((StageTask(receive, message.reader, number, number),))
+        self.there[there].add(message)

@@ -1,0 +1,34 @@
+"""Tasks of a pipeline know what they transfer, and are written as torch writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.ir.pipeline_order import Message, PipelineOrder, StageTask, Work
+
+
+@pytest.mark.parametrize(
+    ("work", "message", "reader"),
+    [
+        (Work.FORWARD, Message(2, True, 5), 3),
+        (Work.SEND_FORWARD, Message(2, True, 5), 3),
+        (Work.RECEIVE_FORWARD, Message(1, True, 5), 2),
+        (Work.BACKWARD, Message(2, False, 5), 1),
+        (Work.BACKWARD_INPUT, Message(2, False, 5), 1),
+        (Work.SEND_BACKWARD, Message(2, False, 5), 1),
+        (Work.RECEIVE_BACKWARD, Message(3, False, 5), 2),
+    ],
+)
+def test_both_ends_of_a_transfer_name_one_message(work: Work, message: Message, reader: int) -> None:
+    """The stage that made it, and the one that reads it."""
+    task = StageTask(work, 2, 5)
+    assert task.message == message
+    assert task.message.reader == reader
+    assert str(task) == f"2{work.value}5"
+
+
+def test_the_ends_of_a_pipeline_tell_nobody() -> None:
+    """Nor do neighbours on one rank."""
+    order = PipelineOrder((0, 1, 1), 1, ((), ()))
+    crossing = [Message(stage, forward, 0) for stage in range(3) for forward in (True, False)]
+    assert list(filter(order.crosses_ranks, crossing)) == [Message(0, True, 0), Message(1, False, 0)]

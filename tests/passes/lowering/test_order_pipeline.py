@@ -1,0 +1,40 @@
+"""Sends and receives are put in for what stages on different ranks tell each other; nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.ir.pipeline_order import PipelineOrder
+from cost_models.errors import CostArgumentError
+from cost_models.schedule_orders import SCHEDULES, V_SHAPED, rank_orders
+from passes.lowering.order_pipeline import order_pipeline
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(2, 3))
+def test_a_rank_computes_what_the_schedule_says(schedule: str, ranks: int, rounds: int) -> None:
+    """In its order, pairs that run as one included."""
+    shape = (schedule, ranks, ranks * rounds, 1 if schedule in ("GPipe", "1F1B") else 2)
+    computes = [
+        [tuple(map(str, slot)) for slot in slots if not slot[0].work.is_transfer]
+        for slots in order_pipeline(*shape).ranks
+    ]
+    assert computes == [[tuple(map(str, slot)) for slot in order] for order in rank_orders(*shape)]
+
+
+@pytest.mark.parametrize("schedule", sorted(V_SHAPED))
+def test_stages_on_one_rank_send_each_other_nothing(schedule: str) -> None:
+    """Of a V the last rank has both middle stages; of four stages' three boundaries one needs no transfer."""
+    assert _transfers(order_pipeline(schedule, 2, 4, 2)) == 2 * 2 * 2 * 4  # boundaries, ends, directions, micro-batches
+    assert _transfers(order_pipeline(schedule, 1, 4, 2)) == 0
+
+
+def _transfers(order: PipelineOrder) -> int:
+    return sum(slot[0].work.is_transfer for slots in order.ranks for slot in slots)
+
+
+def test_numbers_that_a_schedule_does_not_admit_are_refused() -> None:
+    """The message is the schedule's."""
+    with pytest.raises(CostArgumentError, match="1F1B has one stage a rank; virtual_stages=2"):
+        order_pipeline("1F1B", 2, 4, 2)

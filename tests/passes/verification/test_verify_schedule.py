@@ -1,0 +1,172 @@
+"""Every schedule of torch's is accepted, with our transfers and with torch's; what changes numbers is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby, product
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from autoshard.errors import VerificationError
+from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask, Work
+from autoshard.testing import schedules
+from cost_models.schedule_orders import SCHEDULES, stage_ranks
+from passes.lowering.order_pipeline import order_pipeline
+from passes.verification.verify_schedule import verify_schedule
+from tests.passes.pipeline_numbers import compute
+from tests.passes.schedule_mutations import SCHEDULE_MUTATIONS
+
+VIRTUAL_STAGES = {"GPipe": 1, "1F1B": 1}
+ORDER = order_pipeline("1F1B", 2, 2)
+
+
+def is_refused(order: PipelineOrder) -> bool:
+    try:
+        verify_schedule(order)
+    except VerificationError:
+        return True
+    return False
+
+
+def one_device(order: PipelineOrder) -> tuple[list[int], list[int]] | None:
+    """The same stages on one rank, micro-batch by micro-batch."""
+    stages = range(len(order.stage_ranks))
+    tasks = [
+        StageTask(work, stage, number)
+        for number in range(order.micro_batches)
+        for work, along in ((Work.FORWARD, stages), (Work.BACKWARD, reversed(stages)))
+        for stage in along
+    ]
+    return compute(PipelineOrder(tuple(0 for _ in stages), order.micro_batches, (tuple((task,) for task in tasks),)))
+
+
+@given(schedules())
+def test_every_schedule_is_accepted_and_computes_what_one_device_does(order: PipelineOrder) -> None:
+    """Any ranks, micro-batches and virtual stages that it admits."""
+    verify_schedule(order)
+    assert compute(order) == one_device(order) is not None
+
+
+@pytest.mark.parametrize("mutate", SCHEDULE_MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_mutations_that_change_numbers_are_refused(mutate: Callable[[PipelineOrder, Random], PipelineOrder]) -> None:
+    """Each kind, in every schedule; a wrong order hangs, fails or gives other losses or gradients."""
+    refused = 0
+    for schedule, seed in product(SCHEDULES, range(6)):
+        order = order_pipeline(schedule, 2 + seed % 2, 6, VIRTUAL_STAGES.get(schedule, 2))
+        mutant = mutate(order, Random(seed))
+        refused += is_refused(mutant)
+        assert is_refused(mutant) or compute(mutant) == compute(order), f"{schedule}, seed {seed}"
+    assert refused > 0
+
+
+@given(schedules(), st.sampled_from(SCHEDULE_MUTATIONS), st.integers(0, 99))
+def test_any_mutation_of_any_schedule_that_changes_numbers_is_refused(order, mutate, seed: int) -> None:
+    """Drawn shapes too; those of one rank or of one micro-batch have nothing to mutate."""
+    if len(order.ranks) > 1 and order.micro_batches > 1:
+        mutant = mutate(order, Random(seed))
+        assert is_refused(mutant) or compute(mutant) == compute(order)
+
+
+class TorchStage:
+    """As much of a stage as torch's schedules read when they are made."""
+
+    is_first = is_last = False
+    submod = None
+
+    def __init__(self, index: int, ranks: int, stages: int):
+        self.stage_index, self.group_rank, self.group_size, self.num_stages = index, 0, ranks, stages
+
+
+def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> PipelineOrder:
+    """What torch's runtime would run: its actions, without those that concern no other rank's stages."""
+    stages = [TorchStage(stage, ranks, ranks * virtual_stages) for stage in range(virtual_stages)]
+    made = torch_schedules.get_schedule_class(schedule)(stages, micro_batches)
+    known = {work.value for work in Work}
+    slots = (
+        tuple(
+            tuple(
+                StageTask(Work(part.computation_type.value), part.stage_index, part.microbatch_index)
+                for part in action.sub_actions or (action,)
+            )
+            for action in made.pipeline_order_with_comms[rank]
+            if action.sub_actions or action.computation_type.value in known
+        )
+        for rank in range(ranks)
+    )
+    return PipelineOrder(stage_ranks(schedule, ranks, virtual_stages), micro_batches, tuple(slots))
+
+
+@pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - set(VIRTUAL_STAGES)))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
+    """Of its schedules of several stages a rank; mutated, they are refused where they change numbers."""
+    order = torch_order(schedule, ranks, 8, 2)
+    verify_schedule(order)
+    assert compute(order) == one_device(order)
+    for mutate in SCHEDULE_MUTATIONS:
+        mutant = mutate(order, Random(ranks))
+        assert is_refused(mutant) or compute(mutant) == compute(order), mutate.__name__
+
+
+@given(schedules())
+def test_transfers_issued_as_one_are_accepted_where_they_end(order: PipelineOrder) -> None:
+    """All that follow each other, as torch's 1F1B swaps what it has made for what it needs next."""
+    joined = replace(order, ranks=tuple(tuple(_joined(slots)) for slots in order.ranks))
+    assert is_refused(joined) == (compute(joined) is None)
+
+
+def _joined(slots: tuple[Slot, ...]) -> Iterator[Slot]:
+    for is_transfer, run in groupby(slots, lambda slot: slot[0].work.is_transfer):
+        found = tuple(run)
+        yield from (tuple(task for slot in found for task in slot),) if is_transfer else found
+
+
+def test_a_circle_is_refused() -> None:
+    """A rank that receives, ahead of its sends, what another can only make of them."""
+    first, second = ORDER.ranks
+    receive = next(slot for slot in first if slot[0].work is Work.RECEIVE_BACKWARD)
+    early = (receive, *(slot for slot in first if slot is not receive))
+    with pytest.raises(VerificationError, match=r"the pipeline never ends: .*0RECV_B0 waits for rank 1"):
+        verify_schedule(replace(ORDER, ranks=(early, second)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "before", "after", "says"),
+    [
+        (0, "0SEND_F1", "", "stage 0's output of micro-batch 1 is sent 0 times and received once between rank 0 and"),
+        (1, "1B1", "", r"stage 1 runs backward \[0\] whole, \[\] for its input"),
+        (1, "1F1", "1F0", r"stage 1 runs the forward of micro-batches \[0, 0\], not \[0, 1\] in order"),
+        (0, "0F1", "1F1", r"rank 0 runs 1F1; stages lie on ranks \(0, 1\)"),
+        (0, "0SEND_F1", "0SEND_B1", "rank 0 runs 0SEND_B1, which leads to no other rank"),
+        (0, "0F0 0SEND_F0", "0SEND_F0 0F0", "runs 0SEND_F0 before it has computed stage 0's output of micro-batch 0"),
+        (1, "1RECV_F1", "1RECV_F1+1F1", r"slot 1RECV_F1\+1F1 is empty, or computes and transfers at once"),
+        (0, "0SEND_F0", "0SEND_F0#5", r"rank 0 sends 0SEND_F0 \(tag 5\) where rank 1 receives 1RECV_F0 \(tag 0\)"),
+    ],
+)
+def test_messages(rank: int, before: str, after: str, says: str) -> None:
+    """They name the rank and the task."""
+    with pytest.raises(VerificationError, match=says):
+        verify_schedule(with_text(rank, before, after))
+
+
+def with_text(rank: int, before: str, after: str) -> PipelineOrder:
+    """`ORDER` with other slots of a rank, as they are printed; `#5` gives a tag."""
+    text = f" {' '.join('+'.join(map(str, slot)) for slot in ORDER.ranks[rank])} "
+    assert f" {before} " in text
+    words = text.replace(f" {before} ", f" {after} ").split()
+    slots = tuple(tuple(map(parse, word.split("+"))) for word in words)
+    return replace(ORDER, ranks=tuple(slots if index == rank else other for index, other in enumerate(ORDER.ranks)))
+
+
+def parse(text: str) -> StageTask:
+    """A task as it is printed; a transfer's tag is its micro-batch, where none is given."""
+    found = re.fullmatch(r"(\d)([A-Z_]+)(\d)(?:#(\d))?", text)
+    assert found is not None
+    stage, work, number, tag = found.groups()
+    return StageTask(Work(work), int(stage), int(number), int(tag or number))
