@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 {imports}'''
 _IMPORTS = {
+    "autoshard.kernels.generated.angles": ("cosine", "sine"),
     "autoshard.kernels.generated.functions": ("larger", "largest", "smaller", "smallest", "tanh"),
     "autoshard.kernels.triton_activations": ("activate", "slope"),
 }
