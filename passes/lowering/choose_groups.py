@@ -37,7 +37,7 @@ from autoshard.kernels.generated.operators import Kind, kind_of
 from autoshard.kernels.generated.source import write_source
 from cost_models.compute import memory_time
 from cost_models.device import Device
-from passes.lowering.count_launches import is_launch, traffic_of
+from passes.lowering.count_launches import Traffic, split_sums, traffic_of
 
 _NEAREST = 8
 """Readers of one value are united with those that come soonest after, so many of them."""
@@ -58,6 +58,7 @@ class ChosenGroup:
         names: a name for every value of `group`.
         saved_bytes: what no longer goes through memory.
         saved_launches: kernels that are no longer launched.
+        later: what sums that are split do behind the kernel.
     """
 
     members: tuple[fx.Node, ...]
@@ -67,11 +68,22 @@ class ChosenGroup:
     names: tuple[str, ...]
     saved_bytes: int = 0
     saved_launches: int = 0
+    later: Traffic = field(default_factory=Traffic)
 
     @property
-    def moved_bytes(self) -> int:
-        """The bytes that its kernel reads and writes."""
-        return sum(_bytes_of(node) for node in (*self.operands, *self.results))
+    def traffic(self) -> Traffic:
+        """The launches of its kernel and of what comes behind it, and the bytes that they read and write."""
+        return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
+
+    def compared(self, later: Traffic) -> ChosenGroup:
+        """The group with what it saves, where `later` comes behind its kernel."""
+        before = sum(map(traffic_of, self.members), Traffic())
+        after = replace(self, later=later)
+        return replace(
+            after,
+            saved_bytes=before.memory_bytes - after.traffic.memory_bytes,
+            saved_launches=before.launches - after.traffic.launches,
+        )
 
     def named(self, alike: int = 1) -> NamedGroup:
         """The group with names, for its source; `alike`: how many of them a program has."""
@@ -224,16 +236,18 @@ class _Choice:
         if chosen is None or not results:
             return None
         try:
-            write_source(chosen.group, chosen.names, "")
+            source = write_source(chosen.group, chosen.names, "")
         except NoLoopsError:
             return None
-        return chosen
+        # Alone, a call stays PyTorch's own.
+        return chosen.compared(split_sums(source.layout) if len(members) > 1 else Traffic())
 
     def _time(self, chosen: ChosenGroup) -> float:
         """Seconds that a group's kernel takes; bytes where the device is not known."""
+        traffic = chosen.traffic
         if self.device is None:
-            return chosen.moved_bytes
-        return self.device.launch_latency_s + memory_time(chosen.moved_bytes, self.device)
+            return traffic.memory_bytes
+        return traffic.launches * self.device.launch_latency_s + memory_time(traffic.memory_bytes, self.device)
 
 
 @dataclass(slots=True)
@@ -257,12 +271,9 @@ class _GroupBuilder:
             steps=tuple(_step(node, numbers) for node in self.steps),
             results=tuple(numbers[node] for node in results),
         )
-        launches = [node for node in members if is_launch(node)]
-        chosen = ChosenGroup(
+        return ChosenGroup(
             tuple(members), tuple(self.operands), tuple(results), group, tuple(node.name for node in nodes)
         )
-        saved = sum(traffic_of(node).memory_bytes for node in launches) - chosen.moved_bytes
-        return replace(chosen, saved_bytes=saved, saved_launches=len(launches) - 1)
 
     def _visit(self, node: fx.Node) -> None:
         if node in self.operands or node in self.steps:

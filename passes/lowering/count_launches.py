@@ -1,9 +1,9 @@
 """How many kernels a program launches on a device, and how many bytes they read and write.
 
 A call that yields a view launches nothing; any other launches one kernel, which reads each tensor operand and writes
-each result once. Kernels of ours that sum partial results at the end count that too (`second_step`), and those that
-go chunk by chunk all of them (`chunk_steps`); what sorts indices first, torch's kernels or ours, counts as one. What is
-counted is what runs beside communication: collectives and the waits for them are left out.
+each result once. Kernels of ours that sum partial results at the end count that too (`second_step`, `split_sums`), and
+those that go chunk by chunk all of them (`chunk_steps`); what sorts indices first, torch's kernels or ours, counts as
+one. What is counted is what runs beside communication: collectives and the waits for them are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from autoshard.kernels.generated.define import generated_kernel
+from autoshard.kernels.generated.source import Layout
 from autoshard.kernels.launch import row_tile
 from autoshard.kernels.triton_linear_cross_entropy import (
     chunk_classes,
@@ -42,6 +44,9 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.launches + other.launches, self.memory_bytes + other.memory_bytes)
 
+    def __mul__(self, times: int) -> Traffic:
+        return Traffic(self.launches * times, self.memory_bytes * times)
+
 
 def count_launches(graph_module: fx.GraphModule) -> Traffic:
     """The launches and bytes of one run of a lowered program; nodes have fake values in `meta["val"]`."""
@@ -53,7 +58,9 @@ def traffic_of(node: fx.Node) -> Traffic:
     if not is_launch(node):
         return Traffic()
     moved = sum(_bytes(item.meta.get("val")) for item in (*node.all_input_nodes, node))
-    return Traffic(1, moved) + second_step(node.target, node.meta.get("val")) + chunk_steps(node)
+    generated = generated_kernel(node.target)
+    later = Traffic() if generated is None else split_sums(generated.layout)
+    return Traffic(1, moved) + later + second_step(node.target, node.meta.get("val")) + chunk_steps(node)
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -79,6 +86,11 @@ def second_step(target: Any, value: Any) -> Traffic:
     blocks = math.ceil(math.prod(grad.shape[:-1]) / row_tile(columns).rows)
     partial_bytes = min(blocks, SUMMING_PROGRAMS) * columns * _FLOAT_BYTES
     return sum((Traffic(1, 2 * partial_bytes + _bytes(other)) for other in others), Traffic())
+
+
+def split_sums(layout: Layout) -> Traffic:
+    """The sums of the parts that a generated kernel stores where sums are split, and those parts, written and read."""
+    return Traffic(1, 2 * layout.chunks * layout.rows * _FLOAT_BYTES) * len(layout.split)
 
 
 def chunk_steps(node: fx.Node) -> Traffic:

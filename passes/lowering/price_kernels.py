@@ -95,7 +95,7 @@ class _Pricing:
         return uses, self._sum(others)
 
     def _generated(self, chosen: ChosenGroup) -> KernelUse:
-        traffic = Traffic(1, chosen.moved_bytes)
+        traffic = chosen.traffic
         members = [self.nodes[node.name] for node in chosen.members]
         results = [node.name for node in chosen.results]
         products = sum(map(self._products_of, members))

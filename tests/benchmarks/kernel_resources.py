@@ -30,11 +30,12 @@ _FAMILIES = "gpt,llama,mixture,vit,encoder-decoder,block"
 
 def main(architectures: str = ",".join(ARCHITECTURES), sizes: str = "typical", families: str = _FAMILIES) -> None:
     """Print the tables; compiling takes some minutes."""
-    print(f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}\n")
-    print("\n".join(_table("size", architectures.split(","), _compile(_SCRIPT, architectures, sizes))))
+    lines = [f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}", ""]
+    lines += _table("size", architectures.split(","), _compile(_SCRIPT, architectures, sizes))
     if families != "none":
-        print("\nGenerated for models, by the model:\n")
-        print("\n".join(_table("model", architectures.split(","), _compile(_GENERATED, architectures, families))))
+        lines += ["", "Generated for models, by the model:", ""]
+        lines += _table("model", architectures.split(","), _compile(_GENERATED, architectures, families))
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
 def _compile(script: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Sine and cosine of any float32 angle, in registers alone.
 
 The device library's keep a table on the stack for large angles; here every angle is reduced in the same way (Payne,
-Hanek, "Radian reduction for trigonometric functions", SIGNUM 1983): the quadrant of x / (2 pi)
-and the rest of it are had from 96 bits of 1 / (2 pi), chosen by x's exponent. The polynomials on [-pi/4, pi/4] are those of
-Cephes (Moshier, 1992).
+Hanek, "Radian reduction for trigonometric functions", SIGNUM 1983): the quadrant of x / (2 pi) and the rest of it are
+had from 96 bits of 1 / (2 pi), chosen by x's exponent. The polynomials on [-pi/4, pi/4] are those of Cephes (Moshier,
+1992).
 """
 
 from __future__ import annotations

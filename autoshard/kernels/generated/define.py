@@ -66,7 +66,8 @@ class GeneratedKernel:
     def specimen(self) -> Specimen:
         """Its one compilation."""
         group = self.group
-        kinds = [f"*{_POINTEES[group.values[index].dtype]}" for index in (*range(len(group.operands)), *group.results)]
+        kinds = [f"*{_POINTEES[group.values[index].dtype]}" for index in range(len(group.operands))]
+        kinds += [f"*{_POINTEES[_stored(group, self.layout, index)]}" for index in group.results]
         names = list(self.function.arg_names)
         signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(names[len(kinds) :], "constexpr")
         size = self.layout.blocks.get("BLOCK_C", 0)
@@ -148,13 +149,34 @@ def _launcher(group: Group, layout: Layout, function: Any) -> Callable[..., Any]
     def run(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
         device = _device_of(operands)
         fitted = [_fit(item, form, device) for item, form in zip(operands, group.operands, strict=True)]
-        made = tuple(group.values[index].empty(device) for index in group.results)
+        stored = [_empty_stored(group, layout, index, device) for index in group.results]
+        grid = (layout.programs, layout.chunks)
         # The interpreter computes what lies outside too, where NumPy would warn of a logarithm of 0.
         with np.errstate(all="ignore"):
-            launch(function, (layout.programs,), device, *fitted, *made, **layout.blocks, num_warps=layout.num_warps)
+            launch(function, grid, device, *fitted, *stored, **layout.blocks, num_warps=layout.num_warps)
+        pairs = zip(group.results, stored, strict=True)
+        made = tuple(_sum_parts(group, index, item) if index in layout.split else item for index, item in pairs)
         return made[0] if len(made) == 1 else made
 
     return run
+
+
+def _stored(group: Group, layout: Layout, index: int) -> torch.dtype:
+    """The dtype that a kernel stores a result in."""
+    return torch.float32 if index in layout.split else group.values[index].dtype
+
+
+def _empty_stored(group: Group, layout: Layout, index: int, device: torch.device) -> Tensor:
+    """What a kernel writes a result to: its own form, or the parts of a sum that is split."""
+    if index not in layout.split:
+        return group.values[index].empty(device)
+    return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
+
+
+def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
+    """The sum of the parts [chunks, rows], one after the other, in the form of the result."""
+    value = group.values[index]
+    return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:

@@ -1,8 +1,10 @@
 """The Triton source of a group.
 
 A group that sums over nothing is computed as one long row of elements, cut into blocks; one that does, as a tile of
-whole rows, which stay in registers between what sums over them and what reads the sums. Sizes and strides are those of
-the program, written as numbers. Each step is one line, with the call that it stands for behind it.
+whole rows, which stay in registers between what sums over them and what reads the sums. Sums over long leading dims (of
+a bias's gradient), which nothing in the group reads, are *split*: each program walks a chunk of what is summed, tile by
+tile, and stores its part of the sum in float32; the parts are summed behind the kernel, in a fixed order. Sizes and
+strides are those of the program, written as numbers. Each step is one line, with the call that it stands for behind it.
 """
 
 from __future__ import annotations
@@ -35,8 +37,15 @@ _TILE = 2048
 _ELEMENTS_PER_THREAD = 8
 _MAX_REGISTERS = 128
 _MAX_POINTERS = 24
-_RESERVED = frozenset({"tl", "triton", "index", "row", "column", "inside", "in_row", "in_column", *keyword.kwlist})
+_RESERVED = frozenset(
+    {"tl", "triton", "index", "row", "column", "step", "inside", "in_row", "in_column", *keyword.kwlist}
+)
 _INT32 = 2**31 - 1
+_COLUMN = "column = tl.arange(0, BLOCK_C)[None, :]"
+# Of sums that are split: rows of a tile, and programs.
+_SPLIT_ROWS = 128
+_SPLIT_PROGRAMS = 512
+_SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +54,19 @@ class Layout:
 
     Args:
         blocks: the values of the kernel's `constexpr` arguments.
-        programs: how many run.
+        programs: how many run, for each chunk.
         num_warps: warps of each.
+        chunks: of what is summed, where sums are split.
+        rows: the elements of each sum that is split.
+        split: the numbers of the values that are such sums; the kernel stores [chunks, rows] of each, in float32.
     """
 
     blocks: Mapping[str, int]
     programs: int
     num_warps: int
+    chunks: int = 1
+    rows: int = 0
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +82,20 @@ class Source:
     layout: Layout
 
 
-def lay_out(loops: Loops) -> Layout:
+def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> Layout:
     """How the elements of these loops are shared out.
+
+    Args:
+        loops: the group's.
+        sums: the numbers of its reductions, where these may be split.
 
     Raises:
         NoLoopsError: rows are too long for registers.
     """
     if not loops.columns:
         return Layout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
+    if sums and _lies_by_columns(loops) and 16 * triton.next_power_of_2(loops.column_count) > MAX_COLUMNS:
+        return _lay_out_split(loops, sums)
     if loops.column_count > MAX_COLUMNS:
         raise NoLoopsError(f"a row has {loops.column_count} elements; a kernel holds up to {MAX_COLUMNS}.")
     width = triton.next_power_of_2(loops.column_count)
@@ -87,6 +108,41 @@ def lay_out(loops: Loops) -> Layout:
     rows = min(rows, triton.next_power_of_2(loops.row_count))
     warps = max(4, min(16, rows * width // (32 * _ELEMENTS_PER_THREAD)))
     return Layout({"BLOCK_R": rows, "BLOCK_C": width}, math.ceil(loops.row_count / rows), warps)
+
+
+def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> Layout:
+    """Tiles of many rows and few columns; as many chunks as keep a device busy, whichever it is."""
+    rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
+    programs, width = math.ceil(loops.row_count / rows), _TILE // rows
+    steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
+    chunks = math.ceil(loops.column_count / (width * steps))
+    blocks = {"BLOCK_R": rows, "BLOCK_C": width, "STEPS": steps}
+    return Layout(blocks, programs, 4, chunks, loops.row_count, sums)
+
+
+def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
+    """The numbers of the group's reductions, if all are sums of floats that nothing in it reads, and lie row by row."""
+    read = {index for step in group.steps for index in step.operands}
+    found = [index for index in range(len(group.operands), len(group.values)) if _reduces(group, index)]
+    rows = [math.prod(loops.rows[at + 1 :]) for at in range(len(loops.rows))]
+    may_split = all(
+        group.step_of(index).target in _SUMS
+        and index in group.results
+        and index not in read
+        and group.values[index].dtype.is_floating_point
+        and list(loops.strides[index][: len(rows)]) == rows
+        for index in found
+    )
+    return tuple(found) if may_split else ()
+
+
+def _reduces(group: Group, index: int) -> bool:
+    """Whether a value is that of a reduction over anything."""
+    step = group.step_of(index)
+    if kind_of(step.target) is not Kind.REDUCTION:
+        return False
+    operand = group.values[step.operands[0]]
+    return any(operand.shape[dim] > 1 for dim in reduced_dims(step, operand))
 
 
 def _lies_by_columns(loops: Loops) -> bool:
@@ -132,7 +188,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self.loops = find_loops(self.group)
-        self.layout = lay_out(self.loops)
+        self.layout = lay_out(self.loops, splittable_sums(self.group, self.loops))
 
     def write(self) -> Source:
         group = self.group
@@ -143,14 +199,15 @@ class _Writer:
         for index, step in enumerate(group.steps, len(group.operands)):
             self._write_step(index, step)
         for index in group.results:
-            place, mask = self._place(index)
-            masked = f", mask={mask}" if mask else ""
-            self.lines.append(f"tl.store({self.names[index]}_ptr{place}, {self._text(index)}{masked})")
+            if index not in self.layout.split:
+                place, mask = self._place(index)
+                masked = f", mask={mask}" if mask else ""
+                self.lines.append(f"tl.store({self.names[index]}_ptr{place}, {self._text(index)}{masked})")
         self._check_registers()
         pointers = [f"{self.names[index]}_ptr" for index in (*range(len(group.operands)), *group.results)]
         blocks = [f"{name}: tl.constexpr" for name in self.layout.blocks]
         head = ["@triton.jit", f"def {group.name}(", *(f"    {item}," for item in (*pointers, *blocks)), "):"]
-        body = [*self._docstring(), *self._indices(), *self.lines]
+        body = [*self._docstring(), *(self._split_body() if self.layout.split else (*self._indices(), *self.lines))]
         text = "\n".join([*head, *(f"    {line}".rstrip() for line in body)])
         return Source(text, self.layout)
 
@@ -172,6 +229,9 @@ class _Writer:
             written = write_pointwise(step, self.group.values, texts)
         if written is None:
             raise NoLoopsError(f"{step.target} cannot be written with these arguments.")
+        if index in self.layout.split:
+            self.lines.append(f"{self.names[index]} += {written}  # {self._call(step)}")
+            return
         self.texts[index] = self.names[index]
         self.lines.append(f"{self.names[index]} = {written}  # {self._call(step)}")
 
@@ -182,6 +242,8 @@ class _Writer:
         if all(value.shape[dim] == 1 for dim in reduced_dims(step, value)):
             return convert(text, LANES[value.dtype], LANES[step.value.dtype])
         self.used |= {"in_row", "in_column"}
+        if self.layout.split:
+            return f"tl.where(inside, {convert(text, LANES[value.dtype], 'tl.float32')}, 0.0)"
         return write_reduction(step, value, text, "inside")
 
     def _text(self, index: int) -> str:
@@ -234,15 +296,32 @@ class _Writer:
                 terms.append(_times(f"i{first + at}", stride))
         return " + ".join(terms)
 
+    def _split_body(self) -> Iterator[str]:
+        """The sums' parts, over the tiles of a chunk."""
+        for index in self.layout.split:
+            yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
+        yield "for step in range(STEPS):"
+        yield from (f"    {line}" for line in (*self._indices(), *self.lines))
+        row = f"{self._program(0)} * BLOCK_R + tl.arange(0, BLOCK_R)"
+        yield f"row = {row}"
+        for index in self.layout.split:
+            name = self.names[index]
+            place = f"{self._program(1)} * {self.layout.rows} + row"
+            yield f"tl.store({name}_ptr + {place}, tl.sum({name}, axis=1), mask=row < {self.layout.rows})"
+
+    def _program(self, axis: int) -> str:
+        return f"tl.program_id({axis}){'.to(tl.int64)' if self._is_large() else ''}"
+
     def _indices(self) -> Iterator[str]:
-        loops = self.loops
-        program = "tl.program_id(0).to(tl.int64)" if self._is_large() else "tl.program_id(0)"
+        loops, program = self.loops, self._program(0)
         if not loops.columns:
             yield f"index = {program} * BLOCK + tl.arange(0, BLOCK)"
             yield f"inside = index < {loops.row_count}"
         else:
+            first = f"({self._program(1)} * STEPS + step) * BLOCK_C + " if self.layout.split else ""
+            wide = ".to(tl.int64)" if self._is_large() else ""
             yield f"row = ({program} * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]"
-            yield "column = tl.arange(0, BLOCK_C)[None, :]"
+            yield f"column = ({first}tl.arange(0, BLOCK_C){wide})[None, :]" if first or wide else _COLUMN
             if "in_row" in self.used:
                 yield f"in_row = row < {loops.row_count}"
             if "in_column" in self.used:
@@ -270,15 +349,17 @@ class _Writer:
         for index in (*range(len(self.group.operands)), *self.group.results):
             value = self.group.values[index]
             lies = "" if _is_contiguous(value) else f", strides {list(value.stride)}"
-            yield f"{self.names[index]}_ptr: {value}{lies}"
+            parts = f" as float32[{self.layout.chunks}, {self.layout.rows}]" if index in self.layout.split else ""
+            yield f"{self.names[index]}_ptr: {value}{lies}{parts}"
         yield '"""'
 
     # Registers.
 
     def _check_registers(self) -> None:
         """Refuse what would not stay in registers: the tiles that are alive at once, in registers of each thread."""
-        elements = math.prod(self.layout.blocks.values()) / (32 * self.layout.num_warps)
-        alive = _most_alive(self.group, self.loops)
+        tile = [size for name, size in self.layout.blocks.items() if name != "STEPS"]
+        elements = math.prod(tile) / (32 * self.layout.num_warps)
+        alive = _most_alive(self.group, self.loops) + len(self.layout.split)
         if alive * elements > _MAX_REGISTERS:
             raise NoLoopsError(f"{alive} tiles are alive at once, {elements:.0f} elements of each in every thread.")
 
