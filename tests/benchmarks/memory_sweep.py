@@ -1,15 +1,20 @@
 """What plans do as memory grows from far too small to plentiful: Llama-3-8B's width, 4 layers, AdamW in bf16, 8 H100s.
 
 Run: python -m tests.benchmarks.memory_sweep [--time-budget 20] [--shares 0.2 0.3 ...] [--sequence 4096] [--json]
+     python -m tests.benchmarks.memory_sweep --recipes [--limits 20] [--sequence 4096] [--json]
 
 Limits are shares of what the fastest plan without a limit takes. The program is traced and enumerated once, with all
 its blocks; each limit is a search of its own, so where a row is slower than the one above, its gap is to explain it.
+
+With --recipes: recipes of the whole Llama-3 8B, 64 sequences a step, at limits from nine tenths of the least that any
+takes to what the fastest of all takes, evenly by ratio. Each search is proven, so no row is slower than the one above.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -17,10 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autoshard import Cluster, DoesNotFitError, Mesh
+from autoshard import Cluster, DoesNotFitError, Mesh, Recipe
 from autoshard.ir.plan import Plan
 from autoshard.ir.printer import format_bytes, format_time
 from autoshard.planner import Planner, update_of
+from autoshard.recipe_search import recipe_problem
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import Request
 from passes.pipeline import Decision, PlanOptions, plan_of_choice, planning_problem, solve
@@ -53,16 +59,20 @@ class Row:
     offloaded: str = ""
 
 
-def model_problem(cluster: Cluster, sequence: int) -> PlanningProblem:
-    """The planning problem of a training step."""
+def llama(layers: int, sequence: int, batch: int) -> tuple[Decoder, torch.Tensor]:
+    """A decoder as wide as Llama-3 8B, and tokens for it, on meta."""
     shape = DecoderShape(
-        layers=4, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=True, vocab=128256,
+        layers=layers, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=True, vocab=128256,
         sequence=sequence, tied=False, learned_positions=False, norm_bias=False, bias=False, dropout=0.0,
         fused_attention=True,
     )  # fmt: skip
     with torch.device("meta"):
-        model = Decoder(shape)
-        tokens = torch.zeros(MESH.size, sequence, dtype=torch.int64)
+        return Decoder(shape), torch.zeros(batch, sequence, dtype=torch.int64)
+
+
+def model_problem(cluster: Cluster, sequence: int) -> PlanningProblem:
+    """The planning problem of a training step."""
+    model, tokens = llama(4, sequence, MESH.size)
     update = update_of(named_optimizer("adamw", model.parameters()), model, None, strict=True)
     planner = Planner(cluster=cluster, precision="bf16")
     program = planner.trace(Request(model, (tokens, tokens), {}, True, update=update))
@@ -116,22 +126,72 @@ def table(rows: Sequence[Row]) -> Table:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class RecipeRow:
+    """One limit, bytes, and the fastest recipe that fits in words; seconds are None where none does."""
+
+    limit_bytes: float
+    step_s: float | None = None
+    peak_bytes: int = 0
+    words: str = ""
+
+
+def sweep_recipes(cluster: Cluster, sequence: int, limits: int) -> Iterator[RecipeRow]:
+    """A row for a limit that is too small, and for several from the least that fits to plenty."""
+    model, tokens = llama(32, sequence, 1)
+    base = Recipe(global_batch=8 * cluster.size)
+    problem = recipe_problem(
+        model.bfloat16(), cluster, base, example_inputs=(tokens, tokens), memory_limit=math.inf
+    )  # fmt: skip
+    fastest = problem.best().recipe
+    assert fastest is not None, "without a limit something fits"
+    least, most = problem.smallest().objective, problem.pricer.memory_bytes(fastest)
+    ratio = (most / least) ** (1 / (limits - 1))
+    for limit in (_TOO_SMALL * least, *(least * ratio**step for step in range(limits - 1)), float(most)):
+        found = problem.best(memory_limit=limit)
+        if found.recipe is None:
+            yield RecipeRow(limit)
+        else:
+            peak = problem.pricer.memory_bytes(found.recipe)
+            yield RecipeRow(limit, found.objective, peak, found.recipe.words)
+
+
+_TOO_SMALL = 0.9
+
+
+def recipe_table(rows: Sequence[RecipeRow]) -> Table:
+    """The rows for a person."""
+    found = Table("limit", "peak", "step", "recipe")
+    for row in rows:
+        if row.step_s is None:
+            found.add_row(format_bytes(row.limit_bytes), "-", "-", "does not fit")
+        else:
+            sizes = (format_bytes(row.limit_bytes), format_bytes(row.peak_bytes))
+            found.add_row(*sizes, format_time(row.step_s), row.words)
+    return found
+
+
 def main() -> None:
     """Sweep and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--time-budget", type=float, default=20.0)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--recipes", action="store_true")
+    parser.add_argument("--limits", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    console = Console()
-    rows = []
-    for row in sweep(model_problem(Cluster("h100_sxm"), asked.sequence), asked.shares, asked.time_budget):
-        rows.append(row)
-        if asked.json:
-            console.print_json(json.dumps(asdict(row)))
-    if not asked.json:
-        console.print(table(rows))
+    console, cluster = Console(), Cluster("h100_sxm")
+    if asked.recipes:
+        found = list(sweep_recipes(cluster, asked.sequence, asked.limits))
+        shown = recipe_table(found)
+    else:
+        found = list(sweep(model_problem(cluster, asked.sequence), asked.shares, asked.time_budget))
+        shown = table(found)
+    if asked.json:
+        console.print_json(json.dumps([asdict(row) for row in found]))
+    else:
+        console.print(shown)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ networks and memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,26 @@ def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
 ) -> None:
     """With four devices and five blocks there are up to 20,000 recipes."""
     check(counted, cluster, base, share)
+
+
+@settings(max_examples=5)
+@given(models(most=4), clusters(most=4), BASES, st.lists(st.floats(0.5, 2), min_size=2, max_size=5))
+def test_a_step_is_never_slower_with_more_memory(
+    counted: CountedModel, cluster: Cluster, base: Recipe, shares: list[float]
+) -> None:
+    """Limits from what is too small to what the fastest of all takes; each recipe fits, and nothing does below."""
+    problem = RecipeProblem(counted, cluster, base, math.inf, LEAST_TOKENS)
+    least, fastest = problem.smallest().objective, problem.best()
+    assert fastest.recipe is not None
+    limits = sorted([least, *(share * least for share in shares), problem.pricer.memory_bytes(fastest.recipe)])
+    found = [problem.best(memory_limit=limit) for limit in limits]
+    assert [each.recipe is None for each in found] == [limit < least for limit in limits]
+    assert all(each.lower_bound == each.objective for each in found)
+    steps = [each.objective for each in found]
+    assert steps == sorted(steps, reverse=True)
+    assert found[limits.index(problem.pricer.memory_bytes(fastest.recipe))].objective == fastest.objective
+    fitting = [(each.recipe, limit) for each, limit in zip(found, limits, strict=True) if each.recipe is not None]
+    assert all(problem.pricer.memory_bytes(recipe) <= limit for recipe, limit in fitting)
 
 
 def test_plan_finds_what_price_says_is_best() -> None:
