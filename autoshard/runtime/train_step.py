@@ -6,7 +6,7 @@ state lie. Any other optimizer takes its own step, on the module's parameters an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.step_order import one_after_another
+from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.runtime.sharded_module import ShardedModule
-from autoshard.runtime.traced_step import TracedStep, find_loss
+from autoshard.runtime.traced_step import Part, TracedStep, find_loss
 
 
 class TrainStep:
@@ -69,12 +69,7 @@ class TrainStep:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
         if self._traced is not None:
             return self._traced.run(self._parts(args, kwargs))
-        losses = [self._backward(part) for part in self._parts(args, kwargs)]
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return self._run(self._parts(args, kwargs))
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program of a step on a global batch now, without running it; returns its plan."""
@@ -98,14 +93,35 @@ class TrainStep:
         self.optimizer.load_state_dict(state["optimizer"])
         self.sharded.seeds.restart(state["random"]["calls"])
 
-    def _backward(self, part: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.Tensor:
-        args, kwargs = part
-        loss = find_loss(self.sharded(*args, **kwargs))
-        loss = loss if self.micro_batches == 1 else loss / self.micro_batches
-        loss.backward()
-        return loss.detach()
+    def _run(self, parts: Sequence[Part]) -> torch.Tensor:
+        """A step of an optimizer that takes its own; autograd adds the gradients of micro-batches up."""
+        shares: dict[int | None, torch.Tensor] = {}
+        for task in self.order.tasks:
+            match task.action:
+                case Action.FORWARD:
+                    shares[task.micro_batch] = self._forward(parts, task)
+                case Action.BACKWARD:
+                    shares[task.micro_batch].backward()
+                    shares[task.micro_batch] = shares[task.micro_batch].detach()
+                case Action.UPDATE:
+                    self._update()
+        losses = list(shares.values())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _forward(self, parts: Sequence[Part], task: Task) -> torch.Tensor:
+        """A micro-batch's share of the loss."""
+        assert task.micro_batch is not None, "a forward is of a micro-batch"
+        args, kwargs = parts[task.micro_batch]
+        loss = find_loss(self.sharded(*args, **kwargs))
+        return loss if self.order.divisor == 1 else loss / self.order.divisor
+
+    def _update(self) -> None:
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """The call of each micro-batch."""
         if self.micro_batches == 1:
             return [(args, kwargs)]

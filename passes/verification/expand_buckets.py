@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.errors import VerificationError
 from autoshard.kernels.triton_adam import adam_updates_
 
 _UPDATE: Any = torch.ops.autoshard.adam_update_.default
 
 
 def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with each bucket as the updates that it stands for."""
+    """A copy of a graph with each bucket as the updates that it stands for.
+
+    Raises:
+        VerificationError: a bucket has not as many gradients or moments as parameters.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -21,6 +26,11 @@ def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
         *tensors, scale, hyper, decoupled, maximize = fx.map_arg(node.args, copies.__getitem__)
+        if len(set(map(len, tensors))) != 1:
+            counts = ", ".join(str(len(items)) for items in tensors)
+            raise VerificationError(
+                f"bucket {node.name!r} has {counts} parameters, gradients and moments of either kind."
+            )
         for operands in zip(*tensors, strict=True):
             graph.create_node("call_function", _UPDATE, (*operands, scale, hyper, decoupled, maximize))
     return fx.GraphModule(graph_module, graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ aten, ours = torch.ops.aten, torch.ops.autoshard
 HYPER = torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.01, 2.0], dtype=torch.float64)
 _STATE = 4
 """Inputs of each parameter: itself, its gradient, both moments."""
+Lists = list[list[fx.Node]]
+"""Those of a bucket: a list of each."""
 
 
 def _update_graph(count: int, *, in_pieces: bool, dtypes: Sequence[torch.dtype] | None = None) -> fx.GraphModule:
@@ -105,15 +107,64 @@ def test_buckets_expand_to_their_updates() -> None:
     assert _calls(expand_buckets(bucketed)) == [1, 1, 1]
 
 
-def test_a_wrong_bucket_does_not_verify() -> None:
-    """A bucket that exchanges two gradients is found."""
-    functional = _update_graph(2, in_pieces=False)
-    bucketed = bucket_updates(write_in_place(functional, _written(2)))
+def _reversed_at(*places: int) -> Callable[[Lists], list[Lists]]:
+    """A bucket with the operands at some places in another order than the others."""
+    return lambda lists: [[items[::-1] if place in places else items for place, items in enumerate(lists)]]
+
+
+def _with_sizes(*sizes: int) -> Callable[[Lists], list[Lists]]:
+    """A bucket with so many of its parameters, gradients and moments."""
+    return lambda lists: [[items[:size] for items, size in zip(lists, sizes, strict=True)]]
+
+
+def _cut(*parts: slice) -> Callable[[Lists], list[Lists]]:
+    """A bucket for each of some parts."""
+    return lambda lists: [[items[part] for items in lists] for part in parts]
+
+
+MISTAKES: dict[str, Callable[[Lists], list[Lists]]] = {
+    "parameters in another order": _reversed_at(0),
+    "gradients of other parameters": _reversed_at(1),
+    "moments of other parameters": _reversed_at(2, 3),
+    "moments for each other": lambda lists: [[lists[0], lists[1], lists[3], lists[2]]],
+    "a parameter left out": _with_sizes(2, 2, 2, 2),
+    "a gradient left out": _with_sizes(3, 2, 3, 3),
+    "a parameter twice": lambda lists: [[[*items, items[0]] for items in lists]],
+    "two that overlap": _cut(slice(2), slice(1, 3)),
+    "two that leave one out": _cut(slice(1), slice(2, 3)),
+    "the same twice": _cut(slice(3), slice(3)),
+}
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_wrong_buckets_do_not_verify(name: str, in_pieces: bool) -> None:
+    """Whether the parameters of a step are whole or lie in pieces."""
+    functional, bucketed = _split_otherwise(MISTAKES[name], in_pieces)
+    with pytest.raises(VerificationError):
+        verify_in_place(functional, bucketed, _written(3))
+
+
+@pytest.mark.parametrize("right", [_cut(slice(1), slice(1, 3)), _reversed_at(0, 1, 2, 3)])
+def test_other_right_buckets_verify(right: Callable[[Lists], list[Lists]]) -> None:
+    """Cut in two, or in another order, they compute the same."""
+    functional, bucketed = _split_otherwise(right, in_pieces=True)
+    verify_in_place(functional, bucketed, _written(3))
+    torch.testing.assert_close(
+        bucketed(*_values(functional.graph)), functional(*_values(functional.graph)), rtol=1e-5, atol=1e-6
+    )
+
+
+def _split_otherwise(change: Callable[[Lists], list[Lists]], in_pieces: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The update of three parameters, and its graph in place with other buckets than the pass makes."""
+    functional = _update_graph(3, in_pieces=in_pieces)
+    bucketed = bucket_updates(write_in_place(functional, _written(3)))
     (call,) = (node for node in bucketed.graph.nodes if node.target is adam_updates_)
-    params, grads, *rest = call.args
-    call.args = (params, list(reversed(grads)), *rest)
-    with pytest.raises(VerificationError, match="update that the functional graph does not make"):
-        verify_in_place(functional, bucketed, _written(2))
+    with bucketed.graph.inserting_before(call):
+        for lists in change([list(items) for items in call.args[:_STATE]]):
+            bucketed.graph.call_function(adam_updates_, (*lists, *call.args[_STATE:]))
+    bucketed.graph.erase_node(call)
+    return functional, fx.GraphModule(bucketed, bucketed.graph)
 
 
 def test_updates_that_read_each_other_stay() -> None:

@@ -1,0 +1,81 @@
+"""A step of an optimizer that takes its own runs its micro-batches in the order that is proven."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.ir.step_order import Action, StepOrder, Task, one_after_another
+from autoshard.runtime import train_step
+
+FORWARD, BACKWARD, UPDATE = Action
+MICRO_BATCHES = 2
+
+
+class Model(nn.Module):
+    """A loss, and a mean that depends on the order of the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).pow(2).mean() + self.linear(x).sum()
+
+
+def trained(order: Callable[[int], StepOrder], monkeypatch: pytest.MonkeyPatch, *, verify: bool) -> dict:
+    """What a model holds after two steps."""
+    monkeypatch.setattr(train_step, "one_after_another", order)
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(8, 4)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    options = {"micro_batches": MICRO_BATCHES, "max_grad_norm": 0.5, "verify": verify}
+    step = autoshard.compile(model, autoshard.Mesh({"data": 2}), optimizer=optimizer, **options)
+    assert not step.is_traced
+    losses = [step(x) for _ in range(2)]
+    return {"loss": losses[-1], **{name: copy.copy(value) for name, value in step.sharded.state_dict().items()}}
+
+
+def forwards_first(micro_batches: int) -> StepOrder:
+    tasks = (Task(action, number) for action in (FORWARD, BACKWARD) for number in range(micro_batches))
+    return StepOrder((*tasks, Task(UPDATE)), micro_batches)
+
+
+def without_a_backward(micro_batches: int) -> StepOrder:
+    order = one_after_another(micro_batches)
+    return StepOrder(tuple(task for task in order.tasks if task != Task(BACKWARD, 0)), micro_batches)
+
+
+def last_first(micro_batches: int) -> StepOrder:
+    tasks = (Task(action, number) for number in reversed(range(micro_batches)) for action in (FORWARD, BACKWARD))
+    return StepOrder((*tasks, Task(UPDATE)), micro_batches)
+
+
+def summed(micro_batches: int) -> StepOrder:
+    return StepOrder(one_after_another(micro_batches).tasks, 1)
+
+
+def test_another_right_order_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forwards, then all backwards: as a pipeline does."""
+    usual = trained(one_after_another, monkeypatch, verify=True)
+    other = trained(forwards_first, monkeypatch, verify=True)
+    assert usual.keys() == other.keys()
+    for name, value in usual.items():
+        torch.testing.assert_close(other[name], value)
+
+
+@pytest.mark.parametrize("wrong", [without_a_backward, last_first, summed])
+def test_wrong_orders_change_numbers_and_are_refused(
+    wrong: Callable[[int], StepOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what is run is what is proven."""
+    usual = trained(one_after_another, monkeypatch, verify=True)
+    other = trained(wrong, monkeypatch, verify=False)
+    assert any(not torch.allclose(other[name], value) for name, value in usual.items())
+    with pytest.raises(autoshard.VerificationError, match=r"the step|losses of 2 micro-batches"):
+        trained(wrong, monkeypatch, verify=True)
