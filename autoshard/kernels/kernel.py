@@ -107,7 +107,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """A Triton implementation of several operators at once.
+    """An implementation of several operators at once, in Triton but for `biased_product`.
 
     Args:
         operator: the operator of ours that runs the kernel; functional and opaque.
@@ -116,6 +116,8 @@ class FusedKernel:
         specimens: compilations that tests and cost models may ask for.
         readers_of_anew: the operators that alone may read, elsewhere, a value that the kernel computes anew: where it
             is dear, the kernel pays only if the value is then computed nowhere else. None where any may read it.
+        keeps_place: whether the call stays where its first result was computed, beside the communication that it hides,
+            rather than come as early as its operands allow.
     """
 
     operator: OpOverload
@@ -123,6 +125,7 @@ class FusedKernel:
     forms: tuple[Form, ...]
     specimens: tuple[Specimen, ...]
     readers_of_anew: frozenset[OpOverload] | None = None
+    keeps_place: bool = False
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from torch._ops import OpOverload
 
 from autoshard.kernels import (
+    biased_product,
     triton_adam,
     triton_add_norm,
     triton_attention,
@@ -64,6 +65,7 @@ _FUSED_MODULES = (
     triton_permutation,
     triton_rotary,
     triton_split_cross_entropy,
+    biased_product,
 )
 
 

@@ -184,7 +184,7 @@ class _Fusion:
             return False
         if sum(map(is_launch, group.going)) < (1 if group.spares else 2) or not self._spares_dear_values(kernel, group):
             return False
-        call = self._insert(kernel, arguments, anchor)
+        call = self._insert(kernel, arguments, group, anchor)
         call.meta |= {"val": made, FORM: form, STANDS_FOR: tuple(node.name for node in sorted(group.going))}
         self._take_over(group, call, values)
         return True
@@ -228,11 +228,13 @@ class _Fusion:
         readers = {user for node in inner - group.going for user in node.users} - inner
         return all(reader.target in kernel.readers_of_anew for reader in readers)
 
-    def _insert(self, kernel: FusedKernel, arguments: tuple[Any, ...], anchor: fx.Node) -> fx.Node:
-        """The kernel's call, behind its last operand."""
+    def _insert(self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _Group, anchor: fx.Node) -> fx.Node:
+        """The kernel's call, behind its last operand, or where the first result is."""
         graph = self.graph_module.graph
         last = max(item for item in arguments if isinstance(item, fx.Node))
-        if last.op == "placeholder":
+        if kernel.keeps_place and last < anchor < group.first_reader:
+            last = anchor.prev
+        elif last.op == "placeholder":
             last = max(node for node in graph.nodes if node.op == "placeholder")
         with graph.inserting_after(last):
             call = graph.create_node("call_function", kernel.operator, arguments)

@@ -28,7 +28,7 @@ from passes.verification.verify_offload import verify_offload
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 _UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
 _UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER)
-_KERNEL_PREFIX = "autoshard.triton_"
+_KERNEL_PREFIXES = ("autoshard.triton_", "autoshard.biased_product")
 
 
 def verify_phases(phased: PhasedProgram) -> None:
@@ -63,7 +63,7 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph without kernels; triton is imported only for one that has some."""
-    if not any(str(node.target).startswith(_KERNEL_PREFIX) for node in graph_module.graph.nodes):
+    if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
         return graph_module
     from passes.verification.expand_kernels import expand_kernels
 

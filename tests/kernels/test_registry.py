@@ -114,6 +114,7 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
         autoshard.triton_gated.default: (x, x, "gelu"),
         autoshard.triton_bias_gelu_backward.default: (x, x, row, "gelu"),
         autoshard.triton_bias_gelu.default: (x, row, [8, 6], "gelu_tanh"),
+        autoshard.biased_product.default: (logits, head[:6], row),
         autoshard.triton_split_embedding.default: (head, index, 2, 7),
         autoshard.triton_split_embedding_backward.default: (logits, index, 2, 7, 9, -1),
         autoshard.triton_permute_backward.default: (logits, index, 2, 3),

@@ -1,0 +1,55 @@
+"""A product of matrices that takes its bias along: `autoshard::biased_product`, out = a b + bias.
+
+No kernel of ours: `torch.addmm` hands the bias to the library's product (cuBLASLt's epilogue), which adds it in float32
+before it rounds and stores. So nothing is lost where the product is the library's own, and what goes is the bias's
+launch, and a result written and read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.kernel import Form, FusedKernel
+from autoshard.kernels.library import define
+
+_aten = torch.ops.aten
+
+
+def why_not_biased_product(a: Tensor, b: Tensor, bias: Tensor) -> str | None:
+    """Why the library does not take these, or None."""
+    if a.dim() != 2 or b.dim() != 2 or tuple(bias.shape) != (b.shape[1],):
+        shapes = f"{tuple(a.shape)}, {tuple(b.shape)}, {tuple(bias.shape)}"
+        return f"the library takes a [M, K], b [K, N] and bias [N]; found {shapes}."
+    return None if a.dtype == b.dtype == bias.dtype else f"dtypes differ: {a.dtype}, {b.dtype}, {bias.dtype}."
+
+
+def _biased_product(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, a, b)
+
+
+def _biased_product_fake(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+biased_product = define(
+    "biased_product", "(Tensor a, Tensor b, Tensor bias) -> Tensor", _biased_product, _biased_product_fake
+)
+
+
+def _sum(like: Tensor, a: Any, b: Any, bias: Any) -> Any:
+    return _aten.add.Tensor(_aten.mm.default(a, b), bias)
+
+
+FUSED = (
+    FusedKernel(
+        biased_product,
+        why_not_biased_product,
+        (Form(_sum, dims=2),),
+        (),
+        readers_of_anew=frozenset(),
+        keeps_place=True,
+    ),
+)
