@@ -93,8 +93,9 @@ def compile(
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
             update is not traced.
-        backend: "eager"; "inductor" (with processes); "triton" for fused kernels, which on a CPU stand back for their
-            references unless Triton's interpreter is asked for (TRITON_INTERPRET=1); "auto" is "eager".
+        backend: "eager"; "triton" for fused kernels, hand-written and generated, which on a CPU stand back for their
+            references unless Triton's interpreter is asked for (TRITON_INTERPRET=1); "inductor" (with processes) for
+            the hand-written ones, and Inductor for the rest; "auto" is "eager".
         verify: check that the program to run equals the traced one.
         time_budget_s: seconds that the search for a plan may take; Ctrl-C ends it too, see `plan`.
 
@@ -128,11 +129,12 @@ def compile(
         verify=verify,
         time_budget_s=time_budget_s,
         with_kernels=_has_kernels(backend, device),
+        with_generated=backend == "triton",
     )
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)
     before = dict(model.named_parameters())
-    finish = _bucket_updates if planner.with_kernels else None
+    finish = _bucket_updates if planner.with_kernels and backend == "triton" else None
     engine = make_engine(mesh, device, _wrap_of(backend), _check_in_place if verify else None, finish)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
@@ -193,8 +195,9 @@ def plan(
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
         recipe: no search, the plan of this recipe: `price`.
         backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
-            `predicted.kernels`; on a mesh of this machine, where it has a GPU. Of others: of operators. The search goes
-            by operators; of several meshes, that with the fastest prediction is taken.
+            `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": the same, what Inductor fuses
+            taken to be what is generated here. Of others: of operators. The search goes by operators; of several
+            meshes, that with the fastest prediction is taken.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
@@ -402,6 +405,7 @@ def _within(priced: Plan, memory_budget: int | None) -> Plan:
 
 
 _BACKENDS = ("auto", "eager", "inductor", "triton")
+_WITH_KERNELS = ("inductor", "triton")
 
 
 def _check_backend(name: str) -> None:
@@ -437,9 +441,9 @@ def _bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _refuse_kernels(backend: str) -> None:
-    if backend == "triton":
+    if backend in _WITH_KERNELS:
         raise NotAvailableError(
-            "backend='triton' does not go with global_batch= or recipe=, which are priced by the frameworks' own "
+            f"backend={backend!r} does not go with global_batch= or recipe=, which are priced by the frameworks' own "
             "kernels. Leave it out, or plan a mesh."
         )
 
@@ -452,7 +456,7 @@ def _device_of_plans(target: Any) -> torch.device:
 
 def _has_kernels(backend: str, device: torch.device) -> bool:
     """Whether programs have kernels: on a CPU only in Triton's interpreter."""
-    return backend == "triton" and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
+    return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _update_for(

@@ -71,6 +71,7 @@ class Planner:
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         micro_batches: how many a training step has.
         with_kernels: let Triton kernels stand in for operators, and predict that.
+        with_generated: generated ones too; the prediction has them either way, as what Inductor writes.
         progress: whether searches show how they go; see `search_bar`.
         others: see `compile`.
     """
@@ -88,6 +89,7 @@ class Planner:
     verify: bool = True
     time_budget_s: float = 60.0
     with_kernels: bool = False
+    with_generated: bool = True
     progress: bool | None = False
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
@@ -331,7 +333,8 @@ class Planner:
 
         cluster = self.cluster_for(chosen.mesh)
         on_pass = verify_pass if _verifies_each_pass() else None
-        phased = lower_program(program, chosen, cluster, with_kernels=self.with_kernels, on_pass=on_pass)
+        kernels = {"with_kernels": self.with_kernels, "with_generated": self.with_generated}
+        phased = lower_program(program, chosen, cluster, **kernels, on_pass=on_pass)
         if not self.verify:
             return phased, None
         verify_preparation(program, phased.lowered.traced)

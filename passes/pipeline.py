@@ -221,6 +221,7 @@ def lower_program(
     cluster: Cluster | None = None,
     *,
     with_kernels: bool = False,
+    with_generated: bool = True,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
@@ -229,8 +230,9 @@ def lower_program(
         program: as traced.
         plan: made for this program.
         cluster: where it runs; decides between reshards of equal effect. None goes by bytes sent.
-        with_kernels: let Triton kernels, hand-written and generated, stand in for operators of the phases; the lowered
-            program as a whole stays without, for verification.
+        with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
+            without, for verification.
+        with_generated: generated ones too, for the groups that hand-written ones leave.
         on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
@@ -249,7 +251,8 @@ def lower_program(
     phased = replace(SplitPhases()(fused), lowered=lowered)
     if on_pass is not None:
         on_pass(SplitPhases(), fused, phased)
-    return _run((GenerateKernels(None if cluster is None else cluster.device),), phased, on_pass)
+    generated = (GenerateKernels(None if cluster is None else cluster.device),) if with_generated else ()
+    return _run(generated, phased, on_pass)
 
 
 def plan_of_choice(

@@ -8,20 +8,24 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh, P
+from passes.lowering.fuse_kernels import fused_calls
 from tests.runtime.processes import report, run_checks
 
 
 def check_inductor() -> None:
+    """Gradients are those of one device; a norm is a kernel of ours, which Inductor calls as it is."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2)))
+        models.append(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)))
     plain, model = models
     constraints = {"input:0": P("data"), "0.weight": P("data")}
     sharded = autoshard.compile(model, Mesh({"data": 2}), backend="inductor", constraints=constraints)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     for network in (plain, sharded):
         network(x).square().sum().backward()
+    (program,) = sharded.programs
+    assert "autoshard.triton_layer_norm.default" in fused_calls(program.phased.forward)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), parameter.grad)
 

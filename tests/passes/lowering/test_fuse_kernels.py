@@ -18,6 +18,7 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec as P
 from autoshard.kernels import triton_linear_cross_entropy
+from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED
 from autoshard.runtime.boundary import shard_all
@@ -66,10 +67,10 @@ def _lower(model: nn.Module) -> LoweredProgram:
     return lower_program(program, plan).lowered
 
 
-def _phases(model: nn.Module) -> PhasedProgram:
+def _phases(model: nn.Module, *, with_generated: bool = True) -> PhasedProgram:
     program = trace(model, (torch.randn(2, 3, 8),), {})
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    return lower_program(program, plan, with_kernels=True)
+    return lower_program(program, plan, with_kernels=True, with_generated=with_generated)
 
 
 def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.Tensor | None = None) -> None:
@@ -133,6 +134,14 @@ def test_phases_with_kernels_verify() -> None:
     assert fused_calls(phased.backward)
     assert not fused_calls(phased.lowered.graph_module)
     verify_phases(phased)
+
+
+def test_what_hand_written_kernels_leave_can_be_left_to_others() -> None:
+    """For Inductor, which writes kernels for them itself."""
+    phased = _phases(Gated("silu"), with_generated=False)
+    assert fused_calls(phased.forward)["autoshard.triton_gated.default"] == 1
+    assert not [node for node in phased.forward.graph.nodes if generated_kernel(node.target)]
+    assert [node for node in _phases(Gated("silu")).forward.graph.nodes if generated_kernel(node.target)]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
