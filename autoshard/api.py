@@ -195,7 +195,7 @@ def plan(
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
         recipe: no search, the plan of this recipe: `price`.
         backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
-            `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": the same, what Inductor fuses
+            `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": the same, what it fuses
             taken to be what is generated here. Of others: of operators. The search goes by operators; of several
             meshes, that with the fastest prediction is taken.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
