@@ -62,11 +62,6 @@ class Held(StrEnum):
     HANDED = "an output as it is handed out, where that is not the value itself"
     OUTPUT = "an output as it is handed out"
 
-    @property
-    def is_of_head(self) -> bool:
-        """Whether the plan of the link's head alone decides how much it is."""
-        return self in (Held.EITHER, Held.HANDING, Held.GATHERED, Held.OUTPUT)
-
 
 @dataclass(frozen=True, slots=True)
 class OnLink:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,18 @@ class MemoryTables:
             self._tables[key] = self._link_table(link, kept.held)
         return self._tables[key]
 
+    def _copy_table(self, link: Link, moved: np.ndarray, most: Floats, itself: Floats) -> Table:
+        """Bytes of the copy that a reshard makes, found where padding may stay with it; without a reshard, `itself`."""
+        tail, head = self.space.sites[link.tail], self.space.sites[link.head]
+        value, traced = tail.results[link.result], traced_value(tail, link.result)
+        sources, targets = specs_of(tail, link.result), needs_of(head, link)
+        may_be_padded = most > local_bytes_of(value, targets, self.space.mesh)
+
+        def find(row: int, column: int) -> float:
+            return self.transients.bytes_of_copy(Moved(traced, sources[row], targets[column]))
+
+        return Table(np.where(moved, np.where(may_be_padded, np.nan, most), itself), find)
+
     def _nothing(self, *options: int) -> Table:
         """The table of what takes no memory of the device."""
         key = ("nothing", *options)
@@ -80,21 +93,25 @@ class MemoryTables:
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
         value, mesh = tail.results[link.result], self.space.mesh
         sources, targets = specs_of(tail, link.result), needs_of(head, link)
+        unpadded = local_bytes_of(value, targets, mesh)
         before, after = _most_bytes_of(value, sources, mesh)[:, None], _most_bytes_of(value, targets, mesh)
         if is_on_host(head) and held is Held.VALUE:
             return Table(np.broadcast_to(after, (len(sources), len(targets))))
         if is_on_host(head):
             return self._nothing(len(sources), len(targets))
-        whole = float(math.prod(value.shape) * value.itemsize)
+        whole = _most_bytes(value, _WHOLE, mesh)
         moved = differs(sources, targets, mesh)
         gathered = differs((_WHOLE,), targets, mesh)[0]
         match held:
             case Held.COPY:
-                return Table(np.where(moved, after, 0.0))
+                return self._copy_table(link, moved, after, np.zeros(len(targets)))
             case Held.VALUE:
                 return Table(np.where(moved, 0.0, after))
-            case Held.EITHER:
+            case Held.EITHER if np.array_equal(after, unpadded):
                 return Table(after)
+            case Held.EITHER:
+                itself = after if tail.is_alias else unpadded
+                return self._copy_table(link, moved, after, itself)
             case Held.RETURNED:
                 is_result = np.array([not spec.is_partial for spec in sources])
                 return Table(np.where(moved & is_result[:, None], before, 0.0))
@@ -105,7 +122,7 @@ class MemoryTables:
             case Held.HANDED:
                 return Table(np.where(moved | gathered, whole, 0.0))
             case Held.OUTPUT:
-                return Table(np.full(len(targets), whole))
+                return Table(np.broadcast_to(whole, len(targets)))
         traced = traced_value(tail, link.result)
         if held is Held.HANDING:
             handing = Transients(mesh)
@@ -155,9 +172,10 @@ def _most_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> float:
     if outermost is None:
         return size
     axes = spec.axes_of(outermost)
-    pieces = mesh.shards(axes)
-    others = [count for axis, count in mesh.axes if axis not in axes and pieces * count <= value.shape[outermost]]
-    padded = (count * -(-local[outermost] // count) for count in others)
+    most = value.shape[outermost] // mesh.shards(axes)
+    others = [count for axis, count in mesh.axes if axis not in axes]
+    products = (math.prod(some) for number in range(len(others) + 1) for some in combinations(others, number))
+    padded = (count * -(-local[outermost] // count) for count in products if count <= most)
     return size * max(padded, default=local[outermost]) / local[outermost]
 
 

@@ -26,6 +26,11 @@ class Table:
     sizes: Floats
     find: Callable[..., float] | None = None
 
+    @property
+    def is_of_one(self) -> bool:
+        """Whether one variable decides."""
+        return self.sizes.ndim == 1
+
     def at(self, *options: int) -> float:
         """The entry of some options."""
         if np.isnan(self.sizes[options]):

@@ -17,7 +17,7 @@ from autoshard.kernels.offload import TRANSFERS
 from autoshard.rules.enumeration import Strategy
 from passes.memory.liveness import Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables
-from passes.memory.memory_usage import Item, MemoryUsage
+from passes.memory.memory_usage import Item, MemoryUsage, Table
 from passes.memory.transients import Transients
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
@@ -86,7 +86,8 @@ class PlanningProblem:
                 yield Item(interval, table, (self.classes[name],), number)
         for kept, number in self.liveness.held_on_links():
             if point is None or point in kept.interval:
-                yield Item(kept.interval, self.memory.on_link(kept), self._variables(kept), number)
+                table = self.memory.on_link(kept)
+                yield Item(kept.interval, table, self._variables(kept, table), number)
         for name, now in self.liveness.calls.items():
             if point is None or point == now:
                 yield Item(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
@@ -104,15 +105,11 @@ class PlanningProblem:
         """How many times a value takes its bytes: a parameter carries optimizer state."""
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
-    def _variables(self, kept: OnLink) -> tuple[int, ...]:
+    def _variables(self, kept: OnLink, table: Table) -> tuple[int, ...]:
         """The variables that decide how much a link keeps: of both its ends, or of its head."""
         link = self.space.links[kept.link]
         head = self.classes[link.head]
-        return (head,) if kept.held.is_of_head else (self.classes[link.tail], head)
-
-    def link_bytes(self, kept: OnLink, choice: Sequence[int]) -> float:
-        """Bytes of what a link keeps in memory under a choice."""
-        return self.memory.on_link(kept).at(*(choice[variable] for variable in self._variables(kept)))
+        return (head,) if table.is_of_one else (self.classes[link.tail], head)
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""

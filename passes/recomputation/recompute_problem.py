@@ -295,10 +295,10 @@ class _Building:
         if held is Held.LAST_RESHARD and (link.tail in self.split.sources or link.tail in self._may_stay):
             held = Held.RESHARD
         kept = dataclasses.replace(kept, held=held)
-        names = (link.head,) if held.is_of_head else (link.tail, link.head)
         if held is Held.VALUE and link.tail in self.split.late:
             return self._value_until_freed(kept, link)
-        return self._item(kept.interval, self.memory.on_link(kept), names)
+        table = self.memory.on_link(kept)
+        return self._item(kept.interval, table, (link.head,) if table.is_of_one else (link.tail, link.head))
 
     def _value_until_freed(self, kept: OnLink, link: Link) -> Item:
         """A value of the forward at its last use there, which its second life counts where it is held."""
