@@ -30,6 +30,7 @@ from passes.planning.baselines import solve_baselines
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options, constrained_outputs
 from passes.planning.cover import cover
+from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
@@ -160,9 +161,8 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     baselines = solve_baselines(planning, quick, allowed, options.before) if options.with_baselines else {}
     start = [found for found in baselines.values() if found is not None]
     options.control.problem = ALL_PLANS
-    if not options.recompute or planning.elided.sites:
-        return Decision(planning, search(planning, allowed, start), NO_RECOMPUTE, NO_OFFLOAD, baselines)
-    found = solve_jointly(planning, search, allowed, start, offload=options.offload)
+    recompute = options.recompute and not planning.elided.sites
+    found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=options.offload)
     return Decision(found.planning, found.solution, *_savings(planning, found), baselines)
 
 
@@ -173,7 +173,7 @@ def _savings(planning: PlanningProblem, found: JointSolution) -> tuple[Recompute
     def without(left: Again) -> tuple[int, float]:
         """Bytes that the peak has less, and seconds that the step takes more, than with what is left alone."""
         other = with_again(planning, left)
-        peaks = [int(item.usage(choice).max()) for item in (other, found.planning)]
+        peaks = [int(exact_peak(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]
         return peaks[0] - peaks[1], costs[1] - costs[0]
 

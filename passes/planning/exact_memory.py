@@ -78,6 +78,11 @@ def exact_memory(planning: PlanningProblem, choice: Sequence[int]) -> ExactMemor
     return ExactMemory(planning.liveness.points, tuple(_stored(planning, walk)))
 
 
+def exact_peak(planning: PlanningProblem, choice: Sequence[int]) -> float:
+    """The most bytes in use on each rank at any point."""
+    return float(exact_memory(planning, choice).used().max())
+
+
 @dataclass(slots=True, eq=False)
 class _Storage:
     """Memory that values lie in, and its last use so far."""

@@ -5,6 +5,9 @@ twice, and copies to and from the host. So a choice of strategies that is optima
 fits as it is, is optimal with them too; only where it does not fit is the larger problem built (`solve_jointly`). That
 a choice be optimal among those that fit would not be enough: one of cheaper strategies may fit with recomputation.
 
+A search counts memory by tables, mostly more than there is; what fits is decided by the exact count of the program that
+will run (`fitting`).
+
 With offload the problem is larger still. Where it was not solved within the tolerance, or the plan found holds more in
 the host's memory than there is, the search is repeated without offload, and the cheaper of what fits is taken.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +29,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from autoshard.rules.enumeration import Choice, Split, Strategy
 from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search, restrict
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
@@ -64,6 +68,10 @@ class JointSolution:
     offloadable: int = 0
     host_bytes: float = 0.0
 
+    def peak_bytes(self) -> float:
+        """The most bytes in use on each rank, counted exactly."""
+        return exact_peak(self.planning, self.solution.choice)
+
 
 def solve_jointly(
     planning: PlanningProblem,
@@ -71,6 +79,7 @@ def solve_jointly(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
     *,
+    recompute: bool = True,
     offload: bool = True,
 ) -> JointSolution:
     """A cheapest choice of strategies and of what to recompute and offload that fits; see the module's docstring.
@@ -80,19 +89,21 @@ def solve_jointly(
         search: with the memory limit.
         allowed: variable to a mask of its options; absent variables are free.
         start: solutions without recomputation that fit, than which the result is not worse.
+        recompute: whether values may be computed again; if not, nothing is offloaded either.
         offload: whether values may go to the host, if the device has a link to one.
 
     Raises:
         DoesNotFitError: no choice fits, recompute and offload what one may.
     """
     end = time.monotonic() + search.time_budget_s
-    free = dataclasses.replace(search, memory_limit_bytes=None)(planning, allowed, start)
-    if search.memory_limit_bytes is None or planning.usage(free.choice).max() <= search.memory_limit_bytes:
-        return JointSolution(planning, free)
+    if not recompute:
+        return _alone(planning, search, allowed, start, end)
+    free = JointSolution(planning, dataclasses.replace(search, memory_limit_bytes=None)(planning, allowed, start))
+    if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
+        return free
     if search.control.is_stopped:
-        alone = _by(end, search)(planning, allowed, start)
-        bound = min(alone.cost, free.lower_bound)  # that of the search without recomputation holds for no other
-        return JointSolution(planning, dataclasses.replace(alone, lower_bound=bound))
+        # the bound of the search without recomputation holds for no other
+        return _bounded(_alone(planning, search, allowed, start, end), free.solution.lower_bound)
     if not offload or planning.prices.cluster.device.host_link is None:
         return _solve(planning, search, allowed, start, end, offload=False)
     most = end - _SHARE_WITHOUT * search.time_budget_s
@@ -110,8 +121,7 @@ def solve_jointly(
         raise
     if has_room and found.solution.cost <= other.solution.cost:
         return found
-    bound = min(found.solution.lower_bound, other.solution.cost)
-    return dataclasses.replace(other, solution=dataclasses.replace(other.solution, lower_bound=bound))
+    return _bounded(other, found.solution.lower_bound)
 
 
 _SHARE_WITHOUT = 0.3
@@ -130,23 +140,19 @@ def _solve(
     """See `solve_jointly`, where the cheapest choice of all does not fit; the host's memory has no limit."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
-    def without() -> JointSolution:
-        """The cheapest choice that fits as it is."""
-        return JointSolution(planning, _by(deadline, search)(planning, allowed, start))
-
     options = find_options(planning.space, planning.classes, offload=offload)
     if not options.keepings:
-        return without()
+        return _alone(planning, search, allowed, start, deadline)
     problem = build_recompute_problem(planning, options)
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
-    def attempt(limit: float) -> tuple[JointSolution, float]:
-        """The cheapest choice that fits in a limit by the problem's count, and what its program takes."""
+    def attempt(limit: float) -> JointSolution:
+        """The cheapest choice that fits in a limit by the problem's count."""
         within = dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit)
         found = within(problem, problem.widen(allowed), start)
         again, choice = problem.again(found.choice), problem.without_keepings(found.choice)
         running = with_again(planning, again)
-        joint = JointSolution(
+        return JointSolution(
             running,
             Solution(choice, found.cost, found.lower_bound),
             again,
@@ -154,30 +160,73 @@ def _solve(
             options.candidates(OFFLOADED),
             host_bytes(running, choice),
         )
-        return joint, float(running.usage(choice).max())
 
-    limit, bound, over, least = search.memory_limit_bytes, None, 0.0, np.inf
-    try:
-        for _ in range(_TIGHTENINGS):
-            found, peak = attempt(limit - over)
-            bound = found.solution.lower_bound if bound is None else bound
-            if peak <= limit:
-                return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))
-            over, least = over + peak - limit, min(least, peak)
-        return without()
-    except DoesNotFitError as error:
-        if bound is None and error.smallest_bytes > limit:
-            least = max(error.smallest_bytes, attempt(error.smallest_bytes)[1])
-        elif not start:
-            least = min(least, error.smallest_bytes or np.inf)
-        else:
-            return without()
-        raise search.does_not_fit(planning, least) from error
+    found, least = fitting(attempt, search.memory_limit_bytes)
+    if found is not None:
+        return found
+    if start:
+        return _alone(planning, search, allowed, start, deadline)
+    raise search.does_not_fit(planning, least)
 
 
-_TIGHTENINGS = 5
-"""Searches until one fits. The problem counts what is recomputed before it is clear where its clones stand, and may be
-some bytes short; the search is then repeated with as many bytes less to spend."""
+def _alone(
+    planning: PlanningProblem,
+    search: Search,
+    allowed: Mapping[int, np.ndarray],
+    start: Sequence[Solution],
+    deadline: float,
+) -> JointSolution:
+    """The cheapest choice that fits as it is."""
+
+    def attempt(limit: float) -> JointSolution:
+        within = dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit)
+        return JointSolution(planning, within(planning, allowed, start))
+
+    if search.memory_limit_bytes is None:
+        return JointSolution(planning, search(planning, allowed, start))
+    found, least = fitting(attempt, search.memory_limit_bytes)
+    if found is None:
+        raise search.does_not_fit(planning, least)
+    return found
+
+
+def fitting(attempt: Callable[[float], JointSolution], limit: float) -> tuple[JointSolution | None, float]:
+    """What a search finds that fits by the exact count, None if nothing does; and the least memory that would do.
+
+    Where the search finds nothing, what is smallest as it counts may still fit. Where it counts less than there is (of
+    recomputation, before it is clear where clones stand), it is repeated with as many bytes less to spend.
+
+    Args:
+        attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is none.
+        limit: bytes on each rank.
+    """
+    asked, bound, least = limit, None, np.inf
+    for _ in range(_ATTEMPTS):
+        try:
+            found = attempt(asked)
+        except DoesNotFitError as error:
+            if asked != limit or error.smallest_bytes <= limit:
+                return None, least
+            asked = least = float(error.smallest_bytes)
+            continue
+        peak = found.peak_bytes()
+        bound = found.solution.lower_bound if bound is None else bound
+        if peak <= limit:
+            return _bounded(found, bound), peak
+        if asked > limit:
+            return None, peak
+        asked, least = asked - (peak - limit), min(least, peak)
+    return None, least
+
+
+_ATTEMPTS = 6
+"""Searches until one fits."""
+
+
+def _bounded(found: JointSolution, bound: float) -> JointSolution:
+    """What was found, with another bound."""
+    bound = min(found.solution.cost, bound)
+    return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))
 
 
 def _by(deadline: float, search: Search) -> Search:

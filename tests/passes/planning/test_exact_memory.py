@@ -6,8 +6,10 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from autoshard import Mesh, tracing
 from autoshard.ir.plan import Plan
@@ -16,7 +18,7 @@ from autoshard.testing.plans import most_uneven_plan, plans
 from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
 from passes.pipeline import lower_program
-from passes.planning.exact_memory import PARTS, exact_memory
+from passes.planning.exact_memory import PARTS, exact_memory, exact_peak
 from tests.passes.blocks import blocks_program, perceptron_program, problem_of
 from tests.passes.lowered_memory import peak_bytes
 from tests.passes.prediction.test_segment_step import drawn_choice
@@ -60,6 +62,32 @@ def test_a_search_counts_no_less(seed: int) -> None:
         planning = problem_of(program, SQUARE, state_bytes_per_parameter_byte=ratio)
         choice = drawn_choice(planning, seed)
         assert np.all(exact_memory(planning, choice).used() <= planning.usage(choice))
+
+
+class Centred(nn.Module):
+    """Subtracts a mean, and returns what is left, which is handed out whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_search_counts_the_padding_of_what_is_gathered(seed: int) -> None:
+    """Outputs that are handed out too: never less than there is, at no point."""
+    planning = problem_of(tracing.trace(Centred(), (torch.zeros(3, 6, 12),)), SQUARE)
+    choice = drawn_choice(planning, seed)
+    assert np.all(exact_memory(planning, choice).used() <= planning.usage(choice))
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_a_search_counts_no_less_of_uneven_dims(data: st.DataObject) -> None:
+    """At the peak, whatever the plan."""
+    drawn = data.draw(programs(max_blocks=1, uneven=True))
+    planning = problem_of(tracing.trace(drawn.model, drawn.inputs), data.draw(st.sampled_from([THREE, SQUARE])))
+    for seed in range(3):
+        choice = drawn_choice(planning, seed)
+        assert exact_peak(planning, choice) <= planning.usage(choice).max()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,136 @@
+"""What fits is decided by the exact count: of plans, of what is refused, and of the memory that an error names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.exact_memory import exact_peak
+from passes.planning.search import Search
+from passes.recomputation.recompute_search import JointSolution, fitting, solve_jointly
+from passes.solver.assignment import Solution
+from tests.passes.blocks import perceptron_program, problem_of
+from tests.passes.planning.test_search import chains
+from tests.passes.prediction.test_segment_step import drawn_choice
+
+LINE = Mesh({"x": 2})
+
+
+def found_within(planning: PlanningProblem, limit: float, *, recompute: bool) -> JointSolution:
+    """The search without known recipes to start from."""
+    return solve_jointly(planning, Search(limit), {}, (), recompute=recompute)
+
+
+def every_choice(planning: PlanningProblem) -> list[tuple[float, tuple[int, ...]]]:
+    """All choices with their cost, the cheapest first."""
+    choices = product(*(range(len(cost)) for cost in planning.assignment.costs))
+    costs = sorted((planning.assignment.cost_of(choice), choice) for choice in choices)
+    return [(cost, choice) for cost, choice in costs if cost < float("inf")]
+
+
+@settings(max_examples=4)
+@given(chains(), st.integers(0, 99))
+def test_the_search_equals_trying_every_plan(program: Program, seed: int) -> None:
+    """Of those that fit to the byte: the same cost, in the memory of any plan."""
+    planning = problem_of(program, LINE)
+    limit = exact_peak(planning, drawn_choice(planning, seed))
+    found = found_within(planning, limit, recompute=False)
+    best = next(cost for cost, choice in every_choice(planning) if exact_peak(planning, choice) <= limit)
+    assert found.peak_bytes() <= limit
+    assert found.solution.cost == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(chains())
+def test_the_memory_that_an_error_names_is_the_least_of_any_plan(program: Program) -> None:
+    """By trying every one."""
+    planning = problem_of(program, LINE)
+    with pytest.raises(DoesNotFitError) as caught:
+        found_within(planning, 1.0, recompute=False)
+    assert caught.value.smallest_bytes == min(exact_peak(planning, choice) for _, choice in every_choice(planning))
+
+
+@cache
+def trained() -> PlanningProblem:
+    return problem_of(perceptron_program(batch=4096), LINE)
+
+
+def check_the_error(planning: PlanningProblem, *, recompute: bool) -> None:
+    """The memory that an error names is enough, and a byte less is refused."""
+    with pytest.raises(DoesNotFitError) as caught:
+        found_within(planning, 1.0, recompute=recompute)
+    smallest = caught.value.smallest_bytes
+    assert found_within(planning, smallest, recompute=recompute).peak_bytes() <= smallest
+    with pytest.raises(DoesNotFitError):
+        found_within(planning, smallest - 1, recompute=recompute)
+
+
+@settings(max_examples=3)
+@given(chains())
+def test_the_memory_that_an_error_names_is_enough_and_no_less_is(program: Program) -> None:
+    """To the byte."""
+    check_the_error(problem_of(program, LINE), recompute=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_error_about_training_names_what_is_enough(recompute: bool) -> None:
+    """Whether values may be computed again or not."""
+    check_the_error(trained(), recompute=recompute)
+
+
+@dataclass
+class Stairs:
+    """A search whose plans take `share` of what it counts; within less than `least` it finds nothing."""
+
+    share: float
+    least: int
+    asked: list[float] = field(default_factory=list)
+
+    def __call__(self, limit: float) -> JointSolution:
+        self.asked.append(limit)
+        if limit < self.least:
+            raise DoesNotFitError("too small", smallest_bytes=self.least)
+        return _Counted(Solution((), 1e12 / limit, 1e12 / limit), self.share * limit)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What a search found."""
+
+    solution: Solution
+    bytes: float
+
+    def peak_bytes(self) -> float:
+        return self.bytes
+
+
+@given(st.floats(0.5, 1.3), st.integers(1_000, 1_000_000), st.floats(0.0, 2.0))
+def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int, least: float) -> None:
+    """Never above the limit; what is smallest as the search counts is tried before it is refused."""
+    search = Stairs(share, int(least * limit))
+    found, smallest = fitting(search, limit)
+    if found is not None:
+        assert smallest == found.peak_bytes() <= limit
+        assert found.solution.lower_bound <= found.solution.cost
+        assert len(search.asked) == 1 or search.asked[-1] != limit
+        return
+    assert smallest > limit
+    assert share * search.least > limit or share > 1
+
+
+def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
+    """The limit is asked for as it is."""
+    search = Stairs(0.9, 0)
+    assert fitting(search, 1e6)[0] is not None
+    assert search.asked == [1e6]
