@@ -5,8 +5,7 @@ twice, and copies to and from the host. So a choice of strategies that is optima
 fits as it is, is optimal with them too; only where it does not fit is the larger problem built (`solve_jointly`). That
 a choice be optimal among those that fit would not be enough: one of cheaper strategies may fit with recomputation.
 
-A search counts memory by tables, mostly more than there is; what fits is decided by the exact count of the program that
-will run (`fitting`).
+What fits is decided by the exact count of the program that will run (`fitting`).
 
 With offload the problem is larger still. Where it was not solved within the tolerance, or the plan found holds more in
 the host's memory than there is, the search is repeated without offload, and the cheaper of what fits is taken.
@@ -17,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,11 +28,11 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from autoshard.rules.enumeration import Choice, Split, Strategy
 from passes.planning.build_assignment import PlanningProblem, build_problem
-from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search, restrict
+from passes.recomputation.fitting import JointSolution, bounded, fitting
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
-from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again, build_recompute_problem
+from passes.recomputation.recompute_problem import Again, build_recompute_problem
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
 from passes.strategies.enumerate_strategies import (
@@ -47,30 +46,6 @@ from passes.strategies.enumerate_strategies import (
     specs_of,
 )
 from passes.strategies.price import local_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class JointSolution:
-    """A choice of strategies, whose cost is with what is recomputed and offloaded, and what that is.
-
-    Args:
-        planning: the problem of the program that does so; its variables are those of the one that does not.
-        solution: one option per variable.
-        again: what is recomputed and offloaded.
-        recomputable, offloadable: how many nodes might have been.
-        host_bytes: what the host holds for each rank.
-    """
-
-    planning: PlanningProblem
-    solution: Solution
-    again: Again = NOTHING_AGAIN
-    recomputable: int = 0
-    offloadable: int = 0
-    host_bytes: float = 0.0
-
-    def peak_bytes(self) -> float:
-        """The most bytes in use on each rank, counted exactly."""
-        return exact_peak(self.planning, self.solution.choice)
 
 
 def solve_jointly(
@@ -103,7 +78,7 @@ def solve_jointly(
         return free
     if search.control.is_stopped:
         # the bound of the search without recomputation holds for no other
-        return _bounded(_alone(planning, search, allowed, start, end), free.solution.lower_bound)
+        return bounded(_alone(planning, search, allowed, start, end), free.solution.lower_bound)
     if not offload or planning.prices.cluster.device.host_link is None:
         return _solve(planning, search, allowed, start, end, offload=False)
     most = end - _SHARE_WITHOUT * search.time_budget_s
@@ -121,7 +96,7 @@ def solve_jointly(
         raise
     if has_room and found.solution.cost <= other.solution.cost:
         return found
-    return _bounded(other, found.solution.lower_bound)
+    return bounded(other, found.solution.lower_bound)
 
 
 _SHARE_WITHOUT = 0.3
@@ -188,45 +163,6 @@ def _alone(
     if found is None:
         raise search.does_not_fit(planning, least)
     return found
-
-
-def fitting(attempt: Callable[[float], JointSolution], limit: float) -> tuple[JointSolution | None, float]:
-    """What a search finds that fits by the exact count, None if nothing does; and the least memory that would do.
-
-    Where the search finds nothing, what is smallest as it counts may still fit. Where it counts less than there is (of
-    recomputation, before it is clear where clones stand), it is repeated with as many bytes less to spend.
-
-    Args:
-        attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is none.
-        limit: bytes on each rank.
-    """
-    asked, bound, least = limit, None, np.inf
-    for _ in range(_ATTEMPTS):
-        try:
-            found = attempt(asked)
-        except DoesNotFitError as error:
-            if asked != limit or error.smallest_bytes <= limit:
-                return None, least
-            asked = least = float(error.smallest_bytes)
-            continue
-        peak = found.peak_bytes()
-        bound = found.solution.lower_bound if bound is None else bound
-        if peak <= limit:
-            return _bounded(found, bound), peak
-        if asked > limit:
-            return None, peak
-        asked, least = asked - (peak - limit), min(least, peak)
-    return None, least
-
-
-_ATTEMPTS = 6
-"""Searches until one fits."""
-
-
-def _bounded(found: JointSolution, bound: float) -> JointSolution:
-    """What was found, with another bound."""
-    bound = min(found.solution.cost, bound)
-    return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))
 
 
 def _by(deadline: float, search: Search) -> Search:

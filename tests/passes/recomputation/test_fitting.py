@@ -16,7 +16,8 @@ from autoshard.ir.program import Program
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search
-from passes.recomputation.recompute_search import JointSolution, fitting, solve_jointly
+from passes.recomputation.fitting import JointSolution, fitting
+from passes.recomputation.recompute_search import solve_jointly
 from passes.solver.assignment import Solution
 from tests.passes.blocks import perceptron_program, problem_of
 from tests.passes.planning.test_search import chains

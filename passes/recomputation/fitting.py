@@ -1,0 +1,80 @@
+"""Search until what is found fits by the exact count of the program that will run (`exact_memory`).
+
+A search counts memory by tables, mostly more than there is. So where it finds nothing, what is smallest as it counts
+may still fit; and where it counts less than there is (of recomputation, before it is clear where clones stand), it is
+repeated with as many bytes less to spend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.errors import DoesNotFitError
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.exact_memory import exact_peak
+from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
+from passes.solver.assignment import Solution
+
+
+@dataclass(frozen=True, slots=True)
+class JointSolution:
+    """A choice of strategies, whose cost is with what is recomputed and offloaded, and what that is.
+
+    Args:
+        planning: the problem of the program that does so; its variables are those of the one that does not.
+        solution: one option per variable.
+        again: what is recomputed and offloaded.
+        recomputable, offloadable: how many nodes might have been.
+        host_bytes: what the host holds for each rank.
+    """
+
+    planning: PlanningProblem
+    solution: Solution
+    again: Again = NOTHING_AGAIN
+    recomputable: int = 0
+    offloadable: int = 0
+    host_bytes: float = 0.0
+
+    def peak_bytes(self) -> float:
+        """The most bytes in use on each rank, counted exactly."""
+        return exact_peak(self.planning, self.solution.choice)
+
+
+def fitting(attempt: Callable[[float], JointSolution], limit: float) -> tuple[JointSolution | None, float]:
+    """What a search finds that fits by the exact count, None if nothing does; and the least memory that would do.
+
+    Args:
+        attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is none.
+        limit: bytes on each rank.
+    """
+    asked, bound, least = limit, None, np.inf
+    for _ in range(_ATTEMPTS):
+        try:
+            found = attempt(asked)
+        except DoesNotFitError as error:
+            if asked != limit or error.smallest_bytes <= limit:
+                return None, least
+            asked = least = float(error.smallest_bytes)
+            continue
+        peak = found.peak_bytes()
+        bound = found.solution.lower_bound if bound is None else bound
+        if peak <= limit:
+            return bounded(found, bound), peak
+        if asked > limit:
+            return None, peak
+        asked, least = asked - (peak - limit), min(least, peak)
+    return None, least
+
+
+_ATTEMPTS = 6
+"""Searches until one fits."""
+
+
+def bounded(found: JointSolution, bound: float) -> JointSolution:
+    """What was found, with another bound."""
+    bound = min(found.solution.cost, bound)
+    return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))
