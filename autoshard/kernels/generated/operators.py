@@ -315,6 +315,8 @@ def write_number(number: float | int | bool, lane: str) -> str:
     """A number as Triton has it in a lane of a type."""
     if lane == "tl.float32":
         number = float(number)
+        if number == 0 and math.copysign(1.0, number) < 0:
+            return "(-1.0 * tl.full([], 0.0, tl.float32))"  # Triton 3.6 drops the sign of a zero that is written out
         if math.isfinite(number):
             return repr(number)
         return 'float("nan")' if math.isnan(number) else f'{"-" if number < 0 else ""}float("inf")'
