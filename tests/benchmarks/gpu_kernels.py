@@ -27,15 +27,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.testing import do_bench
 
+from autoshard.kernels.quantise import dequantise_sum_reference, quantise_reference
 from autoshard.kernels.registry import FUSED
 from autoshard.kernels.triton_add_norm import add_layer_norm, add_rms_norm, add_rms_norm_backward
 from autoshard.kernels.triton_attention import flash_attention
 from autoshard.kernels.triton_attention_backward import flash_attention_backward
+from autoshard.kernels.triton_embedding import embedding, embedding_backward
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
+from autoshard.kernels.triton_permutation import combine, combine_backward, permute
+from autoshard.kernels.triton_quantise import triton_dequantise_sum, triton_quantise
 from autoshard.kernels.triton_rotary import rotary
 
 _TOKENS, _HIDDEN, _INNER, _HEADS, _SIZE = 8192, 4096, 14336, 32, 128
+_VOCABULARY = 128256
 _EPS = 1e-5
 
 
@@ -133,6 +138,52 @@ def _rotary() -> Iterator[Case]:
     )
 
 
+def _lookups() -> Iterator[Case]:
+    table, grad = _draw(_VOCABULARY, _HIDDEN), _draw(_TOKENS, _HIDDEN)
+    tokens = torch.randint(_VOCABULARY, (_TOKENS,), device=table.device)
+    yield Case("embedding", lambda: embedding(table, tokens), lambda: F.embedding(tokens, table), 2 * _bytes(grad))
+    yield Case(
+        "embedding backward",
+        lambda: embedding_backward(grad, tokens, _VOCABULARY, -1, False),
+        lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, _VOCABULARY, -1, False),
+        _bytes(grad, table),
+    )
+
+
+def _experts() -> Iterator[Case]:
+    x, y = _draw(_TOKENS, _HIDDEN), _draw(2 * _TOKENS, _HIDDEN)
+    shares, order = _draw(2 * _TOKENS).float(), torch.randperm(2 * _TOKENS, device=x.device)
+    inverse, weighed, backward = order.argsort(), _form(combine), _form(combine_backward)
+    yield Case("permute", lambda: permute(x, order, 2), lambda: x[order // 2], _bytes(x, y))
+    yield Case(
+        "combine",
+        lambda: combine(y, shares, inverse, 2),
+        lambda: weighed(x, y, shares, inverse, 2),
+        _bytes(x, y),
+    )
+    yield Case(
+        "combine backward",
+        lambda: combine_backward(x, y, shares, inverse, 2),
+        lambda: backward(y, x, y, shares, inverse, 2, _TOKENS),
+        _bytes(x, y, y),
+    )
+
+
+def _quantised() -> Iterator[Case]:
+    x, dtype = _draw(_TOKENS, _INNER), torch.float8_e4m3fn
+    codes, scales = triton_quantise(x, dtype, 256)
+    rows, each = codes.view(8, -1), scales.view(8, -1)
+    yield Case(
+        "quantise", lambda: triton_quantise(x, dtype, 256), lambda: quantise_reference(x, dtype, 256), _bytes(x, codes)
+    )
+    yield Case(
+        "dequantise and sum of 8",
+        lambda: triton_dequantise_sum(rows, each, x.dtype, 256),
+        lambda: dequantise_sum_reference(rows, each, x.dtype, 256),
+        _bytes(codes) + _bytes(x) // 8,
+    )
+
+
 def _attention(size: int, length: int) -> Iterator[Case]:
     q, k, v, grad = (_draw(1, 16, length, size).requires_grad_() for _ in range(4))
     scale = size**-0.5
@@ -161,6 +212,9 @@ def cases() -> Iterator[Case]:
     yield from _pointwise()
     yield from _norms()
     yield from _rotary()
+    yield from _lookups()
+    yield from _experts()
+    yield from _quantised()
     for size in (64, 128):
         for length in (2048, 8192, 32768):
             yield from _attention(size, length)
