@@ -19,6 +19,8 @@ class KernelUse:
         node: the node of the traced program at whose place it runs.
         stands_for: node of the traced program to the share of its call's time that goes: 1.0 where the kernel does all
             of it.
+        copies: the same of copies around collectives: the node whose value is brought into another spec, the one that
+            reads it there (itself for what leaves the program), and the share that goes.
         reads: the nodes whose values it reads.
         time_s: what it takes on each rank.
         launches, memory_bytes: what it launches, and what that reads and writes, on each rank.
@@ -30,6 +32,7 @@ class KernelUse:
     phase: str
     node: str
     stands_for: Mapping[str, float]
+    copies: tuple[tuple[str, str, float], ...]
     reads: tuple[str, ...]
     time_s: float
     launches: int
@@ -38,10 +41,17 @@ class KernelUse:
     saved_bytes: int
     times: int = 1
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> KernelUse:
+        """From what `Kernels.to_json` has of it."""
+        copies = tuple((name, reader, share) for name, reader, share in data["copies"])
+        return cls(**{**data, "reads": tuple(data["reads"]), "copies": copies})
+
     def __str__(self) -> str:
         saved = f"{self.saved_launches} fewer to launch, {format_bytes(self.saved_bytes)} less to move"
         times = f", {self.times} times" if self.times > 1 else ""
-        return f"{self.name} for {', '.join(self.stands_for)} ({self.phase}{times}): {saved}."
+        calls = [*self.stands_for, *(f"{name} as {reader} reads it" for name, reader, _ in self.copies)]
+        return f"{self.name} for {', '.join(calls)} ({self.phase}{times}): {saved}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +95,7 @@ class Kernels:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Kernels:
         """The inverse of `to_json`."""
-        uses = tuple(KernelUse(**{**use, "reads": tuple(use["reads"])}) for use in data["uses"])
-        return cls(**{**data, "uses": uses})
+        return cls(**{**data, "uses": tuple(map(KernelUse.from_json, data["uses"]))})
 
 
 NO_KERNELS = Kernels()

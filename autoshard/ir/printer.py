@@ -179,7 +179,7 @@ def _kernel_table(uses: Iterable[KernelUse]) -> Table:
     for (name, phase), same in alike.items():
         launches = sum(use.times * use.saved_launches for use in same)
         saved = format_bytes(sum(use.times * use.saved_bytes for use in same))
-        calls = list(same[0].stands_for)
+        calls = [*same[0].stands_for, *(f"copy of {name}" for name, *_ in same[0].copies)]
         shown = ", ".join(calls[:_SHOWN_CALLS]) + (", ..." if len(calls) > _SHOWN_CALLS else "")
         table.add_row(name, phase, str(sum(use.times for use in same)), str(launches), saved, shown)
     return table

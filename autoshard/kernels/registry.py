@@ -25,6 +25,7 @@ from autoshard.kernels import (
     triton_add_norm,
     triton_attention,
     triton_attention_backward,
+    triton_bias_add_norm,
     triton_cross_entropy,
     triton_dropout,
     triton_embedding,
@@ -57,6 +58,7 @@ _MODULES = (
     triton_softmax,
 )
 _FUSED_MODULES = (
+    triton_bias_add_norm,
     triton_add_norm,
     triton_embedding,
     triton_gated,

@@ -212,7 +212,7 @@ def _cast_gradient(like: Tensor, x: Any, dtype: torch.dtype) -> Any:
     return _aten._to_copy.default(x, dtype=dtype, layout=torch.strided, device=like.device)
 
 
-def _written_out(like: Tensor, input: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
+def written_out(like: Tensor, input: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
     """transformers' RMS norm: weight (x rsqrt(mean(x^2) + eps)), and the rsqrt."""
     x = _wide(like, input)
     mean = _aten.mean.dim(_aten.pow.Tensor_Scalar(x, 2), [-1], True)
@@ -222,11 +222,11 @@ def _written_out(like: Tensor, input: Any, weight: Any, eps: Any) -> tuple[Any, 
 
 def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
     total = _aten.add.Tensor(x, residual)
-    return *_written_out(like, total, weight, eps), total
+    return *written_out(like, total, weight, eps), total
 
 
 def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
-    """Autograd's of `_written_out`, operator by operator; the weight's gradient keeps the summed dims."""
+    """Autograd's of `written_out`, operator by operator; the weight's gradient keeps the summed dims."""
     last, x = like.dim() - 1, _wide(like, input)
     weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
     normed = _narrow(like, _aten.mul.Tensor(x, rstd))
@@ -287,13 +287,16 @@ def _kept_dims(like: Tensor) -> list[int]:
     return [*[1] * (like.dim() - 1), like.shape[-1]]
 
 
-_NORM = "*bf16 *bf16 *bf16 {bias} *bf16 *bf16 {mean} *fp32 i32 i32 i32 i32 fp32"
+_NORM = "*bf16 {x_bias} *bf16 *bf16 {bias} *bf16 *bf16 {mean} *fp32 i32 i32 i32 i32 fp32"
 _BACKWARD = "*bf16 *bf16 {mean} *fp32 *bf16 *bf16 *bf16 *fp32 {bias} i32 i32 i32 i32 i32"
 
 
-def _forward_specimens(centred: bool) -> tuple[Any, ...]:
-    types = _NORM.format(bias="*bf16" if centred else "None", mean="*fp32" if centred else "None")
-    flags = {"CENTRED": centred, "HAS_RESIDUAL": True, "HAS_WEIGHT": True, "HAS_BIAS": centred}
+def forward_specimens(centred: bool, has_x_bias: bool = False) -> tuple[Any, ...]:
+    """Compilations of the forward with a residual, of layer norm (`centred`) or RMS norm."""
+    kinds = {True: "*bf16", False: "None"}
+    types = _NORM.format(x_bias=kinds[has_x_bias], bias=kinds[centred], mean="*fp32" if centred else "None")
+    flags = {"CENTRED": centred, "HAS_X_BIAS": has_x_bias, "HAS_RESIDUAL": True, "HAS_WEIGHT": True}
+    flags |= {"HAS_BIAS": centred}
     return tuple(
         specimen(norm_forward_kernel, types, row_tile(columns), columns, **flags) for columns in SPECIMEN_COLUMNS
     )
@@ -329,10 +332,10 @@ FUSED = (
         add_rms_norm,
         why_not_add_rms_norm,
         (Form(_add_written_out), Form(_add_whole)),
-        _forward_specimens(centred=False),
+        forward_specimens(centred=False),
     ),
-    FusedKernel(add_layer_norm, why_not_add_layer_norm, (Form(_add_layer),), _forward_specimens(centred=True)),
+    FusedKernel(add_layer_norm, why_not_add_layer_norm, (Form(_add_layer),), forward_specimens(centred=True)),
     FusedKernel(
-        rms_norm, why_not_rms_norm, (Form(_written_out, lambda like: {"normalized_shape": [like.shape[-1]]}),), ()
+        rms_norm, why_not_rms_norm, (Form(written_out, lambda like: {"normalized_shape": [like.shape[-1]]}),), ()
     ),
 )

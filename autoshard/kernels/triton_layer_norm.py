@@ -118,10 +118,11 @@ KERNELS = (
         tuple(
             specimen(
                 norm_forward_kernel,
-                "*bf16 None *bf16 *bf16 *bf16 None *fp32 *fp32 i32 i32 i32 i32 fp32",
+                "*bf16 None None *bf16 *bf16 *bf16 None *fp32 *fp32 i32 i32 i32 i32 fp32",
                 row_tile(columns),
                 columns,
                 CENTRED=True,
+                HAS_X_BIAS=False,
                 HAS_RESIDUAL=False,
                 HAS_WEIGHT=True,
                 HAS_BIAS=True,

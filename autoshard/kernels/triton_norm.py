@@ -27,6 +27,7 @@ SUMMING_PROGRAMS = 256
 @triton.jit
 def norm_forward_kernel(
     x_ptr,
+    x_bias_ptr,
     residual_ptr,
     weight_ptr,
     bias_ptr,
@@ -40,19 +41,22 @@ def norm_forward_kernel(
     residual_stride,
     eps,
     CENTRED: tl.constexpr,
+    HAS_X_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """x_ptr, residual_ptr, out_ptr, total_ptr [rows, columns], the last two contiguous; weight_ptr, bias_ptr [columns];
-    mean_ptr, rstd_ptr [rows] float32. total_ptr takes x + residual."""
+    """x_ptr, residual_ptr, out_ptr, total_ptr [rows, columns], the last two contiguous; x_bias_ptr, weight_ptr,
+    bias_ptr [columns]; mean_ptr, rstd_ptr [rows] float32. total_ptr takes x + x_bias + residual."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HAS_X_BIAS:
+        x += tl.load(x_bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
         # Rounded as it is stored, so that the backward normalises what the forward did.
@@ -151,17 +155,18 @@ def norm_forward(
     out: Tensor,
     rstd: Tensor,
     mean: Tensor | None = None,
+    x_bias: Tensor | None = None,
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> None:
-    """Normalise rows of `columns` elements of x (+ residual): RMS norm, or layer norm where there is a `mean`.
+    """Normalise rows of `columns` elements of x (+ x_bias) (+ residual): RMS norm, or layer norm where `mean` is given.
 
     Args:
         x, residual: any shape of rows; what is normalised.
         columns: elements of a row.
-        weight, bias: of a row's shape, or None.
+        x_bias, weight, bias: of a row's shape, or None.
         eps: added to the mean square.
-        out, total: contiguous, overwritten: the result, and x + residual.
+        out, total: contiguous, overwritten: the result, and x + x_bias + residual.
         rstd, mean: float32, one element a row, overwritten.
     """
     rows = as_rows(x, columns)
@@ -171,9 +176,10 @@ def norm_forward(
         norm_forward_kernel,
         (triton.cdiv(count, tile.rows),),
         x.device,
-        *(rows, added, _contiguous(weight), _contiguous(bias), out, total, mean, rstd),
+        *(rows, _contiguous(x_bias), added, _contiguous(weight), _contiguous(bias), out, total, mean, rstd),
         *(count, columns, rows.stride(0), 0 if added is None else added.stride(0), eps),
         CENTRED=mean is not None,
+        HAS_X_BIAS=x_bias is not None,
         HAS_RESIDUAL=added is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,

@@ -108,10 +108,11 @@ KERNELS = (
         tuple(
             specimen(
                 norm_forward_kernel,
-                "*bf16 None *bf16 None *bf16 None None *fp32 i32 i32 i32 i32 fp32",
+                "*bf16 None None *bf16 None *bf16 None None *fp32 i32 i32 i32 i32 fp32",
                 row_tile(columns),
                 columns,
                 CENTRED=False,
+                HAS_X_BIAS=False,
                 HAS_RESIDUAL=False,
                 HAS_WEIGHT=True,
                 HAS_BIAS=False,

@@ -1,17 +1,20 @@
 """How many kernels a program launches on a device, and how many bytes they read and write.
 
-A call that yields a view launches nothing; any other launches one kernel, which reads each tensor operand and writes
-each result once. Kernels of ours that sum partial results at the end count that too (`second_step`, `split_sums`), and
-those that go chunk by chunk all of them (`chunk_steps`); what sorts indices first, torch's kernels or ours, counts as
-one. What is counted is what runs beside communication: collectives and the waits for them are left out.
+A call that yields a view launches nothing, `contiguous` and `reshape` neither where their operand lies so already; any
+other launches one kernel, which reads each tensor operand and writes each result once. Kernels of ours that sum
+partial results at the end count that too (`second_step`, `split_sums`), and those that go chunk by chunk all of them
+(`chunk_steps`); what sorts indices first, torch's kernels or ours, counts as one. What is counted is what runs beside
+communication: collectives and the waits for them are left out.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
@@ -25,6 +28,9 @@ from autoshard.kernels.triton_linear_cross_entropy import (
 )
 from autoshard.kernels.triton_norm import SUMMING_PROGRAMS
 
+_aten = torch.ops.aten
+
+_MAY_COPY = (_aten.contiguous.default, _aten.reshape.default)
 _FLOAT_BYTES = 4
 _COLLECTIVES = "_c10d_functional"
 
@@ -65,11 +71,34 @@ def traffic_of(node: fx.Node) -> Traffic:
 
 def is_launch(node: fx.Node) -> bool:
     """Whether a node computes on the device, rather than naming, viewing or sending what is there."""
-    target = node.target
-    if not isinstance(target, OpOverload) or sends(node):
+    if not isinstance(node.target, OpOverload) or sends(node):
         return False
-    returned = [item.alias_info for item in target._schema.returns]
-    return not any(alias is not None and not alias.is_write for alias in returned)
+    return _copies(node) if node.target in _MAY_COPY else not may_alias(node)
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether a call's schema says that a result may be its operand, by other indices."""
+    target: Any = node.target
+    returned = [item.alias_info for item in target._schema.returns] if isinstance(target, OpOverload) else []
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether `contiguous` or `reshape` has to copy: their operand does not lie as the result does."""
+    (operand,) = node.all_input_nodes
+    value = operand.meta["val"]
+    if node.target is _aten.contiguous.default:
+        return not value.is_contiguous()
+    return not value.is_contiguous() and not _has_view(value, node.meta["val"].shape)
+
+
+def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a tensor's elements may be indexed by another shape where they lie."""
+    try:
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def sends(node: fx.Node) -> bool:

@@ -33,7 +33,7 @@ from torch._ops import OpOverload
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, find_kernel, kernels_of
-from passes.lowering.count_launches import is_launch, sends
+from passes.lowering.count_launches import is_launch, may_alias, sends
 from passes.lowering.match_form import Match, Pattern, find_matches, trace_form
 from passes.preparation.number_values import Numbering, number_graph
 from passes.verification.expand_kernels import FORM, STANDS_FOR
@@ -82,7 +82,8 @@ def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.Grap
 def _drop_views(graph: fx.Graph) -> None:
     """Take away views that nothing reads any more, so that what they view is not kept for them."""
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and not is_launch(node) and not sends(node):
+        names_only = may_alias(node) or not isinstance(node.target, OpOverload)
+        if node.op == "call_function" and not node.users and names_only and not sends(node):
             graph.erase_node(node)
 
 

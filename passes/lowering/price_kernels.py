@@ -33,6 +33,9 @@ from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
 from passes.strategies.price import dtype_name, operator_name
 from passes.verification.expand_kernels import STANDS_FOR, expand_kernels, is_kernel
 
+_Source = tuple[str, str | None]
+"""What a local call is part of: a traced node's call; or the reshard of its value for a reader."""
+
 
 def price_kernels(lowered: LoweredProgram, device: Device, counts: Mapping[str, int] | None = None) -> Kernels:
     """The kernels of a program, in the order of its phases; the times without them are left to who predicts.
@@ -52,17 +55,16 @@ class _Pricing:
     counts: Mapping[str, int]
     nodes: dict[str, fx.Node] = field(init=False)
     places: dict[str, int] = field(init=False)
-    calls: dict[str, float] = field(init=False)
+    calls: dict[_Source, float] = field(init=False)
     products: dict[Any, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.lowered.graph_module.graph
         self.nodes = {node.name: node for node in graph.nodes}
         self.places = {node.name: place for place, node in enumerate(graph.nodes)}
-        calls = defaultdict[str, float](float)
-        for node in graph.nodes:
-            if is_launch(node) and IS_RESHARD not in node.meta:
-                calls[node.meta["global"]] += self._weight(node)
+        calls = defaultdict[_Source, float](float)
+        for node in filter(is_launch, graph.nodes):
+            calls[_source(node)] += self._weight(node)
         self.calls = dict(calls)
 
     def run(self, phased: PhasedProgram) -> Kernels:
@@ -123,16 +125,17 @@ class _Pricing:
         time_s: float,
     ) -> KernelUse:
         last = self.nodes[max(results, key=self.places.__getitem__)]
-        shares: dict[str, float] = defaultdict(float)
-        for node in members:
-            if is_launch(node) and IS_RESHARD not in node.meta:
-                shares[node.meta["global"]] += self._weight(node) / self.calls[node.meta["global"]]
+        shares = defaultdict[_Source, float](float)
+        for node in filter(is_launch, members):
+            shares[_source(node)] += self._weight(node) / self.calls[_source(node)]
+        shares = {source: min(1.0, round(share, 9)) for source, share in shares.items()}
         gone = sum(map(traffic_of, members), Traffic())
         return KernelUse(
             name=name,
             phase=last.meta["phase"],
             node=last.meta[EMITTED_AT],
-            stands_for={node: min(1.0, round(share, 9)) for node, share in shares.items()},
+            stands_for={name: share for (name, reader), share in shares.items() if reader is None},
+            copies=tuple((name, reader, share) for (name, reader), share in shares.items() if reader is not None),
             reads=tuple(dict.fromkeys(item.meta.get("global", item.name) for item in operands)),
             time_s=time_s,
             launches=traffic.launches,
@@ -182,6 +185,10 @@ class _Pricing:
         if key not in self.products:
             self.products[key] = sum(map(self._products_of, _written_out(node).nodes))
         return self.products[key]
+
+
+def _source(node: fx.Node) -> _Source:
+    return node.meta["global"], node.meta[EMITTED_AT] if IS_RESHARD in node.meta else None
 
 
 def _written_out(call: fx.Node) -> fx.Graph:

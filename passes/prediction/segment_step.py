@@ -28,7 +28,7 @@ from autoshard.kernels.offload import TRANSFERS
 from cost_models.streams import Op, Segment
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.step_layout import Part, StepLayout, step_layout
-from passes.strategies.enumerate_strategies import Link, Site
+from passes.strategies.enumerate_strategies import Link, Site, leaves_program
 from passes.strategies.price import local_bytes
 
 COPIES = "reshard copies"
@@ -47,11 +47,11 @@ class _Sent(NamedTuple):
 
 
 class _Reshard(NamedTuple):
-    """A reshard: its collectives in order, seconds of copies, and bytes before and after on each rank."""
+    """A reshard: its collectives in order, seconds and number of copies, and bytes before and after on each rank."""
 
     sent: tuple[_Sent, ...]
     copied_s: float
-    steps: int
+    copies: int
     bytes_before: int
     bytes_after: int
 
@@ -77,14 +77,18 @@ class _Costs:
     reshards: dict[_LinkKey, _Reshard] = field(default_factory=dict)
     kernels_at: Mapping[str, Sequence[KernelUse]] = field(init=False)
     gone: Mapping[str, float] = field(init=False)
+    gone_copies: Mapping[tuple[str, str], float] = field(init=False)
 
     def __post_init__(self) -> None:
         kernels_at, gone = defaultdict[str, list[KernelUse]](list), defaultdict[str, float](float)
+        gone_copies = defaultdict[tuple[str, str], float](float)
         for use in self.kernels.uses:
             kernels_at[use.node].append(use)
             for name, share in use.stands_for.items():
                 gone[name] += share
-        self.kernels_at, self.gone = dict(kernels_at), dict(gone)
+            for name, reader, share in use.copies:
+                gone_copies[name, reader] += share
+        self.kernels_at, self.gone, self.gone_copies = dict(kernels_at), dict(gone), dict(gone_copies)
 
     def call(self, name: str) -> _Call:
         """The cost of a call."""
@@ -111,6 +115,16 @@ class _Costs:
         return _Call(max(0.0, whole - sum(item.seconds for item in sent)), sent)
 
     def reshard(self, link: Link) -> _Reshard:
+        """The cost of a link's reshard."""
+        reader = link.tail if leaves_program(self.planning.space.sites[link.head], link) else link.head
+        reshard, gone = self._whole_reshard(link), self.gone_copies.get((link.tail, reader), 0.0)
+        if gone == 0:
+            return reshard
+        left = max(0.0, 1.0 - gone)
+        return reshard._replace(copied_s=left * reshard.copied_s, copies=round(left * reshard.copies))
+
+    def _whole_reshard(self, link: Link) -> _Reshard:
+        """The same without kernels, found once for each option."""
         key = self.planning.link_key(link)
         if key not in self.reshards:
             self.reshards[key] = self._price(link)
@@ -177,7 +191,7 @@ class _Writing:
     def _write_reshard(self, link: Link) -> None:
         """The reshard of an operand: its collectives, then its copies, which wait for them."""
         reshard = self.costs.reshard(link)
-        if not reshard.steps:
+        if not reshard.copies and not reshard.sent:
             return
         needs: tuple[int, ...] = ()
         if reshard.sent:
@@ -189,8 +203,6 @@ class _Writing:
     def _write_leaving(self, link: Link) -> None:
         """What leaves the program is copied, then sent; nothing waits for it but the end of the step."""
         reshard = self.costs.reshard(link)
-        if not reshard.steps:
-            return
         if reshard.copied_s > 0:
             self._write_copy(link, reshard, ())
         if reshard.sent:
@@ -198,7 +210,7 @@ class _Writing:
             self._write_chain(reshard.sent, (behind,) if behind >= 0 else (), held=reshard.bytes_before)
 
     def _write_copy(self, link: Link, reshard: _Reshard, needs: tuple[int, ...]) -> None:
-        self._add(Op(f"copy {link.tail}", COPIES, reshard.copied_s, needs=needs, launches=reshard.steps))
+        self._add(Op(f"copy {link.tail}", COPIES, reshard.copied_s, needs=needs, launches=reshard.copies))
 
     def _write_chain(self, sent: Sequence[_Sent], needs: tuple[int, ...], *, early: bool = False, held: int = 0) -> int:
         """Collectives one after the other; the index of the last."""

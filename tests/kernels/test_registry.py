@@ -109,6 +109,8 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
         autoshard.triton_add_layer_norm_backward.default: (x, x, x, statistic, statistic, row, row),
         autoshard.triton_add_rms_norm.default: (x, x, row, None),
         autoshard.triton_add_layer_norm.default: (x, x, row, row, 1e-5),
+        autoshard.triton_bias_add_rms_norm.default: (x, row, x, row, None),
+        autoshard.triton_bias_add_layer_norm.default: (x, row, x, row, row, 1e-5),
         autoshard.triton_rms_norm.default: (x, [6], row, None),
         autoshard.triton_gated_backward.default: (x, x, x, "silu"),
         autoshard.triton_gated.default: (x, x, "gelu"),
