@@ -158,7 +158,9 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         DoesNotFitError: no choice fits in the memory limit.
     """
     search = Search(options.memory_budget, options.time_budget_s, control=options.control)
-    quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, most_parts=0, says_smallest=False)
+    quick = replace(
+        search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, most_parts=0, says_smallest=False, is_exact=False
+    )
     baselines = solve_baselines(planning, quick, allowed, options.before) if options.with_baselines else {}
     start = [found for found in baselines.values() if found is not None]
     options.control.problem = ALL_PLANS

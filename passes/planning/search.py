@@ -74,6 +74,7 @@ class Search:
         time_budget_s: seconds for all rounds together.
         tolerance, max_rounds, most_parts: of the search of large problems, see `DualSearch`.
         says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
+        is_exact: whether small problems are solved exactly where memory binds, too.
         control: told how it goes, and may stop it.
     """
 
@@ -83,6 +84,7 @@ class Search:
     max_rounds: int = 100
     most_parts: int = 12
     says_smallest: bool = True
+    is_exact: bool = True
     control: SearchControl = dataclasses.field(default_factory=SearchControl)
 
     def __call__(
@@ -138,6 +140,8 @@ class Search:
             new = _over_limit(planning, solution, problem.limit) - points
             if not new:
                 return solution
+            if not self.is_exact:
+                return self._by_duals(planning, problem, start)
             bound = max(bound, solution.lower_bound)
             points |= new
             problem = _with_rows(planning, problem, new)

@@ -93,6 +93,27 @@ def test_a_search_that_is_stopped_at_once_gives_what_fits(program: Program, shar
     assert planning.usage(solution.choice).max() <= limit
 
 
+@settings(max_examples=8)
+@given(chains(), st.sampled_from([0.6, 0.9, 2.0]))
+def test_a_search_that_need_not_be_exact_is_where_memory_does_not_bind(program: Program, share: float) -> None:
+    """Where it does, the choice fits, and has a true bound."""
+    planning = problem_of(program, Mesh({"x": 2}))
+    limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
+    best = cheapest(planning, limit)
+    try:
+        solution = Search(limit, is_exact=False)(planning)
+    except DoesNotFitError:
+        assert share < 1.0
+        return
+    assert best is not None
+    assert planning.usage(solution.choice).max() <= limit
+    assert solution.lower_bound <= best * (1 + 1e-9)
+    assert best <= solution.cost * (1 + 1e-9)
+    free = Search()(planning)
+    if planning.usage(free.choice).max() <= limit:
+        assert solution.cost == free.cost
+
+
 def test_more_memory_is_never_slower() -> None:
     """Sweeping the limit upwards, the predicted step time falls or stays."""
     planning = problem_of(perceptron_program(batch=4096), Mesh({"x": 2}))
