@@ -6,7 +6,7 @@ would.
 
 from autoshard.api import compile, plan, prove, verify
 from autoshard.calibration import calibrate
-from autoshard.cluster import Cluster
+from autoshard.cluster import Cluster, JoinedCluster
 from autoshard.errors import (
     AutoshardError,
     DoesNotFitError,
@@ -40,6 +40,7 @@ __all__ = [
     "DoesNotFitError",
     "FormulaError",
     "InvalidSpecError",
+    "JoinedCluster",
     "LostRankError",
     "Mesh",
     "MeshError",

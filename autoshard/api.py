@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cluster import candidate_meshes
+from autoshard.cluster import candidate_meshes, one_kind
 from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -42,6 +42,7 @@ from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer,
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
 
 if TYPE_CHECKING:
     from passes.verification.verify_program import VerificationReport
@@ -109,6 +110,7 @@ def compile(
     """
     _check_model(model)
     _check_backend(backend)
+    mesh = one_kind(mesh)
     check_optimizer_arguments(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     fixed = _read_plan(plan)
     precision = _precision_of(model, precision, fixed)
@@ -161,7 +163,7 @@ def compile(
 
 def plan(
     model: nn.Module,
-    mesh_or_cluster: DeviceMesh | Mesh | Cluster,
+    mesh_or_cluster: DeviceMesh | Mesh | Cluster | JoinedCluster,
     *,
     example_inputs: ExampleInputs,
     mesh: Mesh | None = None,
@@ -230,6 +232,7 @@ def plan(
             time_budget_s=time_budget_s,
             progress=progress,
         )
+    mesh_or_cluster = one_kind(mesh_or_cluster)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
     update = update_of(optimizer, model, max_grad_norm, strict=strict)
@@ -306,6 +309,7 @@ def prove(
         VerificationError: it could not be shown that the program computes what the model does.
         AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
     """
+    target = one_kind(target)
     fixed = target if isinstance(target, Plan) else None
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
@@ -369,9 +373,9 @@ def _checked_constraints(constraints: Mapping[str, PartitionSpec] | None) -> dic
     return dict(constraints or {})
 
 
-def _checked_cluster(target: Any, mesh: Mesh | None) -> Cluster:
+def _checked_cluster(target: Any, mesh: Mesh | None) -> Cluster | JoinedCluster:
     """What recipes are planned for; they choose the axes."""
-    if not isinstance(target, Cluster):
+    if not isinstance(target, Cluster | JoinedCluster):
         raise NotAvailableError(
             f"global_batch= and recipe= choose the axes themselves, but were given {target!r}: pass a Cluster, "
             "Cluster('h100_sxm', nodes=8), or plan on the mesh without them."

@@ -17,6 +17,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakr
 
 def price(
     model: nn.Module,
-    cluster: Cluster,
+    cluster: Cluster | JoinedCluster,
     recipe: Recipe,
     *,
     example_inputs: ExampleInputs,
@@ -44,7 +45,7 @@ def price(
 
     Args:
         model: any module; it may be on meta. Its blocks are the entries of its module lists.
-        cluster: as many devices as the recipe needs.
+        cluster: as many devices as the recipe needs; of a joined one, those of the islands that it passes.
         recipe: the expert's plan.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
             how large it is does not matter, the recipe says how many sequences are run.

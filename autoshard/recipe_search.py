@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from autoshard.errors import NotAvailableError
+from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import OPTIMIZERS, Recipe
 from autoshard.pricing import ExampleInputs, price, priced_model
 from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
 
 if TYPE_CHECKING:
+    from passes.recipes.joined_problem import JoinedProblem
+    from passes.recipes.price_model import CountedModel
     from passes.recipes.recipe_problem import RecipeProblem
     from passes.recipes.recipe_space import Only
     from passes.recipes.search_recipes import Watch
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 def search_plan(
     model: nn.Module,
-    cluster: Cluster,
+    cluster: Cluster | JoinedCluster,
     *,
     example_inputs: ExampleInputs,
     optimizer: str | torch.optim.Optimizer | None,
@@ -44,15 +47,14 @@ def search_plan(
         NotAvailableError: an optimizer or precision that recipes do not have, a constraint on a value's spec, or time
             ran out before any was priced.
     """
+    from passes.recipes.joined_problem import JoinedProblem
     from passes.recipes.recipe_alternatives import RecipeAlternatives
     from passes.recipes.recipe_constraints import pin
     from passes.recipes.recipe_shortage import shortage
 
     base, pinned = pin(base_recipe(model, optimizer, precision, global_batch), constraints or {})
-    limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
-    problem = recipe_problem(
-        model, cluster, base, example_inputs=example_inputs, loss_fn=loss_fn, memory_limit=limit, pinned=pinned
-    )
+    counted = priced_model(model, example_inputs, loss_fn).counted
+    problem = problem_of(counted, cluster, base, memory_budget, pinned)
     with search_bar(time_budget_s, progress) as show:
         watch = None if show is None else _watching(show)
         found, baselines = problem.best_of_all(time_budget_s=time_budget_s, watch=watch)
@@ -63,16 +65,38 @@ def search_plan(
             )
         raise shortage(problem, time_budget_s)
     chosen = price(model, cluster, found.recipe, example_inputs=example_inputs, loss_fn=loss_fn)
+    limit = problem.limit_of(found.recipe) if isinstance(problem, JoinedProblem) else problem.memory_limit
     return replace(
         chosen,
         objective=found.objective,
         lower_bound=found.lower_bound,
         search_time_s=found.search_time_s,
         was_interrupted=found.was_interrupted,
-        memory_budget=limit,
+        memory_budget=int(limit),
         baselines={name: each.objective if each.recipe else None for name, each in baselines.items()},
         alternatives=RecipeAlternatives(problem, priced_model(model, example_inputs, loss_fn), time_budget_s),
     )
+
+
+def problem_of(
+    counted: CountedModel, cluster: Cluster | JoinedCluster, base: Recipe, memory_budget: int | None, pinned: Only
+) -> RecipeProblem | JoinedProblem:
+    """The search for a model's recipe, within so many bytes of each device; None: its own.
+
+    Raises:
+        RecipeError: islands are constrained, and the cluster is of one kind.
+    """
+    from passes.recipes.joined_problem import JoinedProblem
+    from passes.recipes.recipe_problem import RecipeProblem
+
+    if isinstance(cluster, JoinedCluster):
+        islands = cluster.islands
+        limits = tuple(island.device.memory_bytes if memory_budget is None else memory_budget for island in islands)
+        return JoinedProblem(counted, cluster, base, limits, pinned=pinned)
+    if base.islands is not None:
+        raise RecipeError(f"constraints['islands']={base.islands!r}, but {cluster.name} is no joined cluster.")
+    limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
+    return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 
 
 def recipe_problem(

@@ -82,7 +82,7 @@ class NodeType:
             link = network
         elif network is not None:
             file = constants.load("networks", network)
-            link, wiring = _link(file, ""), _network_wiring(file, wiring)
+            link, wiring = read_link(file), _network_wiring(file, wiring)
         if link is None:
             raise UnknownHardwareError(
                 f"Node type {self.name!r} has no network to change; name one: {', '.join(constants.names('networks'))}."
@@ -149,7 +149,7 @@ def assemble_node(
         intra, wiring = fabric, SWITCHED
     else:
         file = constants.load("fabrics", fabric)
-        intra, wiring = _link(file, ""), _wiring(file)
+        intra, wiring = read_link(file), _wiring(file)
     parts = (chosen.name, devices_per_node, fabric, network)
     label = name or ":".join(str(part) for part in parts if isinstance(part, str | int))
     node = NodeType(label, chosen, devices_per_node, intra, None, wiring)
@@ -219,6 +219,11 @@ class Cluster:
         return self.node.device
 
     @property
+    def name(self) -> str:
+        """As the command line reads it, "h100_sxm:8x8"."""
+        return f"{self.node.name}:{self.nodes}x{self.devices_per_node}"
+
+    @property
     def size(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
@@ -250,17 +255,29 @@ class Cluster:
     def load(cls, path: str | Path) -> Self:
         """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
         file = constants.read(Path(path))
+        if "islands" in file.texts:
+            raise HardwareFileError(f"{path}: it has several islands; read it with JoinedCluster.load.")
+        return cls.of_file(file)
+
+    @classmethod
+    def of_file(cls, file: HardwareFile) -> Self:
+        """The cluster that a file describes. Raises HardwareFileError."""
         kind = _node(file, read_device(file, file.text("device")))
         used = int(file.number("used_devices_per_node", "devices"))
         return cls(kind, nodes=int(file.number("nodes", "nodes")), devices_per_node=used)
 
-    def save(self, path: str | Path, *, source: str, date: str) -> None:
-        """Write this cluster as TOML; `source` and `date` (ISO) say where its numbers come from."""
+    def to_file(self, source: str, date: str) -> HardwareFile:
+        """What `of_file` reads back; `source` and `date` (ISO) say where its numbers come from."""
         items = {key: Constant(value, unit, source, date) for key, (value, unit) in _cluster_numbers(self).items()}
         texts = {"name": self.node.name, "device": self.device.name, "layout": self.node.wiring.layout.value}
         if self.device.attention:
             texts["attention_kernel"] = next(iter(self.device.attention))
-        Path(path).write_text(constants.dump(texts, items), encoding="utf-8")
+        return HardwareFile(texts, items, self.name)
+
+    def save(self, path: str | Path, *, source: str, date: str) -> None:
+        """Write this cluster as TOML; `source` and `date` (ISO) say where its numbers come from."""
+        file = self.to_file(source, date)
+        Path(path).write_text(constants.dump(file.texts, file.constants), encoding="utf-8")
 
 
 def node_type(name: str) -> NodeType:
@@ -277,8 +294,8 @@ def _node(file: HardwareFile, unit: Device) -> NodeType:
         name=file.text("name"),
         device=unit,
         devices_per_node=int(file.number("devices_per_node", "devices")),
-        intra=_link(file, "intra."),
-        inter=_link(file, "inter.") if "inter.bandwidth" in file.constants else None,
+        intra=read_link(file, "intra."),
+        inter=read_link(file, "inter.") if "inter.bandwidth" in file.constants else None,
         wiring=_network_wiring(file, _wiring(file, "intra."), "inter."),
         host_memory_bytes=int(file.number("host_memory", "B")) if "host_memory" in file.constants else None,
     )
@@ -352,7 +369,8 @@ _MEASURED_FIELDS = {  # key in a file: (field of MeasuredCollective, unit)
 }
 
 
-def _link(file: HardwareFile, prefix: str) -> Link:
+def read_link(file: HardwareFile, prefix: str = "") -> Link:
+    """The link of a file whose keys begin so. Raises HardwareFileError."""
     numbers = {name: file.number(f"{prefix}{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()}
     below = f"{prefix}protocol."
     names = dict.fromkeys(path[len(below) :].split(".")[0] for path in file.constants if path.startswith(below))
@@ -384,7 +402,7 @@ def _wiring(file: HardwareFile, prefix: str = "") -> Wiring:
     host, cards = f"{prefix}host.", f"{prefix}cards_per_collective"
     return Wiring(
         Layout(text),
-        _link(file, host) if f"{host}bandwidth" in file.constants else None,
+        read_link(file, host) if f"{host}bandwidth" in file.constants else None,
         cards_per_collective=int(file.number(cards, "devices")) if cards in file.constants else 0,
     )
 
@@ -401,7 +419,8 @@ def _network_wiring(file: HardwareFile, wiring: Wiring, prefix: str = "") -> Wir
     )
 
 
-def _link_numbers(prefix: str, link: Link) -> dict[str, tuple[float, str]]:
+def link_numbers(prefix: str, link: Link) -> dict[str, tuple[float, str]]:
+    """What `read_link` reads: values with their units."""
     numbers = {f"{prefix}{key}": (getattr(link, name), unit) for key, (name, unit) in _LINK_FIELDS.items()}
     for protocol in link.protocols:
         for key, (name, unit) in _PROTOCOL_FIELDS.items():
@@ -419,14 +438,14 @@ def _cluster_numbers(cluster: Cluster) -> dict[str, tuple[float, str]]:
         "devices_per_node": (node.devices_per_node, "devices"),
         "used_devices_per_node": (cluster.devices_per_node, "devices"),
         **device_numbers(cluster.device),
-        **_link_numbers("intra.", node.intra),
+        **link_numbers("intra.", node.intra),
         "intra.cards_per_collective": (wiring.cards_per_collective, "devices"),
         "inter.devices_per_nic": (wiring.devices_per_nic, "devices"),
         "inter.nodes_per_pod": (wiring.nodes_per_pod, "nodes"),
         "inter.oversubscription": (wiring.oversubscription, "1"),
     }
     if wiring.host is not None:
-        numbers |= _link_numbers("intra.host.", wiring.host)
+        numbers |= link_numbers("intra.host.", wiring.host)
     if node.host_memory_bytes is not None:
         numbers["host_memory"] = (node.host_memory_bytes, "B")
-    return numbers | ({} if node.inter is None else _link_numbers("inter.", node.inter))
+    return numbers | ({} if node.inter is None else link_numbers("inter.", node.inter))

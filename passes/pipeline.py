@@ -329,7 +329,7 @@ def _plan_of_operators(
         objective=objective,
         lower_bound=lower_bound,
         search_time_s=0.0,
-        hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
+        hardware=cluster.name,
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
         replicated_operators=planning.space.replicated_operators,
         operators=cover(planning, choice),

@@ -23,12 +23,11 @@ from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summar
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
 from autoshard.cli.recipes import parse_constraints, parse_recipe
-from autoshard.cluster import Cluster as PublicCluster
+from autoshard.cluster import Cluster, JoinedCluster, load_cluster
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from cost_models.errors import CostModelError
-from cost_models.hardware import Cluster
 
 app = typer.Typer(
     name="autoshard",
@@ -45,7 +44,9 @@ _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 _INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt."""
 
-_Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")]
+_Cluster = Annotated[
+    str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8; islands of several kinds joined by +.")
+]
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
 _Batch = Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")]
 _Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
@@ -330,24 +331,33 @@ def _examine_machine(as_json: bool) -> None:
         raise AutoshardError(f"this machine is not ready: {', '.join(bad)} (see above).")
 
 
-def parse_cluster(text: str) -> Cluster:
+def parse_cluster(text: str) -> Cluster | JoinedCluster:
     """The cluster that `NODE_TYPE:NODESxDEVICES` names (`NODE_TYPE` alone is one whole node), or that of a .toml file.
+
+    Several, with a + between them, are the islands of one.
 
     Raises:
         MeshError: the text is not of this form.
 
     Example:
-        >>> parse_cluster("h100_sxm:2x4").size
-        8
+        >>> parse_cluster("h100_sxm:2x4").size, parse_cluster("h100_sxm:2x8+a100_sxm_80gb:4x8").size
+        (8, 48)
     """
+    if "+" in text:
+        return JoinedCluster([_parse_island(part.strip(), text) for part in text.split("+")])
+    return load_cluster(text) if text.endswith(".toml") else _parse_island(text, text)
+
+
+def _parse_island(text: str, whole: str) -> Cluster:
+    """The cluster of one kind that a part of the text names."""
     if text.endswith(".toml"):
-        return PublicCluster.load(text)
+        return Cluster.load(text)
     name, _, shape = text.partition(":")
     if not shape:
         return Cluster(name)
     sizes = shape.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
-        raise MeshError(f"--cluster {text!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")
+        raise MeshError(f"--cluster {whole!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8, or several with +.")
     return Cluster(name, nodes=int(sizes[0]), devices_per_node=int(sizes[1]))
 
 

@@ -70,7 +70,7 @@ def _value(name: str, text: str) -> object:
     if name not in _TEXTS and text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if text.isdecimal():
-        return int(text)
+        return (int(text),) if name == "islands" else int(text)
     if "+" in text and all(part.isdecimal() for part in text.split("+")):
         return tuple(int(part) for part in text.split("+"))
     return text

@@ -38,6 +38,8 @@ class Recipe:
             "interleaved-1f1b", "zero-bubble", "zbv" or "dualpipev"; None: "1f1b".
         virtual_stages: model chunks on each pipeline rank.
         stage_blocks: blocks on each stage (of `pipeline` x `virtual_stages`); None: as even as can be.
+        islands: of a joined cluster, by their places in it, in the order in which the pipeline passes them; the others
+            are left idle. None: all, in their order.
         split_ends: the embedding and the head each count as a block when blocks are shared out.
         micro_batch: sequences of one replica's forward.
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
@@ -96,6 +98,7 @@ class Recipe:
     schedule: str | None = None
     virtual_stages: int = 1
     stage_blocks: Sequence[int] | None = None
+    islands: Sequence[int] | None = None
     split_ends: bool = False
     micro_batch: int = 1
     global_batch: int | None = None
@@ -135,6 +138,7 @@ class Recipe:
                 raise _no_flag(name, getattr(self, name))
         self._check_batch()
         self._check_axes()
+        self._check_islands()
         self._check_stages()
 
     @property
@@ -193,6 +197,8 @@ class Recipe:
             if self.stage_blocks is not None:
                 ends = f", of {'+'.join(map(str, self.stage_blocks))} blocks"
             axes.append(f"pipeline {self.pipeline} ({self.schedule or '1f1b'}{stages}{ends})")
+        if self.islands is not None:
+            axes.append(f"island{'s' * (len(self.islands) > 1)} {' then '.join(map(str, self.islands))}")
         some = self.recompute_modules or "attention's core"
         again = {"none": "", "selective": f"; {some} computed again", "full": "; blocks computed again"}
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
@@ -243,6 +249,15 @@ class Recipe:
             )
         if self.offload in ("optimizer", "parameters") and self.zero == 0:
             raise RecipeError(f"offload={self.offload!r} needs zero of at least 1: what is offloaded is ZeRO's shard.")
+
+    def _check_islands(self) -> None:
+        if self.islands is None:
+            return
+        object.__setattr__(self, "islands", tuple(self.islands))
+        if not self.islands or not all(isinstance(place, int) and place >= 0 for place in self.islands):
+            raise RecipeError(f"islands={self.islands!r} must be places of islands in their cluster, from 0 on.")
+        if len(set(self.islands)) < len(self.islands):
+            raise RecipeError(f"islands={self.islands!r} passes an island twice; a pipeline passes each once.")
 
     def _check_stages(self) -> None:
         if self.virtual_stages > 1 and self.pipeline == 1:

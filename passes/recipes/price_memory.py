@@ -57,17 +57,18 @@ def memory_price(
     for counts, held in zip(rank_sections(stages, recipe), in_flight, strict=True):
         kind = tuple(counts.items())
         fullest[kind] = max(held, fullest.get(kind, held))
-    ranks = [_rank_memory(sections, dict(kind), recipe, groups, held) for kind, held in fullest.items()]
+    ranks = [rank_memory(sections, dict(kind), recipe, groups, held) for kind, held in fullest.items()]
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _rank_memory(
+def rank_memory(
     sections: Mapping[str, SectionPrice],
     counts: Mapping[str, int],
     recipe: Recipe,
     groups: Groups,
     in_flight: float,
 ) -> MemoryPrice:
+    """The memory of a pipeline rank that has sections so often; see `memory_price`."""
     dense = sum(sections[name].parameters * count for name, count in counts.items())
     expert = sum(sections[name].expert_parameters * count for name, count in counts.items())
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}

@@ -29,6 +29,7 @@ from passes.questions.what_if import (
     outcome_of,
 )
 from passes.recipes.explain_recipe import find_value, spec_families, spec_of, value_costs, value_memory
+from passes.recipes.joined_problem import JoinedProblem
 from passes.recipes.price_model import PricedModel
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_problem import RecipeProblem
@@ -92,7 +93,7 @@ class RecipeAlternatives:
         time_budget_s: seconds of each search.
     """
 
-    problem: RecipeProblem
+    problem: RecipeProblem | JoinedProblem
     priced: PricedModel
     time_budget_s: float
 
@@ -127,7 +128,7 @@ class RecipeAlternatives:
             NotAvailableError: time ran out before anything was priced.
         """
         assert plan.recipe is not None, "recipes are asked about"
-        priced, problem = self.priced, self.problem
+        priced, problem = self.priced, self._uniform(f"explain({name!r})")
         value = find_value(priced, name)
         own = spec_of(priced, value, plan.recipe)
         families = (
@@ -153,7 +154,7 @@ class RecipeAlternatives:
         Raises:
             NotAvailableError: time ran out before anything was priced.
         """
-        problem, known = self.problem, plan.recipe
+        problem, known = self._uniform("limits()"), plan.recipe
         limit = problem.memory_limit
         more, *others = [
             self._variant(name, known=known, memory_limit=size)
@@ -169,6 +170,15 @@ class RecipeAlternatives:
         variants = tuple(item for item in (more, *others) if item is not None)
         worth = None if more is None else memory_worth(chosen, more, limit)
         return Limits(chosen, variants, plan.memory_budget, worth)
+
+    def _uniform(self, question: str) -> RecipeProblem:
+        """The problem, of which all devices are of one kind."""
+        if isinstance(self.problem, JoinedProblem):
+            raise NotAvailableError(
+                f"{question}: the plan is of the joined cluster {self.problem.cluster.name}, whose islands differ in "
+                "what limits them. Ask a plan of one of them, cluster.islands[0]; why_not() and baselines know all."
+            )
+        return self.problem
 
     def _missing(self, feature: str) -> str:
         """Why no recipe of the model can do something; "" where one may."""
@@ -186,7 +196,7 @@ class RecipeAlternatives:
     def _variant(
         self,
         name: str,
-        problem: RecipeProblem | None = None,
+        problem: RecipeProblem | JoinedProblem | None = None,
         *,
         only: Only | None = None,
         memory_limit: float | None = None,
@@ -202,7 +212,7 @@ class RecipeAlternatives:
     def _best(
         self,
         name: str,
-        problem: RecipeProblem,
+        problem: RecipeProblem | JoinedProblem,
         *,
         only: Only | None = None,
         memory_limit: float | None = None,

@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.ir.recipe import Recipe
 from passes.recipes.bound_boundaries import Boundaries
 from passes.recipes.recipe_pricer import RecipePricer
-from passes.recipes.recipe_space import Keeping, Pipe
+from passes.recipes.recipe_space import Keeping, Pipe, Share
 
 
 class Objective(Protocol):
@@ -30,8 +30,8 @@ class Objective(Protocol):
         """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`."""
         ...
 
-    def pipeline(self, recipe: Recipe) -> float:
-        """Those of its pipeline ranks that also exchange shards as it does, or do not."""
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """Those of its pipeline ranks that also exchange shards as it does, or do not, by the islands' blocks."""
         ...
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
@@ -88,10 +88,10 @@ class Fastest:
             kind = replace(first, recompute=recompute, offload=offload)
             yield self.pricer.layout_floor(kind, most) if fits else math.inf
 
-    def pipeline(self, recipe: Recipe) -> float:
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `Objective`."""
         fits = self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven) <= self.memory_limit
-        return self.pricer.mean_floor(recipe) if fits else math.inf
+        return [self.pricer.mean_floor(recipe) if fits else math.inf]
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
@@ -139,9 +139,9 @@ class Smallest:
         """See `Objective`."""
         return self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven).tolist()
 
-    def pipeline(self, recipe: Recipe) -> float:
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `Objective`."""
-        return self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven)
+        return [self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven)]
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""

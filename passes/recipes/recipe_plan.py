@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from statistics import fmean
 
 from autoshard.errors import RecipeError
 from autoshard.ir.mesh import Mesh
@@ -17,18 +18,23 @@ from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
+from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel, fitted
 from passes.recipes.combine_layouts import combined
 from passes.recipes.pipeline_stages import in_flight, share_out
+from passes.recipes.place_islands import place_islands
 from passes.recipes.price_ends import WEIGHT_BYTES
-from passes.recipes.price_memory import host_bytes, memory_price
+from passes.recipes.price_islands import PlacedStep
+from passes.recipes.price_memory import MemoryPrice, host_bytes, memory_price
 from passes.recipes.price_model import CountedModel, PricedModel, RecipeKind
-from passes.recipes.price_recipe import HOST, model_flops, step_price
+from passes.recipes.price_recipe import HOST, StepPrice, model_flops, step_price
 from passes.recipes.propagate_axis import AxisLayout
 from passes.recipes.recipe_groups import recipe_groups
 
 
-def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None) -> Plan:
+def recipe_plan(
+    priced: PricedModel, recipe: Recipe, cluster: Cluster | JoinedCluster, model: StepModel | None = None
+) -> Plan:
     """The plan of a recipe.
 
     Args:
@@ -59,7 +65,7 @@ def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: St
         objective=prediction.step_time_s,
         lower_bound=None,
         search_time_s=time.monotonic() - start,
-        hardware=f"{cluster.node.name}:{cluster.nodes}x{cluster.devices_per_node}",
+        hardware=cluster.name,
         recipe=recipe,
         offload=Offload(
             host_bytes=_host_bytes(priced.counted, recipe, cluster),
@@ -69,18 +75,14 @@ def recipe_plan(priced: PricedModel, recipe: Recipe, cluster: Cluster, model: St
 
 
 def predict_recipe(
-    priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None
+    priced: CountedModel, recipe: Recipe, cluster: Cluster | JoinedCluster, model: StepModel | None = None
 ) -> Prediction:
-    """What a step takes under a recipe. See `recipe_plan`."""
+    """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
     model = fitted() if model is None else model
-    groups = recipe_groups(recipe, cluster)
-    stages = share_out(priced.blocks, recipe)
-    sections = priced.section_prices(recipe, cluster)
-    step = step_price(sections, stages, recipe, groups, cluster, model)
-    memory = memory_price(sections, stages, recipe, groups, step.in_flight)
-    _host_bytes(priced, recipe, cluster)
-    flops = model_flops(sections, priced.blocks, recipe)
-    peak = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
+    if isinstance(cluster, JoinedCluster):
+        step, memory, least_s = _on_islands(priced, recipe, cluster, model)
+    else:
+        step, memory, least_s = _on_cluster(priced, recipe, cluster, model)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
     return Prediction(
         step_time_s=step.time_s,
@@ -88,16 +90,16 @@ def predict_recipe(
         breakdown=step.breakdown,
         memory_breakdown=memory.parts,
         tokens_per_s=priced.tokens * recipe.batch / step.time_s if priced.tokens else None,
-        mfu=flops / step.time_s / peak,
+        mfu=least_s / step.time_s,
         overlaps=True,
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(step.time_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
     )
 
 
-def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster) -> int:
+def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster | JoinedCluster) -> int:
     """What lies in the host's memory for each device. Raises RecipeError where it does not hold that."""
-    if recipe.offload != "activations":
+    if recipe.offload != "activations" or isinstance(cluster, JoinedCluster):
         return 0
     sections, stages = priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe)
     size, share = host_bytes(sections, stages, recipe, in_flight(recipe)), cluster.host_bytes_per_device
@@ -107,6 +109,39 @@ def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster) -> int:
             f"has {format_bytes(share)}. Recompute more, or use a smaller micro_batch."
         )
     return size
+
+
+def _on_cluster(
+    priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel
+) -> tuple[StepPrice, MemoryPrice, float]:
+    """The step, its memory, and the seconds that its FLOPs take at the peak."""
+    if recipe.islands is not None:
+        raise RecipeError(f"islands={recipe.islands!r}, but {cluster.name} is no joined cluster; leave them out.")
+    groups = recipe_groups(recipe, cluster)
+    stages = share_out(priced.blocks, recipe)
+    sections = priced.section_prices(recipe, cluster)
+    step = step_price(sections, stages, recipe, groups, cluster, model)
+    memory = memory_price(sections, stages, recipe, groups, step.in_flight)
+    _host_bytes(priced, recipe, cluster)
+    return step, memory, model_flops(sections, priced.blocks, recipe) / _peak(recipe, cluster)
+
+
+def _on_islands(
+    priced: CountedModel, recipe: Recipe, cluster: JoinedCluster, model: StepModel
+) -> tuple[StepPrice, MemoryPrice, float]:
+    """The same, at the mean of the peaks of pipeline ranks."""
+    placement = place_islands(recipe, cluster)
+    prices = [priced.section_prices(recipe, island.cluster) for island in placement.islands]
+    placed = PlacedStep(placement, prices, share_out(priced.blocks, recipe), recipe)
+    step = placed.price(model)
+    memory = max(placed.memory(step.in_flight), key=lambda each: each.total)
+    peak = fmean(_peak(recipe, placement.islands[number].cluster) for number in placement.of_ranks)
+    return step, memory, model_flops(prices[0], priced.blocks, recipe) / peak
+
+
+def _peak(recipe: Recipe, cluster: Cluster) -> float:
+    """FLOP/s of products at a device's peak."""
+    return cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
 
 
 def recipe_mesh(recipe: Recipe) -> Mesh:

@@ -160,7 +160,11 @@ class RecipePricer:
         return float(whole_bytes(np.array(states / recipe.pipeline)))
 
     def layout_floor(self, first: Recipe, most: int) -> float:
-        """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`.
+        """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
+        return min(self.mean_floor(recipe, gathers=False) for recipe in self.layout_variants(first, most))
+
+    def layout_variants(self, first: Recipe, most: int) -> list[Recipe]:
+        """Recipes of a layout one of which has sections that take least.
 
         A micro-batch takes longer if it is not the only one (gradients are added up), and then less the more there are
         (experts' all-to-alls run beside others): the least is at one of the ends. Where parameters are gathered, adding
@@ -172,7 +176,7 @@ class RecipePricer:
             recipes.append(replace(first, pipeline=most, data=data, schedule="1f1b" if most > 1 else None))
         if any(self._adds_faster_gathered(recipe) for recipe in recipes):
             recipes += [replace(recipe, zero=_GATHERS, whole_tensors=False) for recipe in recipes]
-        return min(self.mean_floor(recipe, gathers=False) for recipe in recipes)
+        return recipes
 
     def _adds_faster_gathered(self, recipe: Recipe) -> bool:
         """Whether adding up gradients takes less where each micro-batch's are reduced; alike for all of a search."""
@@ -187,7 +191,7 @@ class RecipePricer:
 
     def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
         """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, gathers, latency."""
-        floors, counts = self._section_floors(recipe, gathers=False), self._counts(recipe)
+        floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
         gathers_s = self._gathers(recipe) if gathers and recipe.reduces_each else np.zeros((2, len(counts)))
         turns = recipe.micro_batches / recipe.pipeline
         forward, backward = turns * counts * floors.forward, turns * counts * floors.backward
@@ -219,31 +223,31 @@ class RecipePricer:
     def path_floors(self, recipes: Sequence[Recipe], pipes: Sequence[Pipe]) -> Floats:
         """Bounds on the step of recipes that differ in sharding, with each pipeline: longest paths and their ends."""
         recipe = recipes[0]
-        floors, shapes = self._section_floors(recipe), self._shapes(recipe, tuple(pipes))
+        floors, shapes = self.section_floors(recipe), self._shapes(recipe, tuple(pipes))
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
         paths = rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
 
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
-            return [self._end_work(dense, expert, tensors, each) for each in recipes]
+            return [self.end_work(dense, expert, tensors, each) for each in recipes]
 
         return path_floors(floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model)
 
     def uneven_floor(self, recipe: Recipe, pipe: Pipe) -> float:
         """Bound on the step of all recipes that gather as one does, with each pipeline of an open one."""
         shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
-        return uneven_floor(self._section_floors(recipe), shapes, recipe, self.cluster, self.model)
+        return uneven_floor(self.section_floors(recipe), shapes, recipe, self.cluster, self.model)
 
     def fastest_boundaries(self, recipe: Recipe, pipe: Pipe, memory_limit: float, *, has_ends: bool) -> Boundaries:
         """Bounds on the step of a recipe with each pipeline of an open one that fits, with its ends or before them."""
         loads, memory = self._stage_memory(recipe, pipe)
 
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
-            return [self._end_work(dense, expert, tensors, recipe) if has_ends else EndWork(0.0, 0.0, 0.0)]
+            return [self.end_work(dense, expert, tensors, recipe) if has_ends else EndWork(0.0, 0.0, 0.0)]
 
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
         shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
         return fastest_boundaries(
-            self._section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe, work_of,
+            self.section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe, work_of,
             self.cluster, self.model,
         )  # fmt: skip
 
@@ -258,7 +262,8 @@ class RecipePricer:
         held = np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
         return loads, rank_floors(sizes, loads.counts, held[:, None], recipe, self.groups(recipe))
 
-    def _end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
+    def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
+        """What a rank with so many parameters does once per step."""
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
         key = (dense, expert, tensors, recipe.reduces_each, *shape)
         if key not in self._ends:
@@ -271,7 +276,7 @@ class RecipePricer:
         shapes = self._shapes(recipe, tuple(pipes))
         return memory_floors(self.sizes(recipe), shapes, recipe, self.groups(recipe))
 
-    def _section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
+    def section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
         """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
         stage = recipe.zero if recipe.reduces_each else 0
         shards = (stage, recipe.replicas, recipe.zero_group) if stage and gathers else stage

@@ -10,6 +10,7 @@ from autoshard.errors import DoesNotFitError
 from autoshard.ir.printer import format_bytes
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
+from passes.recipes.joined_problem import JoinedProblem
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_problem import RecipeProblem
 
@@ -17,7 +18,7 @@ _MORE_NODES = (2, 4, 8)
 """How many times as many nodes are tried."""
 
 
-def shortage(problem: RecipeProblem, time_budget_s: float) -> DoesNotFitError:
+def shortage(problem: RecipeProblem | JoinedProblem, time_budget_s: float) -> DoesNotFitError:
     """The error that says what the least memory is, of what, and what would help.
 
     Args:
@@ -29,16 +30,19 @@ def shortage(problem: RecipeProblem, time_budget_s: float) -> DoesNotFitError:
     if least.recipe is None:
         return DoesNotFitError(_no_recipe(problem), smallest_bytes=0)
     parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
-    remedies = (_without_constraints(problem, end), _with_more_nodes(problem, end))
+    if isinstance(problem, JoinedProblem):
+        limit, remedies = problem.limit_of(least.recipe), (_without_constraints(problem, end),)
+    else:
+        limit, remedies = problem.memory_limit, (_without_constraints(problem, end), _with_more_nodes(problem, end))
     return DoesNotFitError(
-        f"No recipe{_constraints(problem)} fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
+        f"No recipe{_constraints(problem)} fits in {format_bytes(limit)} per device: the smallest needs "
         f"{format_bytes(least.objective)}, {_words(parts)} ({least.recipe.words}). "
         f"{' '.join(filter(None, remedies)) or 'Use more devices, or devices with more memory.'}",
         smallest_bytes=int(least.objective),
     )
 
 
-def _no_recipe(problem: RecipeProblem) -> str:
+def _no_recipe(problem: RecipeProblem | JoinedProblem) -> str:
     """Why there is no recipe at all."""
     batch, devices = problem.base.batch, problem.cluster.size
     if not problem.pinned or not _has_recipes(replace(problem, pinned={})):
@@ -56,11 +60,12 @@ def _no_recipe(problem: RecipeProblem) -> str:
     )  # fmt: skip
 
 
-def _has_recipes(problem: RecipeProblem) -> bool:
-    return next(problem.space().recipes(), None) is not None
+def _has_recipes(problem: RecipeProblem | JoinedProblem) -> bool:
+    spaces = map(problem.space, problem.routes) if isinstance(problem, JoinedProblem) else [problem.space()]
+    return any(next(space.recipes(), None) is not None for space in spaces)
 
 
-def _constraints(problem: RecipeProblem) -> str:
+def _constraints(problem: RecipeProblem | JoinedProblem) -> str:
     return f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
 
 
@@ -70,7 +75,7 @@ def _words(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(size)} of {name}" for name, size in largest)
 
 
-def _without_constraints(problem: RecipeProblem, end: float) -> str:
+def _without_constraints(problem: RecipeProblem | JoinedProblem, end: float) -> str:
     found = _that_fits(replace(problem, pinned={}), end) if problem.pinned else None
     if found is None:
         return ""
@@ -96,9 +101,12 @@ class _Fitting:
     needed_bytes: float
 
 
-def _that_fits(problem: RecipeProblem, end: float) -> _Fitting | None:
+def _that_fits(problem: RecipeProblem | JoinedProblem, end: float) -> _Fitting | None:
     """The recipe with the least memory that was found in time, if it fits."""
     found = problem.smallest(time_budget_s=max(0.0, end - time.monotonic()))
-    if found.recipe is None or found.objective > problem.memory_limit:
+    if found.recipe is None:
+        return None
+    limit = problem.limit_of(found.recipe) if isinstance(problem, JoinedProblem) else problem.memory_limit
+    if found.objective > limit:
         return None
     return _Fitting(found.recipe, found.objective)

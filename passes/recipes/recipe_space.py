@@ -32,13 +32,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from itertools import combinations_with_replacement, pairwise, product
 from typing import NamedTuple
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import RECOMPUTE, Recipe
-from cost_models.schedule_orders import admits
-from passes.recipes.pipeline_stages import even_blocks, name_of_schedule
+from cost_models.schedule_orders import admits, stage_ranks
+from passes.recipes.pipeline_stages import even_blocks, island_blocks, name_of_schedule
 from passes.recipes.price_model import CountedModel, RecipeKind
 
 SEARCHED = (
@@ -49,6 +49,9 @@ SEARCHED = (
 
 _MOST_WAYS = 1000
 """Where there are more ways to share blocks out over stages, they are shared out evenly."""
+
+Share = tuple[int, ...]
+"""How many blocks each island has."""
 
 Only = Mapping[str, Collection[object]]
 """Fields and the values that they may have."""
@@ -119,6 +122,8 @@ class RecipeSpace:
     Args:
         counted: the model.
         devices: of the cluster.
+        islands: devices of each island that the pipeline passes, in a joined cluster; none in others. Blocks are then
+            shared out over islands in every way, and evenly over the stages of each.
         base: the fields that are not searched; those that are do not count, but for `global_batch`.
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
@@ -135,6 +140,7 @@ class RecipeSpace:
     most_tensor: int | None = None
     least_tokens: int = 1
     offloads: bool = False
+    islands: tuple[int, ...] = ()
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
 
@@ -193,6 +199,7 @@ class RecipeSpace:
             stage_ranks = data * layout.ranks // layout.expert_tensor
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
             fits = self.batch % (layout.micro_batch * data) == 0 and stage_ranks % layout.expert == 0
+            fits = fits and not any(size % (self.devices // ranks) for size in self.islands)
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
 
@@ -207,17 +214,39 @@ class RecipeSpace:
             and (self.offloads or keeping.offload == "none")
         ]
 
-    def pipes(self, layout: Layout, ranks: int) -> list[Pipe]:
-        """Pipelines of so many ranks."""
+    def shares(self, ranks: int) -> tuple[Share, ...]:
+        """How many blocks each island may have, in a pipeline of so many ranks; an empty one without islands."""
+        if not self.islands:
+            return ((),)
+        shares = island_shares(len(self.counted.blocks), self._island_ranks(ranks))
+        return shares if self.has_uneven else tuple(share for share in shares if self._is_even(share, ranks))
+
+    def _is_even(self, share: Share, ranks: int) -> bool:
+        """Whether some pipeline with stages of as many blocks gives islands these shares."""
+        pipes = (
+            pipe for count in divisors(self.batch) for pipe in island_pipes(self._island_ranks(ranks), count, share)
+        )
+        return any(not pipe.uneven for pipe in pipes)
+
+    def _island_ranks(self, ranks: int) -> tuple[int, ...]:
+        return tuple(size * ranks // self.devices for size in self.islands)
+
+    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> list[Pipe]:
+        """Pipelines of so many ranks, whose islands have such shares of the blocks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
         return [
             pipe
-            for pipe in _pipes(ranks, micro_batches, len(self.counted.blocks))
+            for pipe in self._known_pipes(ranks, micro_batches, share)
             if self._allows("schedule", pipe.schedule or None)
             and self._allows("virtual_stages", pipe.virtual_stages)
             and self._allows("split_ends", pipe.split_ends)
             and (self.has_uneven if pipe.uneven else self._allows("stage_blocks", None))
         ]
+
+    def _known_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
+        if self.islands:
+            return island_pipes(self._island_ranks(ranks), micro_batches, share)
+        return _pipes(ranks, micro_batches, len(self.counted.blocks))
 
     @property
     def has_uneven(self) -> bool:
@@ -291,7 +320,8 @@ class RecipeSpace:
         for layouts in self.layouts():
             for layout, keeping in product(layouts, self.keepings()):
                 for ranks in self.pipelines(layout):
-                    pipes = (each for pipe in self.pipes(layout, ranks) for each in self.closed(pipe))
+                    known = (pipe for share in self.shares(ranks) for pipe in self.pipes(layout, ranks, share))
+                    pipes = (each for pipe in known for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
                         yield self.recipe(layout, keeping, pipe, sharding)
 
@@ -304,10 +334,7 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
     found = []
     for split_ends in (False, True):
         most = (blocks + 2 * split_ends) // ranks
-        shapes = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
-        shapes += [("interleaved-1f1b", virtual) for virtual in range(2, most + 1)]
-        shapes += [("zero-bubble", virtual) for virtual in range(1, most + 1)]
-        for schedule, virtual in shapes:
+        for schedule, virtual in _schedules(most):
             pipe = Pipe(ranks, schedule, virtual, split_ends)
             if virtual <= most and admits(schedule_of(pipe), ranks, micro_batches, virtual):
                 found.append(pipe)
@@ -316,6 +343,57 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
         pipes = [Pipe(ranks, schedule, uneven=True) for schedule in known]
         found += [pipe for pipe in pipes if admits(schedule_of(pipe), ranks, micro_batches)]
     return tuple(found) if blocks else ()
+
+
+def _schedules(most: int) -> list[tuple[str, int]]:
+    """Schedules with their virtual stages, to so many."""
+    shapes = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
+    shapes += [("interleaved-1f1b", virtual) for virtual in range(2, most + 1)]
+    return shapes + [("zero-bubble", virtual) for virtual in range(1, most + 1)]
+
+
+@lru_cache(maxsize=256)
+def island_shares(blocks: int, ranks: tuple[int, ...]) -> tuple[Share, ...]:
+    """All ways to share blocks out over islands with so many pipeline ranks, of which all but the ends have one."""
+    last = len(ranks) - 1
+    least = [count - (place in (0, last)) for place, count in enumerate(ranks)]
+    free = blocks - sum(least)
+    if free < 0:
+        return ()
+    cuts = (
+        pairwise((0, *inner, free)) for inner in combinations_with_replacement(range(free + 1), last)
+    )  # what each has over its least
+    return tuple(tuple(low + after - before for low, (before, after) in zip(least, cut, strict=True)) for cut in cuts)
+
+
+@lru_cache(maxsize=4096)
+def island_pipes(ranks: tuple[int, ...], micro_batches: int, share: Share) -> tuple[Pipe, ...]:
+    """Pipelines over islands with so many ranks, whose schedule admits so many micro-batches, by the islands' blocks.
+
+    Names for the same thing are left out.
+    """
+    total, blocks = sum(ranks), sum(share)
+    of_ranks = [place for place, count in enumerate(ranks) for _ in range(count)]
+    found: dict[Pipe, None] = {}
+    for split_ends in (False, True):
+        for schedule, virtual in _schedules((blocks + 2) // total):
+            name = name_of_schedule(schedule, virtual)
+            if not admits(name, total, micro_batches, virtual):
+                continue
+            owners = [of_ranks[rank] for rank in stage_ranks(name, total, virtual)]
+            counts = island_blocks(owners, share, split_ends=split_ends)
+            if all(counts[1:-1]) and min(counts) >= 0:
+                found[_named(schedule, total, virtual, counts)] = None
+    return tuple(found)
+
+
+def _named(schedule: str, ranks: int, virtual: int, counts: tuple[int, ...]) -> Pipe:
+    """The pipeline whose stages have so many blocks."""
+    blocks, stages = sum(counts), ranks * virtual
+    for split_ends in (False, True):
+        if stages <= blocks + 2 * split_ends and counts == even_blocks(blocks, stages, split_ends=split_ends):
+            return Pipe(ranks, schedule, virtual, split_ends)
+    return Pipe(ranks, schedule, virtual, uneven=True, stage_blocks=counts)
 
 
 def _ways(blocks: int, stages: int) -> int:

@@ -41,7 +41,7 @@ from itertools import count
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipes.bound_boundaries import Boundaries
 from passes.recipes.recipe_objectives import Objective
-from passes.recipes.recipe_space import KEEPINGS, Keeping, Layout, Pipe, RecipeSpace, Sharding
+from passes.recipes.recipe_space import KEEPINGS, Keeping, Layout, Pipe, RecipeSpace, Sharding, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ def search_recipes(
     *,
     time_budget_s: float = math.inf,
     known: Recipe | None = None,
+    known_objective: float | None = None,
     watch: Watch | None = None,
 ) -> FoundRecipe:
     """The best recipe of a space.
@@ -88,7 +89,8 @@ def search_recipes(
         objective: what is minimised.
         memory_bytes: of a recipe, for the order of equal ones.
         time_budget_s: seconds that the search may take.
-        known: a recipe of the space that will do: nothing worse is looked at.
+        known: a recipe that will do: nothing worse is looked at.
+        known_objective: what it has; None: it is one of the space.
         watch: told how it goes.
 
     Raises:
@@ -97,7 +99,7 @@ def search_recipes(
     search = _Search(space, objective, memory_bytes, time.monotonic() + time_budget_s, watch)
     was_interrupted = False
     try:
-        is_complete = search.run(known)
+        is_complete = search.run(known, known_objective)
     except KeyboardInterrupt:
         if search.best is None:
             raise
@@ -109,13 +111,15 @@ def search_recipes(
 class _Node:
     """A set of recipes: as much of the choice as is made.
 
-    `exchanges`: ZeRO-2 or -3, None where it is neither; `boundaries`: of an open pipeline, once they are bounded.
+    `exchanges`: ZeRO-2 or -3, None where it is neither; `share`: blocks of each island; `boundaries`: of an open
+    pipeline, once they are bounded.
     """
 
     layout: Layout
     keeping: Keeping
     ranks: int = 0
     exchanges: Sharding | None = None
+    share: Share = ()
     pipe: Pipe | None = None
     sharding: Sharding | None = None
     boundaries: Boundaries | None = None
@@ -159,10 +163,10 @@ class _Search:
         self.bound, self.priced, self.nodes = 0.0, 0, 0
         self.uneven: list[_Entry] = []
 
-    def run(self, known: Recipe | None) -> bool:
+    def run(self, known: Recipe | None, known_objective: float | None) -> bool:
         """Search until the best recipe is found, or time is over; whether it is found."""
         if known is not None:
-            self._keep(self.objective.price(known), (math.inf,), known)
+            self._keep(self.objective.price(known) if known_objective is None else known_objective, (math.inf,), known)
         for layouts in self.space.layouts():
             if self._is_over():
                 return False
@@ -281,10 +285,13 @@ class _Search:
             shardings = self.space.shardings(node.layout, ranks)
             for exchanges in dict.fromkeys(_exchanges(sharding) for sharding in shardings):
                 child = replace(node, ranks=ranks, exchanges=exchanges)
-                self._push(self.objective.pipeline(self._recipe(child)), child)
+                shares = self.space.shares(ranks)
+                bounds = self.objective.pipeline(self._recipe(child), shares)
+                for share, bound in zip(shares, bounds, strict=True):
+                    self._push(bound, replace(child, share=share) if share else child)
 
     def _split_pipeline(self, bound: float, node: _Node) -> None:
-        known = self.space.pipes(node.layout, node.ranks)
+        known = self.space.pipes(node.layout, node.ranks, node.share)
         pipes = [pipe for pipe in known if not pipe.is_open]
         if pipes:
             shardings = [self._recipe(child) for child in self._sharded(node)]
@@ -338,7 +345,7 @@ class _Search:
             return False
         number = next(self.numbers)
         entry = (bound, False, (-node.depth,), number, node)
-        if node.pipe is not None and node.pipe.uneven:
+        if node.pipe is not None and node.pipe.uneven and not node.share:
             heapq.heappush(self.uneven, entry)
         else:
             heapq.heappush(self.open, entry)

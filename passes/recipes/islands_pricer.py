@@ -1,0 +1,162 @@
+"""Price and bound recipes whose pipeline passes some islands of a joined cluster in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
+from cost_models.schedule_orders import most_in_flight
+from cost_models.step import StepModel
+from passes.recipes.bound_islands import (
+    PlacedFloors,
+    least_of_shares,
+    placed_path_floors,
+    share_floors,
+    share_table,
+    share_work,
+)
+from passes.recipes.bound_memory import rank_floors, whole_bytes
+from passes.recipes.bound_recipes import EndWorkOf, Floats, pipe_shapes
+from passes.recipes.pipeline_stages import schedule_name, share_out
+from passes.recipes.place_islands import Placement, alone, place_islands
+from passes.recipes.price_islands import PlacedStep
+from passes.recipes.price_memory import kept_bytes, state_bytes
+from passes.recipes.price_model import CountedModel
+from passes.recipes.recipe_pricer import RecipePricer
+from passes.recipes.recipe_space import Pipe, Share
+
+_GATHERS = 3
+"""The ZeRO stage that shards most."""
+
+
+@dataclass
+class IslandsPricer:
+    """What recipes of a model take on islands of a cluster; what they share is found once.
+
+    Args:
+        counted: the model.
+        cluster: the cluster.
+        pricers: of the islands that the pipelines pass, in order; all recipes' `islands` name these.
+        model: of the step.
+    """
+
+    counted: CountedModel
+    cluster: JoinedCluster
+    pricers: Sequence[RecipePricer]
+    model: StepModel
+    _placements: dict[tuple[object, ...], Placement] = field(default_factory=dict)
+
+    def placement(self, recipe: Recipe) -> Placement:
+        """Where a recipe lies."""
+        key = (recipe.data, recipe.context, recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.zero_group)
+        if key not in self._placements:
+            self._placements[key] = place_islands(recipe, self.cluster)
+        return self._placements[key]
+
+    def _step(self, recipe: Recipe) -> PlacedStep:
+        prices = [pricer.sections(recipe) for pricer in self.pricers]
+        return PlacedStep(self.placement(recipe), prices, share_out(self.counted.blocks, recipe), recipe)
+
+    def time_s(self, recipe: Recipe) -> float:
+        """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
+        return self._step(recipe).price(self.model).time_s
+
+    def memory_bytes(self, recipe: Recipe) -> tuple[int, ...]:
+        """The memory of the fullest rank of each island, likewise."""
+        counts = most_in_flight(schedule_name(recipe), recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
+        held = [each / recipe.virtual_stages for each in counts]
+        return tuple(memory.total for memory in self._step(recipe).memory(held))
+
+    def largest_bytes(self, recipe: Recipe) -> int:
+        """The largest value that a recipe's layout makes: some rank has twice that, beside all else."""
+        return min(pricer.largest_bytes(recipe) for pricer in self.pricers)
+
+    def _alone(self, recipe: Recipe) -> list[Recipe]:
+        """What a recipe is on each island."""
+        return [alone(recipe, island.ranks) for island in self.placement(recipe).islands]
+
+    @property
+    def _clusters(self) -> list[Cluster]:
+        return [pricer.cluster for pricer in self.pricers]
+
+    def layout_floor(self, first: Recipe, most: int, shares: tuple[Share, ...]) -> float:
+        """Bound on the step of all recipes of a layout, see `RecipePricer.layout_floor`, with any of some shares."""
+        variants = self.pricers[0].layout_variants(first, most)
+        return min(float(self.share_floors(recipe, shares, gathers=False).min()) for recipe in variants)
+
+    def layout_memory(self, first: Recipe, most: int, shares: tuple[Share, ...]) -> Floats:
+        """Bounds on the memory of all recipes of a layout, on each island's mean rank, [shares, islands]."""
+        data = first.pipeline * first.data // most
+        sharded = replace(first, pipeline=most, data=data, zero=_GATHERS, zero_group=None, whole_tensors=False)
+        return self.share_memory(sharded, shares)
+
+    def share_floors(self, recipe: Recipe, shares: tuple[Share, ...], *, gathers: bool = True) -> Floats:
+        """Bounds on the step of recipes with the ranks of one that gather as it does, by shares, [shares]."""
+        parts = self._alone(recipe)
+        floors = [
+            pricer.section_floors(part, gathers=gathers) for pricer, part in zip(self.pricers, parts, strict=True)
+        ]
+        work = share_work(floors, tuple(self.pricers[0].sections(recipe)), self.counted.blocks, share_table(shares))
+        ranks = np.array([part.pipeline for part in parts], dtype=float)
+        return share_floors(work, ranks, recipe.micro_batches, self._clusters, self.model)
+
+    def share_memory(self, recipe: Recipe, shares: tuple[Share, ...]) -> Floats:
+        """Bounds on the memory of recipes that shard no more, on each island's mean rank, [shares, islands]."""
+        placement, values = self.placement(recipe), []
+        for pricer, island in zip(self.pricers, placement.islands, strict=True):
+            dense, expert = (
+                sum(state_bytes(1.0, group.size, recipe).values())
+                for group in (island.groups.zero, island.groups.expert_replicas)
+            )
+            values.append(
+                np.array(
+                    [
+                        size.parameters * dense + size.expert_parameters * expert + kept_bytes(size, name, recipe)
+                        for name, size in pricer.sizes(recipe).items()
+                    ]
+                )
+            )
+        names = tuple(self.pricers[0].sizes(recipe))
+        held = least_of_shares(values, names, self.counted.blocks, share_table(shares))
+        return whole_bytes(held / np.array([island.ranks for island in placement.islands]))
+
+    def path_floors(self, recipes: Sequence[Recipe], pipes: Sequence[Pipe]) -> Floats:
+        """Bounds on the step of recipes that differ in sharding, with each pipeline: longest paths and their ends."""
+        recipe = recipes[0]
+        shapes = pipe_shapes(tuple(self.pricers[0].sections(recipe)), self.counted.blocks, tuple(pipes))
+        parts = [self._alone(each) for each in recipes]
+        placed = PlacedFloors(
+            [pricer.section_floors(part) for pricer, part in zip(self.pricers, parts[0], strict=True)],
+            np.array(self.placement(recipe).of_ranks),
+            np.array(self._hops_s(recipe)),
+        )
+        work_of = [_ends_on(pricer, each) for pricer, each in zip(self.pricers, zip(*parts, strict=True), strict=True)]
+        return placed_path_floors(placed, shapes, recipe, work_of, self._clusters, self.model)
+
+    def _hops_s(self, recipe: Recipe) -> list[float]:
+        """Seconds of handing a micro-batch from each pipeline rank to the next, and from the last to the first."""
+        step = PlacedStep(self.placement(recipe), [pricer.sections(recipe) for pricer in self.pricers], (), recipe)
+        ranks = range(recipe.pipeline)
+        return [step.hand_over(rank, (rank + 1) % recipe.pipeline, self.model) for rank in ranks]
+
+    def fullness(self, recipe: Recipe, pipes: Sequence[Pipe], limits: Sequence[float]) -> Floats:
+        """How full the fullest device is at least, with each of some pipelines of its size, of its limit, [pipes]."""
+        sizes = [pricer.sizes(recipe) for pricer in self.pricers]
+        shapes = pipe_shapes(tuple(sizes[0]), self.counted.blocks, tuple(pipes))
+        placement, held = self.placement(recipe), shapes.held(recipe.micro_batches)
+        of_ranks, full = np.array(placement.of_ranks), np.zeros(len(pipes))
+        for number, island in enumerate(placement.islands):
+            mine = of_ranks == number
+            needed = rank_floors(sizes[number], shapes.counts[:, mine], held[:, mine], recipe, island.groups)
+            full = np.maximum(full, needed.max(axis=1) / limits[number])
+        return full
+
+
+def _ends_on(pricer: RecipePricer, recipes: Sequence[Recipe]) -> EndWorkOf:
+    """The ends of a rank of an island under each of some recipes."""
+    return lambda dense, expert, tensors: [pricer.end_work(dense, expert, tensors, each) for each in recipes]
