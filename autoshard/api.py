@@ -288,7 +288,7 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 def prove(
     model: nn.Module,
-    target: DeviceMesh | Mesh | Cluster | Plan,
+    target: DeviceMesh | Mesh | Cluster | JoinedCluster | Plan,
     *,
     example_inputs: ExampleInputs,
     mesh: Mesh | None = None,

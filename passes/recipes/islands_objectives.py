@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autoshard.ir.recipe import Recipe
 from passes.recipes.bound_boundaries import Boundaries
 from passes.recipes.islands_pricer import IslandsPricer
-from passes.recipes.recipe_space import Pipe, Share, island_shares
+from passes.recipes.recipe_space import Keeping, Pipe, Share, island_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +26,19 @@ class IslandsFastest:
     limits: Sequence[float]
 
     def is_too_large(self, recipe: Recipe) -> bool:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         return 2 * self.pricer.largest_bytes(recipe) > max(self.limits)
 
-    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
-        """See `search_recipes.Objective`."""
-        for recompute in recomputes:
-            kind = replace(first, recompute=recompute)
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+        """See `recipe_objectives.Objective`."""
+        for keeping in keepings:
+            kind = replace(first, recompute=keeping.recompute)
             shares = _shares(self.pricer, kind)
             fits = (self.pricer.layout_memory(kind, most, shares) <= self.limits).all(axis=1)
             yield self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
 
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         known = tuple(shares)
         fits = (self.pricer.share_memory(recipe, known) <= self.limits).all(axis=1)
         if not fits.any():
@@ -45,28 +47,30 @@ class IslandsFastest:
         return [bound if fit else math.inf for bound, fit in zip(bounds.tolist(), fits.tolist(), strict=True)]
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
-        """See `search_recipes.Objective`."""
-        fits = (self.pricer.fullness(recipe, pipes, self.limits) <= 1.0).tolist()
-        fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
-        bounds = iter(self.pricer.path_floors(shardings, fitting).tolist() if fitting else [])
-        return [next(bounds) if fit else math.inf for fit in fits]
+        """See `recipe_objectives.Objective`."""
+        fits = self.pricer.fullness(recipe, pipes, self.limits) <= 1.0
+        bounds = np.full(len(pipes), math.inf)
+        if fits.any():
+            fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
+            bounds[fits] = self.pricer.path_floors(shardings, fitting)
+        return bounds.tolist()
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
     def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         needed = self.pricer.memory_bytes(recipe)
         fits = all(size <= limit for size, limit in zip(needed, self.limits, strict=True))
         return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
 
     def price(self, recipe: Recipe) -> float:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         return self.pricer.time_s(recipe)
 
 
@@ -78,38 +82,38 @@ class IslandsSmallest:
     limits: Sequence[float]
 
     def is_too_large(self, recipe: Recipe) -> bool:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         return False
 
-    def layouts(self, first: Recipe, most: int, recomputes: Sequence[str]) -> Iterable[float]:
-        """See `search_recipes.Objective`."""
-        for recompute in recomputes:
-            kind = replace(first, recompute=recompute)
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+        """See `recipe_objectives.Objective`."""
+        for keeping in keepings:
+            kind = replace(first, recompute=keeping.recompute)
             shares = _shares(self.pricer, kind)
             yield float((self.pricer.layout_memory(kind, most, shares) / self.limits).max(axis=1).min())
 
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         return (self.pricer.share_memory(recipe, tuple(shares)) / self.limits).max(axis=1).tolist()
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         return self.pricer.fullness(recipe, pipes, self.limits).tolist()
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
     def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         return self.price(recipe)
 
     def price(self, recipe: Recipe) -> float:
-        """See `search_recipes.Objective`."""
+        """See `recipe_objectives.Objective`."""
         needed = self.pricer.memory_bytes(recipe)
         return max(size / limit for size, limit in zip(needed, self.limits, strict=True))
 

@@ -21,12 +21,17 @@ from passes.recipes.islands_objectives import IslandsFastest, IslandsSmallest
 from passes.recipes.islands_pricer import IslandsPricer
 from passes.recipes.place_islands import chosen_islands
 from passes.recipes.price_model import CountedModel
+from passes.recipes.recipe_objectives import Fastest, Objective, Smallest
 from passes.recipes.recipe_pricer import RecipePricer
 from passes.recipes.recipe_space import Only, RecipeSpace
-from passes.recipes.search_recipes import Fastest, FoundRecipe, Objective, Watch, search_recipes
+from passes.recipes.search_recipes import FoundRecipe, Watch, search_recipes
 
 _BASELINES_SHARE = 0.5
 """Part of the time budget that the baselines may take, which are a good part of the search."""
+
+
+_ObjectiveOf = Callable[[tuple[int, ...], RecipeSpace], Objective]
+"""What is minimised on a choice of islands, over a space."""
 
 
 @dataclass
@@ -82,21 +87,36 @@ class JoinedProblem:
             time_budget_s, known, watch: see `search_recipes`.
         """
         limits = self.memory_limits if memory_limit is None else (memory_limit,) * len(self.pricers)
+        before = [] if known is None else [_known(known, self.time_s(known))]
+        return self._search(self._fastest(limits), only, routes or self.routes, time_budget_s, before, watch)
+
+    def _fastest(self, limits: Sequence[float]) -> _ObjectiveOf:
+        """What is minimised on each route, within so many bytes of each island's devices."""
 
         def fastest(route: tuple[int, ...], space: RecipeSpace) -> Objective:
             if len(route) == 1:
                 return Fastest(self.pricers[route[0]], limits[route[0]], space.has_uneven)
             return IslandsFastest(self._pricer(route), [limits[place] for place in route])
 
-        return self._search(fastest, only, routes or self.routes, time_budget_s, known, watch)
+        return fastest
 
     def smallest(self, *, only: Only | None = None, time_budget_s: float = math.inf) -> FoundRecipe:
         """The recipe whose fullest device is the least full, of its limit; its objective is that device's bytes."""
 
+        start, known = time.monotonic(), list[FoundRecipe]()
+        for (place,) in (route for route in self.routes if len(route) == 1):
+            space = self.space((place,), only)
+            least = Smallest(self.pricers[place], space.has_uneven)
+            found = search_recipes(space, least, self._fullest_bytes, time_budget_s=time_budget_s)
+            limit = self.memory_limits[place]
+            known.append(replace(found, objective=found.objective / limit, lower_bound=found.lower_bound / limit))
+
         def smallest(route: tuple[int, ...], space: RecipeSpace) -> Objective:
             return IslandsSmallest(self._pricer(route), [self.memory_limits[place] for place in route])
 
-        found = self._search(smallest, only, self.routes, time_budget_s)
+        left_s = time_budget_s - (time.monotonic() - start)
+        several = [route for route in self.routes if len(route) > 1]
+        found = self._search(smallest, only, several, left_s, known)
         if found.recipe is None:
             return found
         places = chosen_islands(found.recipe, self.cluster)
@@ -107,33 +127,33 @@ class JoinedProblem:
 
     def _search(
         self,
-        objective: Callable[[tuple[int, ...], RecipeSpace], Objective],
+        objective: _ObjectiveOf,
         only: Only | None,
         routes: Sequence[tuple[int, ...]],
         time_budget_s: float,
-        known: Recipe | None = None,
+        parts: Sequence[FoundRecipe] = (),
         watch: Watch | None = None,
     ) -> FoundRecipe:
-        """The best of all routes; each search begins with the best of those before it."""
-        start, parts = time.monotonic(), list[FoundRecipe]()
-        best, best_objective = known, None if known is None else self.time_s(known)
-        for route in routes:
+        """The best of some routes and of `parts`, found before; each search begins with the best of those before it."""
+        start, parts = time.monotonic(), list(parts)
+        best = min((part for part in parts if part.recipe), key=_objective, default=None)
+        for number, route in enumerate(routes):
             left_s = time_budget_s - (time.monotonic() - start)
             space = self.space(route, only)
             found = search_recipes(
                 space, objective(route, space), self._fullest_bytes, time_budget_s=left_s, watch=watch,
-                known=best, known_objective=best_objective,
+                known=best and best.recipe, known_objective=best and best.objective,
             )  # fmt: skip
             parts.append(found)
+            best = found if found.recipe else best
             if found.was_interrupted:
+                parts += [_NOTHING] * (number + 1 < len(routes))
                 break
-            if found.recipe is not None:
-                best, best_objective = found.recipe, found.objective
-        is_complete = len(parts) == len(routes) and all(part.is_complete for part in parts)
         return replace(
-            parts[-1],
-            lower_bound=min(part.lower_bound for part in parts) if len(parts) == len(routes) else 0.0,
-            is_complete=is_complete,
+            best or parts[-1],
+            lower_bound=min(part.lower_bound for part in parts),
+            is_complete=all(part.is_complete for part in parts),
+            was_interrupted=any(part.was_interrupted for part in parts),
             priced=sum(part.priced for part in parts),
             nodes=sum(part.nodes for part in parts),
             search_time_s=time.monotonic() - start,
@@ -170,12 +190,12 @@ class JoinedProblem:
         """The fastest recipe, and the baselines, the fastest of which is its first incumbent; times are of both."""
         start = time.monotonic()
         kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
-        best = min(kinds.values(), key=lambda each: each.objective, default=None)
-        if best is not None and any(each.was_interrupted for each in kinds.values()):
-            found = replace(best, lower_bound=0.0, is_complete=False, was_interrupted=True)
-        else:
-            known, left_s = best and best.recipe, time_budget_s - (time.monotonic() - start)
-            found = self.best(known=known, time_budget_s=left_s, watch=watch)
+        parts = list(kinds.values())
+        several = [route for route in self.routes if len(route) > 1]
+        if any(part.was_interrupted for part in parts):
+            parts, several = [*parts, *[_NOTHING] * len(several[:1])], []
+        left_s = time_budget_s - (time.monotonic() - start)
+        found = self._search(self._fastest(self.memory_limits), None, several, left_s, parts, watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, route: tuple[int, ...], only: Only | None = None) -> RecipeSpace:
@@ -191,3 +211,16 @@ class JoinedProblem:
             only=only or {},
             pinned=self.pinned,
         )
+
+
+def _objective(found: FoundRecipe) -> float:
+    return found.objective
+
+
+def _known(recipe: Recipe, objective: float) -> FoundRecipe:
+    """A recipe of which nothing else is known than what it takes."""
+    return FoundRecipe(recipe, objective, objective, True, False, 0, 0, 0.0)
+
+
+_NOTHING = FoundRecipe(None, math.inf, 0.0, False, False, 0, 0, 0.0)
+"""What is found where nothing was searched."""

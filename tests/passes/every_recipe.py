@@ -48,11 +48,12 @@ def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_to
     """All recipes that the rules admit; not all of them have a price."""
     away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
     keepings = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
-    for axes, pipe in product(_axes(counted, cluster, least_tokens), _pipes(counted, cluster.size)):
+    known = axes_of(counted, cluster.size, cluster.devices_per_node, least_tokens)
+    for axes, pipe in product(known, _pipes(counted, cluster.size)):
         replicas = axes["data"] * axes["context"]
         if pipe["pipeline"] != cluster.size / axes["tensor"] / replicas:
             continue
-        for micro_batch, (recompute, offload), zero in product(range(1, base.batch + 1), keepings, _zeros(replicas)):
+        for micro_batch, (recompute, offload), zero in product(range(1, base.batch + 1), keepings, zeros_of(replicas)):
             kept = {"recompute": recompute, "offload": offload}
             try:
                 yield replace(base, **axes, **pipe, **zero, micro_batch=micro_batch, **kept)
@@ -60,12 +61,15 @@ def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_to
                 continue
 
 
-def _axes(counted: CountedModel, cluster: Cluster, least_tokens: int) -> Iterator[dict[str, int | bool]]:
-    sizes = range(1, cluster.size + 1)
+def axes_of(
+    counted: CountedModel, devices: int, most_tensor: int, least_tokens: int
+) -> Iterator[dict[str, int | bool]]:
+    """Sizes of axes that divide what they split; tensor ranks are those of a node."""
+    sizes = range(1, devices + 1)
     experts = sizes if counted.has_experts else (1,)
     for data, tensor, context, expert in product(sizes, sizes, sizes, experts):
         divides = HEADS % tensor == 0 and HEADS % context == 0 and EXPERTS % expert == 0
-        if not divides or tensor > cluster.devices_per_node or context * least_tokens > counted.tokens:
+        if not divides or tensor > most_tensor or context * least_tokens > counted.tokens:
             continue
         for parallel, expert_tensor in product((False, True), {1, tensor if counted.has_experts else 1}):
             if expert_tensor * expert <= EXPERTS * HEADS:
@@ -92,7 +96,7 @@ def _shares(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
             yield shares
 
 
-def _zeros(replicas: int) -> Iterator[dict[str, int | None]]:
+def zeros_of(replicas: int) -> Iterator[dict[str, int | None]]:
     """ZeRO shards among two ranks or more."""
     yield {"zero": 0}
     for zero, group in product((1, 2, 3), range(2, replicas + 1)):
