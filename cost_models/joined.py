@@ -48,9 +48,7 @@ class JoinedCluster:
 
     def __init__(self, islands: Sequence[Cluster], *, network: str | Link | None = None) -> None:
         if not islands or not all(isinstance(each, Cluster) for each in islands):
-            raise TopologyError(
-                f"JoinedCluster({islands!r}): one Cluster or more is joined, each of one kind of nodes."
-            )
+            raise TopologyError(f"JoinedCluster({islands!r}): its islands are Clusters, one or more.")
         link = read_link(constants.load("networks", network)) if isinstance(network, str) else network
         alone = [each.name for each in islands if link is None and each.node.inter is None]
         if alone and len(islands) > 1:

@@ -29,22 +29,25 @@ class IslandsFastest:
         """See `recipe_objectives.Objective`."""
         return 2 * self.pricer.largest_bytes(recipe) > max(self.limits)
 
+    def more_only_adds(self, keeping: Keeping) -> bool:
+        """See `recipe_objectives.Objective`."""
+        return True
+
     def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
         """See `recipe_objectives.Objective`."""
         for keeping in keepings:
             kind = replace(first, recompute=keeping.recompute)
             shares = _shares(self.pricer, kind)
-            fits = (self.pricer.layout_memory(kind, most, shares) <= self.limits).all(axis=1)
+            fits = (self.pricer.layout_memory(kind, most, shares) <= np.array(self.limits)).all(axis=1)
             yield self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
 
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
         known = tuple(shares)
-        fits = (self.pricer.share_memory(recipe, known) <= self.limits).all(axis=1)
+        fits = (self.pricer.share_memory(recipe, known) <= np.array(self.limits)).all(axis=1)
         if not fits.any():
             return [math.inf] * len(known)
-        bounds = self.pricer.share_floors(recipe, known)
-        return [bound if fit else math.inf for bound, fit in zip(bounds.tolist(), fits.tolist(), strict=True)]
+        return np.where(fits, self.pricer.share_floors(recipe, known), math.inf).tolist()
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
@@ -82,6 +85,10 @@ class IslandsSmallest:
     limits: Sequence[float]
 
     def is_too_large(self, recipe: Recipe) -> bool:
+        """See `recipe_objectives.Objective`."""
+        return False
+
+    def more_only_adds(self, keeping: Keeping) -> bool:
         """See `recipe_objectives.Objective`."""
         return False
 

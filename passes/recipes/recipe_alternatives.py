@@ -182,16 +182,18 @@ class RecipeAlternatives:
 
     def _missing(self, feature: str) -> str:
         """Why no recipe of the model can do something; "" where one may."""
-        counted = self.problem.counted
+        problem, counted = self.problem, self.problem.counted
         if feature == "expert" and not counted.has_experts:
             return "the model has no experts to share out"
         if feature == "context" and not counted.tokens:
             return "the model's inputs are no tokens, of which ranks could share a sequence"
         if feature in ("pipeline", "recompute", "offload") and not counted.blocks:
             return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
-        if feature == "offload" and self.problem.cluster.device.host_link is None:
-            return "the device's data have no host link"
-        return ""
+        if feature != "offload":
+            return ""
+        if isinstance(problem, JoinedProblem):
+            return "offloading has no price on a joined cluster"
+        return "" if problem.cluster.device.host_link is not None else "the device's data have no host link"
 
     def _variant(
         self,
