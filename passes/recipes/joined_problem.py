@@ -119,11 +119,15 @@ class JoinedProblem:
         found = self._search(smallest, only, several, left_s, known)
         if found.recipe is None:
             return found
-        places = chosen_islands(found.recipe, self.cluster)
-        needed = self._pricer(places).memory_bytes(found.recipe)
-        sizes = zip(needed, (self.memory_limits[place] for place in places), strict=True)
-        size = float(max(sizes, key=lambda pair: pair[0] / pair[1])[0])
+        size, _ = self.tightest(found.recipe)
         return replace(found, objective=size, lower_bound=size if found.is_complete else 0.0)
+
+    def tightest(self, recipe: Recipe) -> tuple[float, float]:
+        """Bytes of the device of a recipe that is the fullest, of its limit, and this limit."""
+        places = chosen_islands(recipe, self.cluster)
+        needed = map(float, self._pricer(places).memory_bytes(recipe))
+        sizes = zip(needed, (self.memory_limits[place] for place in places), strict=True)
+        return max(sizes, key=lambda pair: pair[0] / pair[1])
 
     def _search(
         self,

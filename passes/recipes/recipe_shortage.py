@@ -31,7 +31,7 @@ def shortage(problem: RecipeProblem | JoinedProblem, time_budget_s: float) -> Do
         return DoesNotFitError(_no_recipe(problem), smallest_bytes=0)
     parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
     if isinstance(problem, JoinedProblem):
-        limit, remedies = problem.limit_of(least.recipe), (_without_constraints(problem, end),)
+        limit, remedies = problem.tightest(least.recipe)[1], (_without_constraints(problem, end),)
     else:
         limit, remedies = problem.memory_limit, (_without_constraints(problem, end), _with_more_nodes(problem, end))
     return DoesNotFitError(
@@ -106,7 +106,7 @@ def _that_fits(problem: RecipeProblem | JoinedProblem, end: float) -> _Fitting |
     found = problem.smallest(time_budget_s=max(0.0, end - time.monotonic()))
     if found.recipe is None:
         return None
-    limit = problem.limit_of(found.recipe) if isinstance(problem, JoinedProblem) else problem.memory_limit
+    limit = problem.tightest(found.recipe)[1] if isinstance(problem, JoinedProblem) else problem.memory_limit
     if found.objective > limit:
         return None
     return _Fitting(found.recipe, found.objective)

@@ -58,7 +58,8 @@ def check(counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: fl
     fullest = min(max(size / limit for size, limit in zip(each.memory_bytes, limits, strict=True)) for each in prices)
     smallest = problem.smallest()
     assert smallest.recipe is not None
-    assert problem.limit_of(smallest.recipe) * fullest == pytest.approx(smallest.objective)
+    size, limit = problem.tightest(smallest.recipe)
+    assert (size, size / limit) == (smallest.objective, fullest)
 
 
 @settings(max_examples=2)

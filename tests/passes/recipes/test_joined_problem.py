@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -99,9 +100,9 @@ def test_specs_are_planned_on_one_kind_of_device() -> None:
     """`plan` without a batch, and `compile`: the error says what to pass."""
     with pytest.raises(NotAvailableError, match="a mesh lies on devices of one kind"):
         autoshard.plan(MODEL, JOINED, example_inputs=tokens())
-    model = torch.nn.Linear(4, 4)
+    model, cluster = torch.nn.Linear(4, 4), cast("Any", JOINED)
     with pytest.raises(NotAvailableError, match="a mesh lies on devices of one kind"):
-        autoshard.compile(model, JOINED, example_inputs=(torch.ones(2, 4),))
+        autoshard.compile(model, cluster, example_inputs=(torch.ones(2, 4),))
 
 
 def test_islands_are_those_of_joined_clusters() -> None:
