@@ -1,11 +1,15 @@
 """Each kernel beside torch.compile and eager on this machine's GPU: medians, side by side in one process.
 
     make gpu-bench        (or: python -m tests.benchmarks.gpu_kernels --output results.json)
+    python -m tests.benchmarks.gpu_kernels --dry-run --device h200
 
 Each implementation runs on the same inputs, in bfloat16, after a warm-up; the cache of the device is emptied between
-runs (`triton.testing.do_bench`). Beside the times stands the bandwidth that ours reaches, as a share of what copying a
-tensor reaches on this device. Attention, which arithmetic bounds, is compared with torch's best backend. Forward and
-backward are timed apart.
+runs (`triton.testing.do_bench`). Beside the times stand what the cost model predicts, and the bandwidth that ours
+reaches, as a share of what copying a tensor reaches on this device. Attention, which arithmetic bounds, is compared
+with each of torch's backends, and the fastest counts. Forward and backward are timed apart.
+
+A dry run needs no GPU: every case runs on the meta device, which finds wrong calls and results of other shapes, and is
+listed with its predicted time.
 """
 
 from __future__ import annotations
@@ -25,22 +29,22 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from autoshard.kernels.quantise import dequantise_sum_reference, quantise_reference
+from autoshard.ir.printer import format_bytes
 from autoshard.kernels.registry import FUSED
 from autoshard.kernels.triton_add_norm import add_layer_norm, add_rms_norm, add_rms_norm_backward
-from autoshard.kernels.triton_attention import flash_attention
-from autoshard.kernels.triton_attention_backward import flash_attention_backward
-from autoshard.kernels.triton_embedding import embedding, embedding_backward
+from autoshard.kernels.triton_attention import triton_attention
+from autoshard.kernels.triton_attention_backward import triton_attention_backward
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
-from autoshard.kernels.triton_permutation import combine, combine_backward, permute
-from autoshard.kernels.triton_quantise import triton_dequantise_sum, triton_quantise
 from autoshard.kernels.triton_rotary import rotary
+from cost_models.compute import attention_time, memory_time
+from cost_models.device import Device, device
+from cost_models.work import AttentionShape
 
 _TOKENS, _HIDDEN, _INNER, _HEADS, _SIZE = 8192, 4096, 14336, 32, 128
-_VOCABULARY = 128256
 _EPS = 1e-5
 
 
@@ -50,14 +54,23 @@ class Case:
 
     Args:
         name: kernel and shape.
-        ours, plain: the kernel, and the same in ordinary operators; no arguments.
+        ours, plain: the kernel, and the same in ordinary operators; no arguments. Of an attention `plain` makes what is
+            timed, under the backend that is to be timed.
         moved_bytes: what has to be read and written; 0 where arithmetic bounds.
+        attention: the shape, of an attention.
     """
 
     name: str
     ours: Callable[[], Any]
     plain: Callable[[], Any]
     moved_bytes: int = 0
+    attention: AttentionShape | None = None
+
+    def predicted_s(self, device: Device) -> float:
+        """What the cost model says that ours takes."""
+        if self.attention is not None:
+            return attention_time(self.attention, "bf16", device)
+        return device.launch_latency_s + memory_time(self.moved_bytes, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +79,15 @@ class Row:
 
     name: str
     ours_ms: float
+    predicted_ms: float
     compiled_ms: float
     eager_ms: float
     bandwidth_share: float | None
 
 
 def _draw(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    """Normal numbers, on the default device."""
+    return torch.randn(shape, dtype=torch.bfloat16)
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -138,73 +153,32 @@ def _rotary() -> Iterator[Case]:
     )
 
 
-def _lookups() -> Iterator[Case]:
-    table, grad = _draw(_VOCABULARY, _HIDDEN), _draw(_TOKENS, _HIDDEN)
-    tokens = torch.randint(_VOCABULARY, (_TOKENS,), device=table.device)
-    yield Case("embedding", lambda: embedding(table, tokens), lambda: F.embedding(tokens, table), 2 * _bytes(grad))
-    yield Case(
-        "embedding backward",
-        lambda: embedding_backward(grad, tokens, _VOCABULARY, -1, False),
-        lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, _VOCABULARY, -1, False),
-        _bytes(grad, table),
-    )
-
-
-def _experts() -> Iterator[Case]:
-    x, y = _draw(_TOKENS, _HIDDEN), _draw(2 * _TOKENS, _HIDDEN)
-    shares, order = _draw(2 * _TOKENS).float(), torch.randperm(2 * _TOKENS, device=x.device)
-    inverse, weighed, backward = order.argsort(), _form(combine), _form(combine_backward)
-    yield Case("permute", lambda: permute(x, order, 2), lambda: x[order // 2], _bytes(x, y))
-    yield Case(
-        "combine",
-        lambda: combine(y, shares, inverse, 2),
-        lambda: weighed(x, y, shares, inverse, 2),
-        _bytes(x, y),
-    )
-    yield Case(
-        "combine backward",
-        lambda: combine_backward(x, y, shares, inverse, 2),
-        lambda: backward(y, x, y, shares, inverse, 2, _TOKENS),
-        _bytes(x, y, y),
-    )
-
-
-def _quantised() -> Iterator[Case]:
-    x, dtype = _draw(_TOKENS, _INNER), torch.float8_e4m3fn
-    codes, scales = triton_quantise(x, dtype, 256)
-    rows, each = codes.view(8, -1), scales.view(8, -1)
-    yield Case(
-        "quantise", lambda: triton_quantise(x, dtype, 256), lambda: quantise_reference(x, dtype, 256), _bytes(x, codes)
-    )
-    yield Case(
-        "dequantise and sum of 8",
-        lambda: triton_dequantise_sum(rows, each, x.dtype, 256),
-        lambda: dequantise_sum_reference(rows, each, x.dtype, 256),
-        _bytes(codes) + _bytes(x) // 8,
-    )
-
-
 def _attention(size: int, length: int) -> Iterator[Case]:
-    q, k, v, grad = (_draw(1, 16, length, size).requires_grad_() for _ in range(4))
-    scale = size**-0.5
+    q, k, v, grad = (_draw(1, _HEADS // 2, length, size).requires_grad_() for _ in range(4))
+    constants = (0.0, True, size**-0.5, 0, [0] * 4, list(q.shape))
     with torch.no_grad():
-        out, lse = flash_attention(q, k, v, scale, is_causal=True)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out, lse = triton_attention(q, k, v, None, None, *constants)
 
     def forward() -> Any:
+        with torch.no_grad():
+            return triton_attention(q, k, v, None, None, *constants)
+
+    def plain() -> Any:
         with torch.no_grad():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def backward() -> Any:
-        return torch.autograd.grad(expected, (q, k, v), grad, retain_graph=True)
+        with torch.no_grad():
+            return triton_attention_backward(grad, q, k, v, None, out, lse, None, *constants)
+
+    def plain_backward() -> Callable[[], Any]:
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return lambda: torch.autograd.grad(expected, (q, k, v), grad, retain_graph=True)
 
     name = f"attention, head {size}, {length}"
-    yield Case(name, lambda: flash_attention(q, k, v, scale, is_causal=True), forward)
-    yield Case(
-        f"{name}, backward",
-        lambda: flash_attention_backward(grad, q, k, v, out, lse, scale, is_causal=True),
-        backward,
-    )
+    shape = AttentionShape(_HEADS // 2, length, length, size, size, causal=True)
+    yield Case(name, forward, lambda: plain, attention=shape)
+    yield Case(f"{name}, backward", backward, plain_backward, attention=shape._replace(backward=True))
 
 
 def cases() -> Iterator[Case]:
@@ -212,9 +186,6 @@ def cases() -> Iterator[Case]:
     yield from _pointwise()
     yield from _norms()
     yield from _rotary()
-    yield from _lookups()
-    yield from _experts()
-    yield from _quantised()
     for size in (64, 128):
         for length in (2048, 8192, 32768):
             yield from _attention(size, length)
@@ -227,12 +198,44 @@ def copy_bandwidth() -> float:
     return 2 * _bytes(source) / (_median_ms(lambda: target.copy_(source)) / 1e3)
 
 
-def measure(case: Case, bandwidth: float) -> Row:
-    """The medians of one comparison. What has a graph of autograd is timed eagerly only."""
-    ours, eager = _median_ms(case.ours), _median_ms(case.plain)
-    compiled = _median_ms(torch.compile(case.plain)) if case.moved_bytes else eager
-    share = case.moved_bytes / (ours / 1e3) / bandwidth if case.moved_bytes else None
-    return Row(case.name, ours, compiled, eager, share)
+def measure(case: Case, bandwidth: float, device: Device) -> Row:
+    """The medians of one comparison; attention's eager one is that of torch's fastest backend."""
+    ours, predicted = _median_ms(case.ours), 1e3 * case.predicted_s(device)
+    if case.attention is not None:
+        eager = _fastest_backend_ms(case)
+        return Row(case.name, ours, predicted, eager, eager, None)
+    share = case.moved_bytes / (ours / 1e3) / bandwidth
+    return Row(case.name, ours, predicted, _median_ms(torch.compile(case.plain)), _median_ms(case.plain), share)
+
+
+def _fastest_backend_ms(case: Case) -> float:
+    """The median of attention under the fastest of torch's backends that take it."""
+    found = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                found.append(_median_ms(case.plain()))
+        except RuntimeError as error:  # "No available kernel"
+            Console(stderr=True).print(f"{case.name}: not with {backend.name}: {error}", markup=False)
+    return min(found)
+
+
+def dry_run(device: Device) -> Table:
+    """Every case, run on the meta device, with its predicted time.
+
+    Raises:
+        ValueError: a kernel's first result has another shape than what it is compared with.
+    """
+    table = Table("kernel", "predicted ms", "moves", title=f"Dry run, predicted for {device.name}")
+    with torch.device("meta"):
+        for case in cases():
+            made, plain = case.ours(), case.plain() if case.attention is None else case.plain()()
+            shapes = [tuple((item[0] if isinstance(item, tuple) else item).shape) for item in (made, plain)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"{case.name} gives {shapes[0]}, and what it is compared with {shapes[1]}.")
+            moved = format_bytes(case.moved_bytes) if case.moved_bytes else "products"
+            table.add_row(case.name, f"{1e3 * case.predicted_s(device):.3f}", moved)
+    return table
 
 
 def _median_ms(function: Callable[[], Any]) -> float:
@@ -243,13 +246,13 @@ def _median_ms(function: Callable[[], Any]) -> float:
 
 def _show(rows: list[Row], bandwidth: float) -> None:
     title = f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s"
-    table = Table("kernel", "ours ms", "compiled ms", "eager ms", "of copy", "against best", title=title)
+    columns = ("kernel", "ours ms", "predicted ms", "compiled ms", "eager ms", "of copy", "against best")
+    table = Table(*columns, title=title)
     for row in rows:
         share = "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}"
         best = min(row.compiled_ms, row.eager_ms) / row.ours_ms
-        table.add_row(
-            row.name, f"{row.ours_ms:.3f}", f"{row.compiled_ms:.3f}", f"{row.eager_ms:.3f}", share, f"{best:.2f}x"
-        )
+        times = (row.ours_ms, row.predicted_ms, row.compiled_ms, row.eager_ms)
+        table.add_row(row.name, *(f"{time_ms:.3f}" for time_ms in times), share, f"{best:.2f}x")
     Console().print(table)
 
 
@@ -257,11 +260,18 @@ def main(arguments: list[str]) -> None:
     """Measure, print, and save where asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="run on the meta device, and list predicted times")
+    parser.add_argument("--device", default="h200", help="of cost_models/data/devices, for predicted times")
     options = parser.parse_args(arguments)
+    priced = device(options.device)
+    if options.dry_run:
+        Console().print(dry_run(priced))
+        return
     if not torch.cuda.is_available():
         sys.exit("make gpu-bench measures Triton kernels on a GPU, and this machine has none that torch sees.")
     bandwidth = copy_bandwidth()
-    rows = [measure(case, bandwidth) for case in cases()]
+    with torch.device("cuda"):
+        rows = [measure(case, bandwidth, priced) for case in cases()]
     _show(rows, bandwidth)
     if options.output is not None:
         versions = {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name()}
