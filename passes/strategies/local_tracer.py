@@ -33,16 +33,20 @@ class LocalTracer(GraphAppendingTracer):
         self._values: dict[Any, Any] = {}
 
     def placeholder(
-        self, name: str, value: torch.Tensor, shape: Sequence[int], order: Sequence[int] | None = None
+        self, name: str, value: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
     ) -> fx.Proxy:
         """A placeholder for the local piece, of the given shape, of a global value.
 
-        `order`: the dims as they lie in memory, the outermost first; None: as they come.
+        `strides`: the piece's dims lie in memory in the order that these have, and it repeats itself along those where
+        they are 0; None: dims lie as they come.
         """
         proxy = self.create_proxy("placeholder", name, (), {}, name=name)
-        order = tuple(range(len(shape)) if order is None else order)
+        strides = range(len(shape), 0, -1) if strides is None else strides
+        order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+        held = [size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)]
         with self._fake_mode:
-            proxy.node.meta["val"] = torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
+            lying = torch.empty_permuted(held, order, dtype=value.dtype, device=value.device)
+            proxy.node.meta["val"] = lying if held == list(shape) else lying.expand(shape)
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:

@@ -45,14 +45,14 @@ def emitted_reshard(
 ) -> fx.Graph:
     """Steps of a reshard of a global `value`: from the local value before to the one after.
 
-    `as_traced`: the dims of what is resharded lie in memory in the order that those of the traced value have.
+    `as_traced`: the dims of what is resharded lie in memory as those of the traced value do.
     """
     graph = fx.Graph()
     tracer = LocalTracer(graph, nullcontext())  # meta tensors know all that counts, and are made sooner than fake ones
     shape = tuple(value.shape)
-    order = sorted(range(len(shape)), key=lambda dim: -value.stride(dim)) if as_traced else None
+    strides = value.stride() if as_traced else None
     like = torch.empty((), dtype=value.dtype, device="meta")
-    local = tracer.placeholder("value", like, steps[0].source.local_shape(shape, mesh), order)
+    local = tracer.placeholder("value", like, steps[0].source.local_shape(shape, mesh), strides)
     graph.output((emit_reshard(local, steps, shape, mesh, dtype=value.dtype).node,))
     return graph
 

@@ -14,12 +14,13 @@ from torch import nn
 from autoshard import Mesh, tracing
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
+from autoshard.ir.spec import PartitionSpec as P
 from autoshard.testing.plans import most_uneven_plan, plans
 from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
-from passes.pipeline import lower_program
+from passes.pipeline import PlanOptions, lower_program, plan_of_choice
 from passes.planning.exact_memory import PARTS, exact_memory, exact_peak
-from tests.passes.blocks import blocks_program, perceptron_program, problem_of
+from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
 from tests.passes.lowered_memory import peak_bytes
 from tests.passes.prediction.test_segment_step import drawn_choice
 
@@ -62,6 +63,31 @@ def test_a_search_counts_no_less(seed: int) -> None:
         planning = problem_of(program, SQUARE, state_bytes_per_parameter_byte=ratio)
         choice = drawn_choice(planning, seed)
         assert np.all(exact_memory(planning, choice).used() <= planning.usage(choice))
+
+
+def test_a_repeated_value_is_copied_before_it_is_reduced() -> None:
+    """An expanded gradient is in memory once; a collective sends all of it."""
+    program = tracing.trace(Summed(), (torch.arange(64).reshape(8, 8) % 16,))
+    planning = problem_of(program, LINE)
+    partial = (P(partial={"x": "sum"}),)
+    choice = []
+    for name, *_ in planning.members:
+        pairs = [(found.inputs, found.outputs) for found in planning.space.sites[name].strategies]
+        wanted = [(partial, partial)] if name == "expand" else [pair for pair in pairs if {*pair[0], *pair[1]} <= {P()}]
+        choice.append(pairs.index(wanted[0]))
+    plan = plan_of_choice(planning, choice, 0.0, None, h100s(LINE), PlanOptions())
+    assert plan.predicted.peak_memory_bytes == lowered_bytes(program, plan)
+
+
+class Summed(nn.Module):
+    """The sum of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x).sum()
 
 
 class Centred(nn.Module):
