@@ -184,7 +184,8 @@ class JoinedProblem:
 
     def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
         """The fastest recipe of each island alone."""
-        alone = {f"{self.cluster.islands[route[0]].name} alone": route for route in self.routes if len(route) == 1}
+        islands, single = self.cluster.islands, [route for route in self.routes if len(route) == 1]
+        alone = {f"island {route[0]} ({islands[route[0]].name}) alone": route for route in single}
         share_s = time_budget_s / max(1, len(alone))
         return {name: self.best(routes=[route], time_budget_s=share_s) for name, route in alone.items()}
 

@@ -45,7 +45,7 @@ def test_the_faster_island_has_more_blocks(plan: Plan) -> None:
     by_island = dict(zip(plan.recipe.islands, plan.recipe.stage_blocks, strict=True))
     assert by_island[0] > by_island[1] > 0
     assert plan.gap == 0.0
-    assert plan.baselines.keys() == {"l4:1x1 alone", "slow:1x1 alone"}
+    assert plan.baselines.keys() == {"island 0 (l4:1x1) alone", "island 1 (slow:1x1) alone"}
     assert all(each is not None and plan.objective < each for each in plan.baselines.values())
 
 
@@ -86,6 +86,17 @@ def test_a_constraint_names_the_islands() -> None:
     assert found.objective == alone.objective
     with pytest.raises(RecipeError, match="no joined cluster"):
         autoshard.plan(MODEL, JOINED.islands[0], constraints={"islands": (0,)}, **options)
+
+
+def test_islands_of_one_name_are_all_searched() -> None:
+    """They differ in their networks; the faster one is the second."""
+    kind = node_type("h100_sxm")
+    slow, fast = (Cluster(kind.with_network(bytes_per_s_per_device=speed), 2, 1) for speed in (1e8, 2e10))
+    joined = Cluster.join(slow, fast)
+    found = autoshard.plan(MODEL, joined, example_inputs=tokens(), optimizer="adamw", global_batch=4)
+    alone = autoshard.plan(MODEL, fast, example_inputs=tokens(), optimizer="adamw", global_batch=4)
+    assert len(found.baselines) == 2
+    assert found.objective <= alone.objective
 
 
 def test_what_fits_nowhere_is_an_error() -> None:
