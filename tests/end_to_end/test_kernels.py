@@ -62,7 +62,14 @@ def _family(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 EXPECTED: dict[Callable[[], tuple[nn.Module, Any]], set[str]] = {
-    gpt2: {"bias_gelu", "bias_gelu_backward", "add_layer_norm", "add_layer_norm_backward", "attention", "embedding"},
+    gpt2: {
+        "bias_gelu",
+        "bias_gelu_backward",
+        "bias_add_layer_norm",
+        "add_layer_norm_backward",
+        "attention",
+        "embedding",
+    },
     llama: {"gated", "gated_backward", "add_rms_norm", "add_rms_norm_backward", "rotary", "attention_backward"},
     mixtral: {"gated", "gated_backward", "bias_add_rms_norm", "softmax", "softmax_backward"},
     vit: {"bias_gelu"},
