@@ -7,6 +7,7 @@ others are float32's own bits, cut to M of mantissa, with another bias.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -151,39 +152,37 @@ def _refuse_block(block: int) -> str | None:
 def _quantise(x: Tensor, dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor]:
     require("triton_quantise", why_not_quantise(x, dtype, block))
     codes, scales = quantise_fake(x, dtype, block)
-    count, (mantissa, bias), tile = x.numel(), _FORMATS[dtype], row_tile(block)
-    blocks = triton.cdiv(count, block)
-    launch(
-        quantise_kernel,
-        (triton.cdiv(blocks, tile.rows),),
-        x.device,
-        *(x.contiguous(), _as_loaded(codes), scales, count, blocks, block, TOPS.get(dtype, 1.0), SMALLEST_SCALE),
-        MANTISSA=mantissa,
-        BIAS=bias,
-        BLOCK_R=tile.rows,
-        BLOCK_C=tile.columns,
-        num_warps=tile.num_warps,
-    )
+    count, blocks = x.numel(), triton.cdiv(x.numel(), block)
+    operands = (x.contiguous(), _as_loaded(codes), scales, count, blocks, block, TOPS.get(dtype, 1.0), SMALLEST_SCALE)
+    _launch(quantise_kernel, x.device, operands, dtype, blocks, block)
     return codes, scales
 
 
 def _dequantise_sum(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -> Tensor:
     require("triton_dequantise_sum", why_not_dequantise_sum(codes, scales, dtype, block))
     out = dequantise_sum_fake(codes, scales, dtype, block)
-    (ranks, count), (mantissa, bias), tile = codes.shape, _FORMATS[codes.dtype], row_tile(block)
-    blocks = triton.cdiv(count, block)
+    (ranks, count), blocks = codes.shape, triton.cdiv(codes.shape[1], block)
+    operands = (_as_loaded(codes.contiguous()), scales.contiguous(), out, ranks, count, blocks, block)
+    _launch(dequantise_sum_kernel, codes.device, operands, codes.dtype, blocks, block)
+    return out
+
+
+def _launch(
+    function: Any, device: torch.device, operands: Sequence[Any], codes: torch.dtype, blocks: int, block: int
+) -> None:
+    """Run a kernel over so many blocks, whose codes are of this type."""
+    (mantissa, bias), tile = _FORMATS[codes], row_tile(block)
     launch(
-        dequantise_sum_kernel,
+        function,
         (triton.cdiv(blocks, tile.rows),),
-        codes.device,
-        *(_as_loaded(codes.contiguous()), scales.contiguous(), out, ranks, count, blocks, block),
+        device,
+        *operands,
         MANTISSA=mantissa,
         BIAS=bias,
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,
     )
-    return out
 
 
 def _as_loaded(codes: Tensor) -> Tensor:
