@@ -72,9 +72,12 @@ class Kernel:
         return self.replacement._schema.name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Form:
     """One way to write what a fused kernel computes as calls of other operators; also its reference.
+
+    Which operator gives the first result depends on the result's dtype alone, so that most calls are seen not to be of
+    a form before it is written down for their shape.
 
     Args:
         compose: `compose(like, *variables)`, where `like` is a tensor with the first result's shape, dtype and device,

@@ -34,7 +34,7 @@ from autoshard.ir.lowered import LoweredProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, find_kernel, kernels_of
 from passes.lowering.count_launches import is_launch, may_alias, sends
-from passes.lowering.match_form import Match, Pattern, find_matches, trace_form
+from passes.lowering.match_form import Match, Pattern, find_matches, root_operator, trace_form
 from passes.preparation.number_values import Numbering, number_graph
 from passes.verification.expand_kernels import FORM, STANDS_FOR
 
@@ -146,15 +146,14 @@ class _Fusion:
             by_target[node.target].append(node)
         for anchor in list(self.graph_module.graph.nodes):
             like = _value_of(anchor)
-            if anchor.op != "call_function" or not isinstance(like, Tensor) or not kernel.forms[form].may_yield(like):
+            if not isinstance(like, Tensor) or not kernel.forms[form].may_yield(like):
+                continue
+            if anchor.target is not root_operator(kernel.forms[form], like.dtype) or not self._is_there(anchor):
                 continue
             signature = (tuple(like.shape), like.dtype, like.device)
             if signature not in patterns:
                 patterns[signature] = trace_form(kernel.forms[form], like)
-            pattern = patterns[signature]
-            if pattern.root.target is not anchor.target or not self._is_there(anchor):
-                continue
-            matches = self._matches(pattern, anchor, by_target)
+            matches = self._matches(patterns[signature], anchor, by_target)
             any(self._replace(kernel, form, match, anchor) for match in islice(matches, _ATTEMPTS))
 
     def _matches(

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
@@ -69,6 +71,12 @@ def trace_form(form: Form, like: Tensor) -> Pattern:
     keys = {node: call_key(node.op, node.target, node.args, node.kwargs, lambda operand: operand) for node in calls}
     variables = {name: proxy.node for name, proxy in proxies.items()}
     return Pattern(variables, tuple(None if item is None else item.node for item in results), keys)
+
+
+@cache
+def root_operator(form: Form, dtype: torch.dtype) -> Any:
+    """The operator of a form's first result of a dtype, whatever its shape."""
+    return trace_form(form, torch.empty([2] * (form.dims or 1), dtype=dtype, device="meta")).root.target
 
 
 def find_matches(
