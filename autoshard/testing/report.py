@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +28,8 @@ class Comparison:
         name: "output:0", "gradient layers.0.weight", "parameter layers.0.weight".
         difference: largest absolute difference of an element; infinite where one of the two is missing.
         scale: largest absolute value of an element on one device.
-        rounding: largest error of one device itself, beside a more precise run of it; 0 where there was none.
+        rounding: largest error of one device itself, beside a more precise run of it; 0 where there was none. It is
+            sampled, with one run or more.
     """
 
     name: str
@@ -38,6 +40,12 @@ class Comparison:
     def is_close(self, tolerance: float) -> bool:
         """Whether the difference is within `tolerance` of the scale, below the floor, or of the size of rounding."""
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
+
+    def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
+        """The same with one more sample of the rounding: what one device gives of nearly the same numbers."""
+        if self.name not in nearby or self.name not in exact:
+            return self
+        return replace(self, rounding=max(self.rounding, _distance(nearby[self.name], exact[self.name])))
 
 
 @dataclass(frozen=True, slots=True)

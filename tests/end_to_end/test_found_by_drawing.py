@@ -34,6 +34,24 @@ inputs = (torch.randn(4, 4, 8),)
 """,
 }
 
+_MEAN_NEAR_ZERO = """
+class Drawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tied_1 = nn.Linear(8, 8, bias=True)
+        self.linear_2 = nn.Linear(8, 8, bias=False)
+        self.linear_3 = nn.Linear(8, 8, bias=False)
+        self.weight_4 = nn.Parameter(torch.randn(8, 8) / 8 ** 0.5)
+
+    def forward(self, x):
+        h = torch.tanh(self.tied_1(x)) @ self.tied_1.weight
+        return (self.linear_3(self.linear_2(h)) @ self.weight_4).mean()
+
+torch.manual_seed(0)
+model = Drawn()
+inputs = (torch.randn(4, 4, 8),)
+"""
+
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("mesh", [Mesh({"data": 4}), Mesh({"data": 2, "model": 2})], ids=str)
@@ -43,3 +61,9 @@ def test_a_program_that_once_failed(name: str, mesh: Mesh) -> None:
     split = most_split_plan(trace(program.model, program.inputs), mesh)
     for plan in (None, split):
         check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()
+
+
+def test_the_rounding_of_a_mean_near_zero_is_no_difference() -> None:
+    """In bfloat16 one device is off by a rounding that is small by chance; the mesh adds a bias by itself."""
+    program = run_source(_HEAD + _MEAN_NEAR_ZERO)
+    check_plan(program.model, Mesh({"data": 1}), program.inputs, precision="bf16").raise_if_different()
