@@ -28,6 +28,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P, PartitionSpec
+from autoshard.kernels.tuning_switch import tune_kernels
 from autoshard.pricing import price
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
@@ -67,6 +68,7 @@ __all__ = [
     "price",
     "prove",
     "sharding_rule",
+    "tune_kernels",
     "vectorise",
     "verify",
 ]

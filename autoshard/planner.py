@@ -35,6 +35,7 @@ from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
+from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
 from autoshard.progress import interruptible, search_bar
 from autoshard.runtime.agreement import make_together
 from autoshard.runtime.engine import Engine
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from passes.verification.verify_program import VerificationReport
 
 _LOGGER = logging.getLogger(__name__)
+_FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 LossFunction = Callable[..., torch.Tensor]
@@ -107,6 +109,8 @@ class Planner:
             lambda: self._lower(program, chosen)[0],
             lambda made: {"compiled program": _digest(made)},
         )
+        if self.with_kernels:
+            make_together(engine, "block sizes", folder_identity, lambda folder: {_FOLDER: folder})
         sharded_outputs = constrained_outputs(program, self.constraints)
         _LOGGER.info(
             "compiled %s for %s in %.1f s, predicted step time %.3g s",

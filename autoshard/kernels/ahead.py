@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from autoshard.errors import KernelError
+from autoshard.kernels.candidates import MAX_STAGES_HIP
 from autoshard.kernels.kernel import Specimen
-from autoshard.kernels.launch import MAX_STAGES_HIP
 
 _WARP, _WAVEFRONT = 32, 64
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -13,12 +13,13 @@ import triton
 from torch import Tensor
 
 from autoshard.errors import KernelError
+from autoshard.kernels.candidates import TUNABLE, choice_of
+from autoshard.kernels.tuning import Launch, tuner_of
+from autoshard.kernels.tuning_switch import active_tuning
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # What block sizes are chosen by: A100 and its like, H100 and later, MI300.
 ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
-# 64 KiB of shared memory hold no more iterations of a loop than this, where an H100's 228 KiB hold three.
-MAX_STAGES_HIP = 2
 # A row is held in registers: 16384 float32 in 16 warps are 32 registers a thread for each array.
 MAX_COLUMNS = 16384
 _TILE_ELEMENTS = 2048
@@ -50,6 +51,16 @@ def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
     return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
 
 
+def over_rows(rows: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
+    """A grid of blocks of rows."""
+    return lambda blocks: (triton.cdiv(rows, blocks["BLOCK_R"]),)
+
+
+def over_pieces(rows: int, columns: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
+    """A grid of blocks of rows, and of blocks of columns."""
+    return lambda blocks: (triton.cdiv(rows, blocks["BLOCK_R"]), triton.cdiv(columns, blocks["BLOCK_C"]))
+
+
 def as_rows(x: Tensor, columns: int) -> Tensor:
     """`x` as [rows, columns] with adjacent columns; a copy only where the layout has no such view."""
     matrix = x.reshape(-1, columns)
@@ -79,33 +90,45 @@ def require(name: str, reason: str | None) -> None:
 
 def launch(
     kernel: Any,
-    grid: Sequence[int],
+    grid: Callable[[Mapping[str, Any]], tuple[int, ...]],
     device: torch.device,
     *arguments: object,
     num_warps: int,
     num_stages: int | None = None,
+    tunable: Sequence[str] | None = None,
+    follow: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda blocks: {},
+    changes: Sequence[Tensor] = (),
     **constants: object,
 ) -> None:
-    """Run a `@triton.jit` function over `grid` on `device`; an empty grid runs nothing.
+    """Run a `@triton.jit` function on `device`; an empty grid runs nothing.
+
+    Args:
+        kernel: the function.
+        grid: the number of programs along each axis, from the block sizes by name.
+        device: where the tensors are.
+        arguments: what is not `constexpr`, in order.
+        num_warps, num_stages: the heuristic's; stages of a kernel with a loop that loads ahead.
+        tunable: the constants that tuning may change; by default what `TUNABLE` says.
+        follow: from these constants, those that follow from them.
+        changes: the tensors that the kernel reads and writes.
+        constants: the `constexpr` arguments, block sizes among them, the heuristic's.
 
     Raises:
         KernelError: the tensors are not on a GPU, and the kernel was not loaded for Triton's interpreter.
     """
-    is_interpreted = not isinstance(kernel, triton.JITFunction)
-    if device.type != "cuda" and not is_interpreted:
+    names = TUNABLE.get(kernel.fn.__name__, ()) if tunable is None else tunable
+    choice, fixed = choice_of(constants, names, num_warps, num_stages)
+    call = Launch(kernel, grid, device, arguments, fixed, follow, changes)
+    if device.type != "cuda" and not call.is_interpreted:
         raise KernelError(
             f"Triton kernel {kernel.fn.__name__} needs tensors on a GPU; found device={str(device)!r}. "
             "To run it in Triton's interpreter set TRITON_INTERPRET=1 before importing its module."
         )
-    if 0 in grid:
+    if 0 in grid(constants):
         return
+    tuning = active_tuning()
     with _current(device):
-        options = {} if num_stages is None else {"num_stages": _stages(num_stages)}
-        kernel[tuple(grid)](*arguments, **constants, **options, num_warps=num_warps, enable_fp_fusion=True)
-
-
-def _stages(num_stages: int) -> int:
-    return min(num_stages, MAX_STAGES_HIP) if torch.version.hip else num_stages
+        call.run(choice if tuning is None else tuner_of(tuning).choose(call, choice))
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

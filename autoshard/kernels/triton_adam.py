@@ -125,9 +125,10 @@ def _adam_updates(
     options: dict[str, float] = dict(zip(ADAM_HYPER, hyper.tolist(), strict=True))
     launch(
         adam_kernel,
-        (blocks[-1],),
+        lambda _: (blocks[-1],),
         params[0].device,
         *(table, None if scale is None else scale.to(torch.float32), len(params), *_factors(options, decoupled)),
+        changes=(*ordered[0], *ordered[2], *ordered[3]),
         PARAM=_TYPES[params[0].dtype],
         GRAD=_TYPES[grads[0].dtype],
         STATE=_TYPES[exp_avgs[0].dtype],

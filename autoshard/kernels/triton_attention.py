@@ -19,7 +19,7 @@ is beside its last key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -342,10 +342,9 @@ def attend_into(
     batch, heads, queries, size = q.shape
     q, k, v = rows_adjacent(q), rows_adjacent(k), rows_adjacent(v)
     tile = forward_tile(size, q.dtype)
-    blocks = triton.cdiv(queries, tile.queries) if packing is None else packing.blocks(queries, tile.queries)
     launch(
         attention_forward_kernel,
-        (blocks, batch * heads),
+        grid_of(queries, "BLOCK_M", batch * heads, packing),
         q.device,
         *(q, k, v, out, lse, *starts_of(packing), heads, heads // k.shape[1], queries, k.shape[2]),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
@@ -360,6 +359,18 @@ def attend_into(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def grid_of(
+    rows: int, block: str, heads: int, packing: Packing | None
+) -> Callable[[Mapping[str, int]], tuple[int, int]]:
+    """A grid of blocks of rows (those of all sequences, where there are several), and of heads."""
+
+    def grid(blocks: Mapping[str, int]) -> tuple[int, int]:
+        count = triton.cdiv(rows, blocks[block]) if packing is None else packing.blocks(rows, blocks[block])
+        return count, heads
+
+    return grid
 
 
 def starts_of(packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from autoshard.kernels.triton_attention import (
     AttentionTile,
     Packing,
     find_sequence,
+    grid_of,
     head_block,
     refuse_extras,
     refuse_heads,
@@ -373,7 +375,7 @@ def attend_backward_into(
     width = head_block(size)
     launch(
         attention_delta_kernel,
-        (triton.cdiv(queries, _DELTA_ROWS), batch * heads),
+        grid_of(queries, "BLOCK_M", batch * heads, None),
         q.device,
         *(grad_out, out, delta, heads, queries, *grad_out.stride()[:3], *out.stride()[:3]),
         SIZE=size,
@@ -388,16 +390,14 @@ def attend_backward_into(
     operands = (grad_out, q, k, v, lse, delta)
     architecture = architecture_of(q.device)
     tile = keys_tile(size, q.dtype, architecture)
-    blocks = triton.cdiv(keys, tile.keys) if packing is None else packing.blocks(keys, tile.keys)
-    grid = (blocks, batch * groups)
+    grid = grid_of(keys, "BLOCK_N", batch * groups, packing)
     launch(attention_keys_kernel, grid, q.device, *operands, *grads[1:], *sizes, **constants, **_blocks(tile, width))
     tile = queries_tile(size, q.dtype, architecture)
-    blocks = triton.cdiv(queries, tile.queries) if packing is None else packing.blocks(queries, tile.queries)
-    grid = (blocks, batch * heads)
+    grid = grid_of(queries, "BLOCK_M", batch * heads, packing)
     launch(attention_queries_kernel, grid, q.device, *operands, grads[0], *sizes, **constants, **_blocks(tile, width))
 
 
-def _blocks(tile: AttentionTile, width: int) -> dict[str, int]:
+def _blocks(tile: AttentionTile, width: int) -> dict[str, Any]:
     """A tile as a launch takes it."""
     blocks = {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": width}
     return blocks | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}

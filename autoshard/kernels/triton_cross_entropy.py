@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, Specimen, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import as_rows, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
 _MAX_BLOCK = 4096
@@ -162,11 +162,12 @@ def cross_entropy_into(
     tile = row_tile(columns, _MAX_BLOCK)
     launch(
         cross_entropy_forward_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        over_rows(rows),
         logits.device,
         *(logits, target, loss, lse, worth, rows, columns, chunk.first, chunk.classes, logits.stride(0)),
         *(ignore_index, label_smoothing),
-        STEPS=triton.cdiv(columns, tile.columns),
+        follow=lambda blocks: {"STEPS": triton.cdiv(columns, blocks["BLOCK_C"])},
+        changes=() if worth is None else (lse, worth),
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,
@@ -196,10 +197,11 @@ def cross_entropy_backward_into(
     tile = row_tile(columns, _MAX_BLOCK)
     launch(
         cross_entropy_backward_kernel,
-        (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(rows, columns),
         logits.device,
         *(grad_loss, logits, target, lse, grad, rows, columns, chunk.first, chunk.classes),
         *(logits.stride(0), grad.stride(0), ignore_index, label_smoothing),
+        changes=(grad,) if grad is logits else (),
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autoshard.kernels.dropout import dropout
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.philox import drop_threshold, keep_scale
 
@@ -85,7 +85,7 @@ def _dropout(
     tile = row_tile(columns, _MAX_BLOCK)
     launch(
         dropout_kernel,
-        (triton.cdiv(matrix.shape[0], tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(matrix.shape[0], columns),
         x.device,
         *(matrix, seed, result, matrix.shape[0], columns, size_1, size_2),
         *(matrix.stride(0), columns, step_0, step_1, step_2, start),

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, Kernel, block_specimen, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require
+from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import piece, piece_tile
 
@@ -143,7 +143,7 @@ def _look_up(weight: Tensor, indices: Tensor, first: int, size: int, outside: fl
     table, tile = as_rows(weight, columns), piece_tile(columns)
     launch(
         embedding_kernel,
-        (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(rows, columns),
         weight.device,
         *(table, indices.contiguous(), out, rows, columns, table.stride(0), first, size, outside),
         BLOCK_R=tile.rows,
@@ -198,7 +198,7 @@ def sum_rows(
     grad, block = as_rows(grad_output, columns), piece_tile(columns).columns
     launch(
         embedding_backward_kernel,
-        (num_weights, triton.cdiv(columns, block)),
+        lambda blocks: (num_weights, triton.cdiv(columns, blocks["BLOCK_C"])),
         grad.device,
         *(grad, *tokens_by_row(indices, first, size, num_weights), out, columns, grad.stride(0)),
         padding_idx - first if padding_idx >= 0 else -1,

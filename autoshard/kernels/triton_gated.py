@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require
+from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import activate, piece, piece_tile, refuse_activation, slope
 
@@ -97,7 +97,7 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gates, ups, tile = as_rows(gate, columns), as_rows(up, columns), piece_tile(columns)
     launch(
         gated_forward_kernel,
-        (triton.cdiv(gates.shape[0], tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(gates.shape[0], columns),
         gate.device,
         *(gates, ups, out, gates.shape[0], columns, gates.stride(0), ups.stride(0)),
         ACTIVATION=activation,
@@ -120,7 +120,7 @@ def _gated_backward(grad_out: Tensor, gate: Tensor, up: Tensor, activation: str)
     rows, tile = matrices[0].shape[0], piece_tile(columns)
     launch(
         gated_backward_kernel,
-        (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(rows, columns),
         gate.device,
         *(*matrices, *grads, rows, columns, *(x.stride(0) for x in matrices)),
         ACTIVATION=activation,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require
+from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import activate, piece, piece_tile, refuse_activation, slope
 
@@ -96,7 +96,7 @@ def _bias_gelu(x: Tensor, bias: Tensor, shape: Sequence[int], activation: str) -
     rows, tile = as_rows(x, columns), piece_tile(columns)
     launch(
         bias_gelu_forward_kernel,
-        (triton.cdiv(rows.shape[0], tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(rows.shape[0], columns),
         x.device,
         *(rows, bias.contiguous(), out, rows.shape[0], columns, rows.stride(0)),
         ACTIVATION=activation,
@@ -118,7 +118,7 @@ def _bias_gelu_backward(grad_out: Tensor, x: Tensor, bias: Tensor, activation: s
     grads, rows, tile = as_rows(grad_out, columns), as_rows(x, columns), piece_tile(columns)
     launch(
         bias_gelu_backward_kernel,
-        (triton.cdiv(rows.shape[0], tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(rows.shape[0], columns),
         x.device,
         *(grads, rows, bias.contiguous(), grad, rows.shape[0], columns, grads.stride(0), rows.stride(0)),
         ACTIVATION=activation,

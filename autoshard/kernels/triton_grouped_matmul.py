@@ -12,6 +12,9 @@ groups' sizes, so that no size has to come to the host. Rows behind the last end
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -147,12 +150,15 @@ def _grouped_matmul(
     groups, (rows, depth), columns = len(offs), self.shape, mat2.shape[-1]
     tile = _tile(self.dtype)
     strides = (*self.stride(), *mat2.stride())
-    options = {**tile, "num_warps": _NUM_WARPS, "num_stages": _NUM_STAGES}
-    blocks = triton.cdiv(rows, tile["BLOCK_M"]), triton.cdiv(columns, tile["BLOCK_N"])
-    if mat2.dim() == 3:
-        grid, sizes, kernel = (blocks[0] + groups, blocks[1]), (groups, columns, depth), grouped_rows_kernel
-    else:
-        grid, sizes, kernel = (*blocks, groups), (rows, columns), grouped_depth_kernel
+    options: dict[str, Any] = {**tile, "num_warps": _NUM_WARPS, "num_stages": _NUM_STAGES}
+    is_by_rows = mat2.dim() == 3
+
+    def grid(blocks: Mapping[str, int]) -> tuple[int, ...]:
+        sides = triton.cdiv(rows, blocks["BLOCK_M"]), triton.cdiv(columns, blocks["BLOCK_N"])
+        return (sides[0] + groups, sides[1]) if is_by_rows else (*sides, groups)
+
+    kernel = grouped_rows_kernel if is_by_rows else grouped_depth_kernel
+    sizes = (groups, columns, depth) if is_by_rows else (rows, columns)
     operands = (self, mat2, offs.contiguous(), out)
     precision = precision_of(kernel, self.dtype)
     launch(kernel, grid, self.device, *operands, *sizes, *strides, PRECISION=precision, **options)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.launch import as_rows, launch, row_tile
+from autoshard.kernels.launch import as_rows, launch, over_rows, row_tile
 
 # Backward programs that each sum the weight gradients of many rows; fixed, so that no device changes the sum.
 SUMMING_PROGRAMS = 256
@@ -174,7 +174,7 @@ def norm_forward(
     count, tile = rows.shape[0], row_tile(columns)
     launch(
         norm_forward_kernel,
-        (triton.cdiv(count, tile.rows),),
+        over_rows(count),
         x.device,
         *(rows, _contiguous(x_bias), added, _contiguous(weight), _contiguous(bias), out, total, mean, rstd),
         *(count, columns, rows.stride(0), 0 if added is None else added.stride(0), eps),
@@ -212,15 +212,14 @@ def norm_backward(
     rows, grads = as_rows(x, columns), as_rows(grad_out, columns)
     others = None if residual_grad is None else as_rows(residual_grad, columns)
     count, tile = rows.shape[0], row_tile(columns)
-    blocks = triton.cdiv(count, tile.rows)
-    programs = min(blocks, SUMMING_PROGRAMS)
+    programs = min(triton.cdiv(count, tile.rows), SUMMING_PROGRAMS)
     partials = [
         None if wanted is None else x.new_empty((programs, columns), dtype=torch.float32)
         for wanted in (grad_weight, grad_bias)
     ]
     launch(
         norm_backward_kernel,
-        (programs,),
+        lambda blocks: (programs,),
         x.device,
         *(grads, rows, _contiguous(mean), rstd.contiguous(), _contiguous(weight), others, grad, *partials),
         *(count, columns, grads.stride(0), rows.stride(0), 0 if others is None else others.stride(0)),
@@ -230,7 +229,7 @@ def norm_backward(
         HAS_GRAD=grad is not None,
         HAS_GRAD_WEIGHT=grad_weight is not None,
         HAS_GRAD_BIAS=grad_bias is not None,
-        STEPS=triton.cdiv(blocks, max(programs, 1)),
+        follow=lambda blocks: {"STEPS": triton.cdiv(count, blocks["BLOCK_R"] * programs)},
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,

@@ -24,7 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_columns, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import (
+    as_rows,
+    launch,
+    over_pieces,
+    over_rows,
+    refuse_columns,
+    refuse_dtypes,
+    require,
+    row_tile,
+)
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import piece, piece_tile
 from autoshard.kernels.triton_embedding import sum_rows, tokens_by_row
@@ -158,7 +167,7 @@ def _permute(x: Tensor, order: Tensor, count: int) -> Tensor:
     tile = piece_tile(columns)
     launch(
         permute_kernel,
-        (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(rows, columns),
         x.device,
         *(source, order.contiguous(), out, rows, columns, len(x), count, source.stride(0)),
         BLOCK_R=tile.rows,
@@ -188,7 +197,7 @@ def _combine(y: Tensor, shares: Tensor, inverse: Tensor, count: int) -> Tensor:
     tile = piece_tile(columns)
     launch(
         combine_kernel,
-        (triton.cdiv(tokens, tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(tokens, columns),
         y.device,
         *(source, shares.contiguous(), inverse.contiguous(), out, tokens, columns, count, source.stride(0)),
         BLOCK_R=tile.rows,
@@ -209,7 +218,7 @@ def _combine_backward(grad: Tensor, y: Tensor, shares: Tensor, inverse: Tensor, 
     grad, y, tile = as_rows(grad, columns), as_rows(y, columns), row_tile(columns)
     launch(
         combine_backward_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        over_rows(rows),
         y.device,
         *(grad, y, shares.contiguous(), *tokens_by_row(inverse, 0, rows, rows), y_grad, shares_grad),
         *(rows, columns, count, grad.stride(0), y.stride(0)),

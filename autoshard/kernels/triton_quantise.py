@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import Kernel, Specimen, specimen
-from autoshard.kernels.launch import FLOATS, launch, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import FLOATS, launch, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.quantise import (
     SMALLEST_SCALE,
@@ -174,7 +174,7 @@ def _launch(
     (mantissa, bias), tile = _FORMATS[codes], row_tile(block)
     launch(
         function,
-        (triton.cdiv(blocks, tile.rows),),
+        over_rows(blocks),
         device,
         *operands,
         MANTISSA=mantissa,

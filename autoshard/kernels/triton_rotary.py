@@ -116,7 +116,7 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, i
     (batch, heads, length, size), groups = q.shape, k.shape[1]
     launch(
         rotary_kernel,
-        (triton.cdiv(length, _BLOCK_S), heads + groups, batch),
+        lambda blocks: (triton.cdiv(length, blocks["BLOCK_S"]), heads + groups, batch),
         q.device,
         *(q, k, cos, sin, q_out, k_out, length, heads, groups, *q.stride()[:3], *k.stride()[:3]),
         length * size if cos.shape[0] > 1 else 0,

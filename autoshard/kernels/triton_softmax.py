@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_columns, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import as_rows, launch, over_rows, refuse_columns, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
 
@@ -71,7 +71,7 @@ def softmax_into(x: Tensor, out: Tensor) -> None:
     tile = row_tile(columns)
     launch(
         softmax_forward_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        over_rows(rows),
         x.device,
         *(x, out, rows, columns, x.stride(0), out.stride(0)),
         BLOCK_R=tile.rows,
@@ -86,7 +86,7 @@ def softmax_backward_into(grad_out: Tensor, out: Tensor, grad: Tensor) -> None:
     tile = row_tile(columns)
     launch(
         softmax_backward_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        over_rows(rows),
         out.device,
         *(grad_out, out, grad, rows, columns, grad_out.stride(0), out.stride(0), grad.stride(0)),
         BLOCK_R=tile.rows,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
-from autoshard.kernels.launch import as_rows, launch, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import as_rows, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import piece, piece_tile
 
@@ -134,11 +134,11 @@ def _split_cross_entropy(
     x, tile = as_rows(logits, columns), row_tile(columns, _MAX_BLOCK)
     launch(
         split_cross_entropy_forward_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        over_rows(rows),
         logits.device,
         *(x, top.contiguous(), indices.contiguous(), _bytes(elsewhere), total, expected),
         *(rows, columns, x.stride(0), factor),
-        STEPS=triton.cdiv(columns, tile.columns),
+        follow=lambda blocks: {"STEPS": triton.cdiv(columns, blocks["BLOCK_C"])},
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,
@@ -170,7 +170,7 @@ def _split_cross_entropy_backward(
     x, tile = as_rows(logits, columns), piece_tile(columns)
     launch(
         split_cross_entropy_backward_kernel,
-        (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns)),
+        over_pieces(rows, columns),
         logits.device,
         *(x, lse.contiguous(), scale.contiguous(), indices.contiguous(), _bytes(elsewhere), _bytes(is_ignored), grad),
         *(rows, columns, x.stride(0), correction, shift),

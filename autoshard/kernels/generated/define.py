@@ -150,10 +150,10 @@ def _launcher(group: Group, layout: Layout, function: Any) -> Callable[..., Any]
         device = _device_of(operands)
         fitted = [_fit(item, form, device) for item, form in zip(operands, group.operands, strict=True)]
         stored = [_empty_stored(group, layout, index, device) for index in group.results]
-        grid = (layout.programs, layout.chunks)
         # The interpreter computes what lies outside too, where NumPy would warn of a logarithm of 0.
         with np.errstate(all="ignore"):
-            launch(function, grid, device, *fitted, *stored, **layout.blocks, num_warps=layout.num_warps)
+            options = {"num_warps": layout.num_warps, "tunable": layout.tunable}
+            launch(function, layout.grid, device, *fitted, *stored, **layout.blocks, **options)
         pairs = zip(group.results, stored, strict=True)
         made = tuple(_sum_parts(group, index, item) if index in layout.split else item for index, item in pairs)
         return made[0] if len(made) == 1 else made

@@ -19,10 +19,15 @@ from autoshard.errors import KernelError
 _PACKAGE = "autoshard_generated"
 
 
+def cache_folder() -> Path:
+    """Our folder in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard"
+
+
 def source_folder() -> Path:
     """The folder of generated sources."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard" / "kernels"
+    return cache_folder() / "kernels"
 
 
 def write_file(text: str) -> Path:

@@ -68,6 +68,16 @@ class Layout:
     rows: int = 0
     split: tuple[int, ...] = ()
 
+    @property
+    def tunable(self) -> tuple[str, ...]:
+        """The blocks that tuning may change: not those by which a sum is split, as parts are added in order."""
+        return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
+
+    def grid(self, blocks: Mapping[str, int]) -> tuple[int, int]:
+        """The number of programs, and of chunks, with other block sizes."""
+        elements = self.programs * math.prod(self.blocks[name] for name in self.tunable)
+        return math.ceil(elements / math.prod(blocks[name] for name in self.tunable)), self.chunks
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -340,7 +350,8 @@ class _Writer:
         ends = [
             sum((size - 1) * stride for size, stride in zip(sizes, own, strict=True)) for own in loops.strides.values()
         ]
-        padded = self.layout.programs * self.layout.blocks.get("BLOCK", self.layout.blocks.get("BLOCK_R", 1))
+        # One block more, for tuning may double a block.
+        padded = (self.layout.programs + 1) * self.layout.blocks.get("BLOCK", self.layout.blocks.get("BLOCK_R", 1))
         return max(*ends, padded * max(1, loops.column_count)) > _INT32
 
     def _docstring(self) -> Iterator[str]:

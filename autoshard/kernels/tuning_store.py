@@ -1,0 +1,112 @@
+"""Where measured choices lie: a folder with one JSON file for each, which the first to publish it decides.
+
+A file holds the whole key of what was measured, the choice, and every candidate's median. It is read only if its key is
+the one that is looked for and its choice one of the candidates, so what a file says can make a kernel slow, not wrong;
+any other content counts as no file. A writer holds a lock of the folder (`flock`, which local disks have and NFS since
+version 4), looks again, and publishes by renaming: readers never see half a file. Removing the folder is safe.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from autoshard.kernels.candidates import Choice
+
+_IDENTITY = "identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a choice was measured for.
+
+    Args:
+        kernel: the function's name.
+        facts: all that the choice depends on, as JSON.
+        candidates: what was to choose from.
+    """
+
+    kernel: str
+    facts: Mapping[str, Any]
+    candidates: Sequence[Choice]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The key as JSON."""
+        return {"kernel": self.kernel, **self.facts, "candidates": [str(choice) for choice in self.candidates]}
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The choices in a folder."""
+
+    folder: Path
+
+    def read(self, key: Key) -> Choice | None:
+        """The choice that is known for a key; None where there is no file, or it is damaged."""
+        try:
+            entry = json.loads(self._path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(entry, dict) or entry.get("key") != key.record:
+            return None
+        return next((choice for choice in key.candidates if str(choice) == entry.get("choice")), None)
+
+    def publish(self, key: Key, choice: Choice, times_ms: Mapping[Choice, float]) -> Choice:
+        """The choice that holds from now on: what another process published in the meantime, else this one.
+
+        Raises:
+            OSError: the folder cannot be written, or not be locked.
+        """
+        times = {str(item): time_ms if math.isfinite(time_ms) else "does not fit" for item, time_ms in times_ms.items()}
+        text = json.dumps({"choice": str(choice), "median_ms": times, "key": key.record}, indent=1) + "\n"
+        with self._locked():
+            known = self.read(key)
+            if known is not None:
+                return known
+            self._replace(self._path(key), text)
+        return choice
+
+    def identity(self) -> str:
+        """A text that no other folder has: processes with the same share their choices.
+
+        Raises:
+            OSError: the folder cannot be written, or not be locked.
+        """
+        path = self.folder / _IDENTITY
+        with self._locked():
+            if not path.exists():
+                self._replace(path, secrets.token_hex(8))
+            return path.read_text(encoding="utf-8")
+
+    def _path(self, key: Key) -> Path:
+        digest = hashlib.sha256(json.dumps(key.record, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{key.kernel[:100]}_{digest[:16]}.json"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _replace(self, path: Path, text: str) -> None:
+        with NamedTemporaryFile("w", encoding="utf-8", dir=self.folder, suffix=".tmp", delete=False) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                Path(file.name).replace(path)
+            except OSError:
+                Path(file.name).unlink(missing_ok=True)
+                raise

@@ -1,0 +1,119 @@
+"""Candidates: neighbours of the heuristic's choice, every one of which computes what the heuristic's does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.kernels.candidates import TUNABLE, Choice, choice_of, neighbours
+from autoshard.kernels.launch import row_tile
+from autoshard.kernels.tuning import Launch, Tuner
+from autoshard.kernels.tuning_switch import tune_kernels
+from tests.kernels.calls import CALLS, run
+
+SCRIPT = Path(__file__).with_name("compile_candidates.py")
+ROOT = SCRIPT.parents[2]
+# Of a program on an H100, in bytes.
+MAX_SHARED_BYTES = 232_448
+NAMES = st.sampled_from(sorted(CALLS))
+
+
+def _run_with(name: str, rows: int, columns: int, pick: list[int]) -> tuple[tuple[torch.Tensor, ...], set[str]]:
+    """A call whose launches take the candidates of these numbers in turn; the names of the kernels, too."""
+    launched: list[str] = []
+
+    def choose(tuner: Tuner, launch: Launch, heuristic: Choice) -> Choice:
+        found = neighbours(heuristic, launch.constants)
+        launched.append(launch.kernel.fn.__name__)
+        return found[pick[(len(launched) - 1) % len(pick)] % len(found)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tuner, "choose", choose)
+        tune_kernels()
+        try:
+            return run(name, rows, columns), set(launched)
+        finally:
+            tune_kernels(False)
+
+
+@settings(max_examples=30)
+@given(NAMES, st.integers(1, 9), st.sampled_from([1, 3, 64, 200]), st.lists(st.integers(0, 15), min_size=1, max_size=4))
+def test_any_candidate_gives_the_same_result(name: str, rows: int, columns: int, pick: list[int]) -> None:
+    """To a few roundings, as sums over other blocks are added in another order; codes of 8 bits are equal."""
+    expected = run(name, rows, columns)
+    found, _ = _run_with(name, rows, columns, pick)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_every_kernel_is_called() -> None:
+    """The calls reach every kernel that has block sizes to tune, and the table names no other."""
+    launched = set().union(*(_run_with(name, 3, 20, [0])[1] for name in CALLS))
+    assert launched == {*TUNABLE, "adam_kernel"}
+
+
+@pytest.mark.parametrize("columns", [1, 100, 4096, 16384])
+def test_neighbours_are_one_step_away(columns: int) -> None:
+    """The heuristic's comes first; block sizes and warps are powers of two, a factor of two from its own."""
+    tile = row_tile(columns)
+    constants = {"BLOCK_R": tile.rows, "BLOCK_C": tile.columns, "CENTRED": True}
+    choice, fixed = choice_of(constants, ("BLOCK_R",), tile.num_warps)
+    assert fixed == {"BLOCK_C": tile.columns, "CENTRED": True}
+    found = neighbours(choice, fixed)
+    assert found[0] == choice == Choice((("BLOCK_R", tile.rows),), tile.num_warps)
+    assert len(set(found)) == len(found) >= 3
+    for item in found:
+        assert item.blocks[0][1] / tile.rows in (0.5, 1, 2)
+        assert item.num_warps / tile.num_warps in (0.5, 1, 2)
+        assert 1 <= item.num_warps <= 16
+
+
+def test_products_keep_their_least_sides() -> None:
+    """A product's sides are 16 and more, its warps four and more, and a loop has a stage at least."""
+    choice = Choice((("BLOCK_M", 16), ("BLOCK_N", 32)), 4, 1)
+    found = neighbours(choice, {"BLOCK_D": 64})
+    assert {(dict(item.blocks)["BLOCK_M"], dict(item.blocks)["BLOCK_N"]) for item in found} == {
+        *((16, 32), (32, 32), (16, 64), (16, 16))
+    }
+    assert {item.num_warps for item in found} == {4, 8}
+    assert {item.num_stages for item in found} == {1, 2}
+
+
+def test_a_choice_is_readable() -> None:
+    """Its text names blocks, warps and stages, where it has them."""
+    assert str(Choice((("BLOCK_M", 64), ("BLOCK_N", 32)), 8, 2)) == "BLOCK_M 64, BLOCK_N 32, 8 warps, 2 stages"
+    assert str(Choice((), 4)) == "4 warps"
+
+
+def _compile(*arguments: str) -> list[dict[str, Any]]:
+    """The script's rows, from a process in which kernels are not interpreted."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-W", "error", str(SCRIPT), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout)
+
+
+def test_candidates_compile() -> None:
+    """One of every fourth kernel, for an H100, within its shared memory."""
+    rows = _compile("sm_90", "sample")
+    assert len({row["kernel"] for row in rows}) == len(rows) > 5
+    assert all(row["shared_bytes"] <= MAX_SHARED_BYTES for row in rows)
+
+
+@pytest.mark.slow
+def test_every_candidate_compiles() -> None:
+    """At the usual sizes, for an H100, within its shared memory, and those of a model's generated kernels too."""
+    rows = _compile("sm_90", "all", "mixture")
+    assert {*TUNABLE, "adam_kernel"} <= {row["kernel"] for row in rows}
+    assert all(row["shared_bytes"] <= MAX_SHARED_BYTES for row in rows)
