@@ -30,6 +30,7 @@ MORE = 1.1
 _MORE = f"{MORE - 1:.0%}".replace("%", " %")
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{_MORE} more memory", "twice the memory", "memory without limit"
+FASTER_NETWORK = f"{_MORE} faster network"
 
 
 def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Outcome:
@@ -144,16 +145,22 @@ def _faster_memory(cluster: Cluster) -> Cluster:
 def _faster_fabric(cluster: Cluster) -> Cluster | None:
     if cluster.devices_per_node == 1:
         return None
-    return _with_node(cluster, replace(cluster.node, intra=_faster(cluster.node.intra)))
+    return _with_node(cluster, replace(cluster.node, intra=faster_link(cluster.node.intra)))
 
 
 def _faster_network(cluster: Cluster) -> Cluster | None:
-    if cluster.nodes == 1 or cluster.node.inter is None:
+    return None if cluster.nodes == 1 else with_faster_network(cluster)
+
+
+def with_faster_network(cluster: Cluster) -> Cluster | None:
+    """A cluster whose network is faster, though one node alone may not use it; None where it has none."""
+    if cluster.node.inter is None:
         return None
-    return _with_node(cluster, replace(cluster.node, inter=_faster(cluster.node.inter)))
+    return _with_node(cluster, replace(cluster.node, inter=faster_link(cluster.node.inter)))
 
 
-def _faster(link: Link) -> Link:
+def faster_link(link: Link) -> Link:
+    """A link that is faster."""
     measured = tuple(replace(item, bandwidth_bytes_per_s=MORE * item.bandwidth_bytes_per_s) for item in link.measured)
     return replace(link.scaled(MORE), measured=measured)
 
@@ -166,6 +173,6 @@ FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {
     f"{_MORE} faster matrix products": _faster_products,
     f"{_MORE} faster device memory": _faster_memory,
     f"{_MORE} faster links in a node": _faster_fabric,
-    f"{_MORE} faster network": _faster_network,
+    FASTER_NETWORK: _faster_network,
 }
 """Hardware of which one part is faster; None where it has no such part."""

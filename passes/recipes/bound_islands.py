@@ -9,7 +9,9 @@
    the layout alone, and so does the least of all shares.
 2. *Paths and ends* are those of `bound_recipes`, 1 and 4, with each stage's seconds on its own island. Of each island
    the rank with the longest path is taken with its ends.
-3. *Clock.* With duty X(i) / T(1) of the products of island i, their speed is v(X(i) / T(1)). For every t >= L(1) the
+3. *Memory.* Of an island with n stages and b of the blocks, each stage has floor(b / n) or more, and a rank holds as
+   many micro-batches of its stages as its schedule says. Where no schedule leaves every island room, a share is left.
+4. *Clock.* With duty X(i) / T(1) of the products of island i, their speed is v(X(i) / T(1)). For every t >= L(1) the
    price is at least min(L(v), t / max v) with v(i) = v(X(i) / t), as in `bound_recipes`, 5; a bound below X(i) will do.
 """
 
@@ -25,10 +27,13 @@ from numpy.typing import NDArray
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
+from cost_models.schedule_orders import admits, most_in_flight, stage_ranks
 from cost_models.step import StepModel
+from passes.recipes.bound_memory import whole_bytes
 from passes.recipes.bound_recipes import ROUNDING, EndWorkOf, Floats, PipeShapes, SectionFloors, ends_of
 from passes.recipes.fold_program import AFTER, BEFORE
-from passes.recipes.recipe_space import Share
+from passes.recipes.pipeline_stages import name_of_schedule
+from passes.recipes.recipe_space import Share, schedules
 
 _NEVER = 1e-12
 """The least duty: products that take no time."""
@@ -60,6 +65,78 @@ def placed_step_floors(at: Callable[[Floats], Floats], products_s: Floats, clust
 def share_table(shares: tuple[Share, ...]) -> NDArray[np.int64]:
     """Shares as an array, [shares, islands]."""
     return np.array(shares, dtype=np.int64).reshape(len(shares), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class RankBlocks:
+    """What ranks have at least, under each way to run a pipeline over islands, by island.
+
+    A way is a schedule with its virtual stages, and whether blocks are shared out with the ends counted as blocks; one
+    that holds no less than another is left out. Ranks without an end of the model, and with one, are apart: [..., 2].
+
+    Args:
+        blocks: of such a rank, by shares of the blocks, [shares, ways, 2].
+        held: micro-batches that the fullest such rank holds of its stages, [ways, 2]; 0 where there is none.
+    """
+
+    blocks: tuple[Floats, ...]
+    held: tuple[Floats, ...]
+
+
+@lru_cache(maxsize=1024)
+def rank_blocks(ranks: tuple[int, ...], micro_batches: int, shares: tuple[Share, ...]) -> RankBlocks:
+    """Those of islands with so many pipeline ranks."""
+    total, table = sum(ranks), share_table(shares)
+    of_ranks = np.array([island for island, count in enumerate(ranks) for _ in range(count)])
+    ways: dict[tuple[int, int, tuple[int, int]], list[Floats]] = {}
+    for schedule, virtual in schedules((sum(shares[0]) + 2) // total):
+        name = name_of_schedule(schedule, virtual)
+        if admits(name, total, micro_batches, virtual):
+            owners = stage_ranks(name, total, virtual)
+            held = np.array(most_in_flight(name, total, micro_batches, virtual)) / virtual
+            has_end = np.isin(np.arange(total), (owners[0], owners[-1]))
+            most = [
+                [held[(of_ranks == island) & (has_end == end)].max(initial=0.0) for end in (False, True)]
+                for island in range(len(ranks))
+            ]
+            for split_ends in (0, 1):
+                ways.setdefault((virtual, split_ends, (owners[0], owners[-1])), []).append(np.array(most))
+    blocks, held = [], []
+    for (virtual, split_ends, with_end), known in ways.items():
+        counted = split_ends * np.bincount(of_ranks[list(with_end)], minlength=len(ranks))
+        each = virtual * ((table + counted) // (virtual * np.array(ranks)))
+        least = np.stack([each, np.maximum(0, each - counted)], axis=-1)
+        for most in _least_of(known):
+            blocks.append(least)
+            held.append(most)
+    return RankBlocks(
+        tuple(np.stack([each[:, island] for each in blocks], axis=1) for island in range(len(ranks))),
+        tuple(np.stack([each[island] for each in held]) for island in range(len(ranks))),
+    )  # fmt: skip
+
+
+def _least_of(arrays: Sequence[Floats]) -> list[Floats]:
+    """Those arrays that are not everywhere as large as another one."""
+    found: list[Floats] = []
+    for each in sorted(arrays, key=lambda each: float(each.sum())):
+        if not any((other <= each).all() for other in found):
+            found.append(each)
+    return found
+
+
+def held_floors(ranks: RankBlocks, parts: Sequence[tuple[Floats, Floats]], limits: Sequence[float]) -> Floats:
+    """How full the fullest device is at least, of its limit, under the way that fills it least, by shares, [shares].
+
+    Args:
+        ranks: what they have.
+        parts: by island, bytes of a block of each kind, and those that each micro-batch keeps of it, [kinds].
+        limits: bytes of a device of each island.
+    """
+    full: Floats | float = 0.0
+    for blocks, held, (states, kept), limit in zip(ranks.blocks, ranks.held, parts, limits, strict=True):
+        each = (held > 0) * (states + held[..., None] * kept).min(axis=-1)
+        full = np.maximum(full, whole_bytes((blocks * each).max(axis=-1)) / limit)
+    return np.min(full, axis=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@
 * Of the other specs that the value may have, each belongs to some recipes: `spec_families` gives them as restrictions
   of the searched fields, so that the fastest of each can be searched for.
 
+On a joined cluster all this is of the island that the value lies on; a value of every block may lie on several.
+
 Seconds are those of a step on one rank that has the value, of the collective alone: what of it runs beside computation
 is not taken off, as that is decided for all values of a section together.
 """
@@ -26,12 +28,14 @@ from autoshard.ir.program import InputKind, tensor_values
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
 from cost_models.schedule_orders import stage_ranks
 from cost_models.step import StepModel
 from passes.recipes.combine_layouts import combined
 from passes.recipes.count_sections import Sent
 from passes.recipes.fold_program import AFTER, BEFORE, FoldedProgram
 from passes.recipes.pipeline_stages import rank_sections, schedule_name, share_out
+from passes.recipes.place_islands import chosen_islands, place_islands
 from passes.recipes.price_ends import GRADIENT_BYTES, EndWork, end_work, update_bytes
 from passes.recipes.price_memory import state_bytes
 from passes.recipes.price_model import PricedModel, RecipeKind
@@ -116,25 +120,57 @@ def _axes_spec(priced: PricedModel, value: Value, kind: RecipeKind) -> Partition
 # What it costs.
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Devices that a value lies on.
+
+    Args:
+        cluster: theirs; of a joined cluster, their island.
+        groups: of them.
+        island: the island's place in a joined cluster; None in others.
+    """
+
+    cluster: Cluster
+    groups: Groups
+    island: int | None = None
+
+
+def value_places(
+    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster | JoinedCluster
+) -> tuple[Place, ...]:
+    """Where a value lies: on several islands where these have blocks that it is a value of; inputs on the first."""
+    if isinstance(cluster, Cluster):
+        return (Place(cluster, recipe_groups(recipe, cluster)),)
+    placement, places = place_islands(recipe, cluster), chosen_islands(recipe, cluster)
+    ranks = [0]
+    if value.parameter:
+        ranks = [_rank_of(priced.folded, value, recipe)]
+    elif value.section:
+        held = rank_sections(share_out(priced.folded.blocks, recipe), recipe)
+        ranks = [rank for rank, counts in enumerate(held) if value.section in counts]
+    numbers = dict.fromkeys(placement.of_ranks[rank] for rank in ranks)
+    islands = ((placement.islands[number], places[number]) for number in numbers)
+    return tuple(Place(island.cluster, island.groups, place) for island, place in islands)
+
+
 def value_costs(
-    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster, model: StepModel
+    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster | JoinedCluster, model: StepModel
 ) -> tuple[ValueCost, ...]:
     """The collectives that a value takes part in, and the update of a parameter."""
-    groups = recipe_groups(recipe, cluster)
-    moves = _moves(priced, value, recipe, cluster, groups, model)
-    if not value.parameter:
-        return moves
-    return (*_parameter_costs(priced, value, recipe, cluster, groups, model), *moves)
+    found: list[ValueCost] = []
+    for place in value_places(priced, value, recipe, cluster):
+        moves = _moves(priced, value, recipe, place, model)
+        own = _parameter_costs(priced, value, recipe, place, model) if value.parameter else ()
+        found += [replace(item, island=place.island) for item in (*own, *moves)]
+    return tuple(found)
 
 
-def _moves(
-    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster, groups: Groups, model: StepModel
-) -> tuple[ValueCost, ...]:
+def _moves(priced: PricedModel, value: Value, recipe: Recipe, place: Place, model: StepModel) -> tuple[ValueCost, ...]:
     """Collectives of activations: of the value, or of what calls that read it as a parameter are given or make."""
     if not value.section:
         return ()
     section = priced.sections(RecipeKind.of(recipe))[value.section]
-    entering = priced.section_prices(recipe, cluster)[value.section].entering_bytes
+    entering = priced.section_prices(recipe, place.cluster)[value.section].entering_bytes
     sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
     is_block = value.section not in (BEFORE, AFTER)
     again = 2 if recipe.recompute == "full" and is_block else 1
@@ -148,19 +184,21 @@ def _moves(
         for sent in filter(concerns, phase.sent):
             traffic = traffic_of(sent, recipe.micro_batch, sizes, entering)
             times = turns * recipe.micro_batches
-            seconds = times * traffic_time(traffic, recipe, groups, model)
+            seconds = times * traffic_time(traffic, recipe, place.groups, model)
             what = f"{_COLLECTIVES[sent.kind]} of {sent.moved} for {sent.reader}, {name}"
             found.append(ValueCost(what, sent.axis, traffic.bytes, times, seconds))
     return tuple(found)
 
 
 def _parameter_costs(
-    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster, groups: Groups, model: StepModel
+    priced: PricedModel, value: Value, recipe: Recipe, place: Place, model: StepModel
 ) -> tuple[ValueCost, ...]:
     """A parameter's part of reducing gradients, gathering parameters, and updating them."""
+    cluster, groups = place.cluster, place.groups
     elements, is_expert = _elements(priced, value, recipe)
     prices = priced.section_prices(recipe, cluster)
-    counts = _rank_counts(priced.folded, value, recipe)
+    stages = share_out(priced.folded.blocks, recipe)
+    counts = rank_sections(stages, recipe)[_rank_of(priced.folded, value, recipe)]
     held = [(prices[name], count) for name, count in counts.items()]
     dense = sum(price.parameters * count for price, count in held)
     expert = sum(price.expert_parameters * count for price, count in held)
@@ -206,8 +244,8 @@ def _elements(priced: PricedModel, value: Value, recipe: Recipe) -> tuple[int, b
     return elements, value.parameter in section.expert_parameters
 
 
-def _rank_counts(folded: FoldedProgram, value: Value, recipe: Recipe) -> Mapping[str, int]:
-    """How often the pipeline rank that has a parameter has each section."""
+def _rank_of(folded: FoldedProgram, value: Value, recipe: Recipe) -> int:
+    """The pipeline rank that has a parameter."""
     stages = share_out(folded.blocks, recipe)
     owners = stage_ranks(schedule_name(recipe), recipe.pipeline, recipe.virtual_stages)
     if value.section in (BEFORE, AFTER):
@@ -216,7 +254,7 @@ def _rank_counts(folded: FoldedProgram, value: Value, recipe: Recipe) -> Mapping
         blocks = (sum(count for name, count in stage.sections if name not in (BEFORE, AFTER)) for stage in stages)
         block = _block_of(folded, value.name)
         place = next(place for place, passed in enumerate(accumulate(blocks)) if block < passed)
-    return rank_sections(stages, recipe)[owners[place]]
+    return owners[place]
 
 
 def _block_of(folded: FoldedProgram, name: str) -> int:
@@ -229,12 +267,13 @@ def _block_of(folded: FoldedProgram, name: str) -> int:
     raise AssertionError(f"{name} lies in no block")
 
 
-def value_memory(priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster) -> dict[str, int]:
+def value_memory(priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster | JoinedCluster) -> dict[str, int]:
     """Bytes of a parameter, its gradient and its state on each device; nothing for other values."""
     if not value.parameter:
         return {}
-    groups = recipe_groups(recipe, cluster)
+    (place,) = value_places(priced, value, recipe, cluster)
     elements, is_expert = _elements(priced, value, recipe)
+    groups = place.groups
     shards = (groups.expert_replicas if is_expert else groups.zero).size
     return {name: int(size) for name, size in state_bytes(elements, shards, recipe).items() if size}
 

@@ -44,7 +44,7 @@ class IslandsFastest:
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
         known = tuple(shares)
-        fits = (self.pricer.share_memory(recipe, known) <= np.array(self.limits)).all(axis=1)
+        fits = self.pricer.share_fullness(recipe, known, self.limits) <= 1.0
         if not fits.any():
             return [math.inf] * len(known)
         return np.where(fits, self.pricer.share_floors(recipe, known), math.inf).tolist()
@@ -101,7 +101,7 @@ class IslandsSmallest:
 
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
-        return (self.pricer.share_memory(recipe, tuple(shares)) / self.limits).max(axis=1).tolist()
+        return self.pricer.share_fullness(recipe, tuple(shares), self.limits).tolist()
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""

@@ -14,18 +14,21 @@ from cost_models.schedule_orders import most_in_flight
 from cost_models.step import StepModel
 from passes.recipes.bound_islands import (
     PlacedFloors,
+    held_floors,
     least_of_shares,
     placed_path_floors,
+    rank_blocks,
     share_floors,
     share_table,
     share_work,
 )
-from passes.recipes.bound_memory import rank_floors, whole_bytes
+from passes.recipes.bound_memory import held_bytes, rank_floors, whole_bytes
 from passes.recipes.bound_recipes import EndWorkOf, Floats, pipe_shapes
+from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.pipeline_stages import schedule_name, share_out
 from passes.recipes.place_islands import Placement, alone, place_islands
 from passes.recipes.price_islands import PlacedStep
-from passes.recipes.price_memory import kept_bytes, state_bytes
+from passes.recipes.price_memory import state_bytes
 from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_pricer import RecipePricer
 from passes.recipes.recipe_space import Pipe, Share
@@ -107,23 +110,37 @@ class IslandsPricer:
 
     def share_memory(self, recipe: Recipe, shares: tuple[Share, ...]) -> Floats:
         """Bounds on the memory of recipes that shard no more, on each island's mean rank, [shares, islands]."""
-        placement, values = self.placement(recipe), []
-        for pricer, island in zip(self.pricers, placement.islands, strict=True):
+        names, parts = tuple(self.pricers[0].sizes(recipe)), self._section_memory(recipe)
+        held = least_of_shares([state + kept for state, kept in parts], names, self.counted.blocks, share_table(shares))
+        return whole_bytes(held / np.array(self._ranks(recipe)))
+
+    def share_fullness(self, recipe: Recipe, shares: tuple[Share, ...], limits: Sequence[float]) -> Floats:
+        """How full the fullest device is at least, of its limit, in recipes that shard no more, by shares, [shares]."""
+        if not shares:
+            return np.zeros(0)
+        mean = (self.share_memory(recipe, shares) / limits).max(axis=1)
+        is_block = [name not in (BEFORE, AFTER) for name in self.pricers[0].sizes(recipe)]
+        parts = [(state[is_block], kept[is_block]) for state, kept in self._section_memory(recipe)]
+        ranks = rank_blocks(self._ranks(recipe), recipe.micro_batches, shares)
+        return np.maximum(mean, held_floors(ranks, parts, limits))
+
+    def _section_memory(self, recipe: Recipe) -> list[tuple[Floats, Floats]]:
+        """By island, bytes of each section's parameters, gradients and state, and of what a micro-batch keeps there."""
+        found = []
+        for pricer, island in zip(self.pricers, self.placement(recipe).islands, strict=True):
             dense, expert = (
                 sum(state_bytes(1.0, group.size, recipe).values())
                 for group in (island.groups.zero, island.groups.expert_replicas)
             )
-            values.append(
-                np.array(
-                    [
-                        size.parameters * dense + size.expert_parameters * expert + kept_bytes(size, name, recipe)
-                        for name, size in pricer.sizes(recipe).items()
-                    ]
-                )
-            )
-        names = tuple(self.pricers[0].sizes(recipe))
-        held = least_of_shares(values, names, self.counted.blocks, share_table(shares))
-        return whole_bytes(held / np.array([island.ranks for island in placement.islands]))
+            sizes = pricer.sizes(recipe)
+            states = [size.parameters * dense + size.expert_parameters * expert for size in sizes.values()]
+            kept = [held_bytes(size, name, recipe) for name, size in sizes.items()]
+            found.append((np.array(states), np.array(kept, dtype=float)))
+        return found
+
+    def _ranks(self, recipe: Recipe) -> tuple[int, ...]:
+        """Pipeline ranks of each island."""
+        return tuple(island.ranks for island in self.placement(recipe).islands)
 
     def path_floors(self, recipes: Sequence[Recipe], pipes: Sequence[Pipe]) -> Floats:
         """Bounds on the step of recipes that differ in sharding, with each pipeline: longest paths and their ends."""

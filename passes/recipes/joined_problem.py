@@ -1,15 +1,15 @@
 """The best recipe of a model on a joined cluster: on any of its islands, in any order along the pipeline.
 
-Each choice of islands in an order is a search of its own: of one island alone it is that of `recipe_problem`, of
-several that of `islands_objectives`. Each begins with the best recipe of those before it, so that the bounds of all
-together prove the best of all.
+Each choice of islands in an order is a branch of the search: of one island alone it is that of `recipe_problem`, of
+several that of `islands_objectives`. Islands alone are searched first, as baselines; those of several, all together,
+begin with the best recipe of these, so that the bounds of all prove the best of all.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
@@ -21,17 +21,13 @@ from passes.recipes.islands_objectives import IslandsFastest, IslandsSmallest
 from passes.recipes.islands_pricer import IslandsPricer
 from passes.recipes.place_islands import chosen_islands
 from passes.recipes.price_model import CountedModel
-from passes.recipes.recipe_objectives import Fastest, Objective, Smallest
+from passes.recipes.recipe_objectives import Fastest, Smallest
 from passes.recipes.recipe_pricer import RecipePricer
 from passes.recipes.recipe_space import Only, RecipeSpace
-from passes.recipes.search_recipes import FoundRecipe, Watch, search_recipes
+from passes.recipes.search_recipes import Branch, FoundRecipe, Watch, search_recipes
 
 _BASELINES_SHARE = 0.5
 """Part of the time budget that the baselines may take, which are a good part of the search."""
-
-
-_ObjectiveOf = Callable[[tuple[int, ...], RecipeSpace], Objective]
-"""What is minimised on a choice of islands, over a space."""
 
 
 @dataclass
@@ -53,7 +49,7 @@ class JoinedProblem:
     least_tokens: int = 128
     model: StepModel = field(default_factory=fitted)
     pinned: Only = field(default_factory=dict)
-    _priced: dict[tuple[int, ...], IslandsPricer] = field(default_factory=dict)
+    _priced: dict[tuple[int, ...], IslandsPricer] = field(default_factory=dict, init=False)
 
     @cached_property
     def pricers(self) -> tuple[RecipePricer, ...]:
@@ -68,11 +64,16 @@ class JoinedProblem:
             return (chosen_islands(self.base, self.cluster),)
         return tuple(route for count in reversed(places) for route in permutations(places, count + 1))
 
+    def within(self, memory_limits: tuple[float, ...]) -> JoinedProblem:
+        """The same problem with other memory limits; they share what is priced."""
+        other = replace(self, memory_limits=memory_limits)
+        other.pricers, other._priced = self.pricers, self._priced
+        return other
+
     def best(
         self,
         *,
         only: Only | None = None,
-        memory_limit: float | None = None,
         routes: Sequence[tuple[int, ...]] | None = None,
         time_budget_s: float = math.inf,
         known: Recipe | None = None,
@@ -82,41 +83,44 @@ class JoinedProblem:
 
         Args:
             only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
-            memory_limit: bytes of each device, in place of the problem's.
             routes: those that are searched; None: all.
             time_budget_s, known, watch: see `search_recipes`.
         """
-        limits = self.memory_limits if memory_limit is None else (memory_limit,) * len(self.pricers)
-        before = [] if known is None else [_known(known, self.time_s(known))]
-        return self._search(self._fastest(limits), only, routes or self.routes, time_budget_s, before, watch)
+        branches = [self._fastest(route, self.space(route, only)) for route in routes or self.routes]
+        known_objective = None if known is None else self.time_s(known)
+        return search_recipes(
+            branches, self.fullest_bytes, time_budget_s=time_budget_s, known=known, known_objective=known_objective,
+            watch=watch,
+        )  # fmt: skip
 
-    def _fastest(self, limits: Sequence[float]) -> _ObjectiveOf:
-        """What is minimised on each route, within so many bytes of each island's devices."""
-
-        def fastest(route: tuple[int, ...], space: RecipeSpace) -> Objective:
-            if len(route) == 1:
-                return Fastest(self.pricers[route[0]], limits[route[0]], space.has_uneven)
-            return IslandsFastest(self._pricer(route), [limits[place] for place in route])
-
-        return fastest
+    def _fastest(self, route: tuple[int, ...], space: RecipeSpace) -> Branch:
+        """The time of steps on a route."""
+        if len(route) == 1:
+            limit = self.memory_limits[route[0]]
+            return Branch(space, Fastest(self.pricers[route[0]], limit, space.has_uneven))
+        return Branch(space, IslandsFastest(self._pricer(route), self._limits(route)))
 
     def smallest(self, *, only: Only | None = None, time_budget_s: float = math.inf) -> FoundRecipe:
         """The recipe whose fullest device is the least full, of its limit; its objective is that device's bytes."""
-
-        start, known = time.monotonic(), list[FoundRecipe]()
-        for (place,) in (route for route in self.routes if len(route) == 1):
-            space = self.space((place,), only)
-            least = Smallest(self.pricers[place], space.has_uneven)
-            found = search_recipes(space, least, self._fullest_bytes, time_budget_s=time_budget_s)
-            limit = self.memory_limits[place]
-            known.append(replace(found, objective=found.objective / limit, lower_bound=found.lower_bound / limit))
-
-        def smallest(route: tuple[int, ...], space: RecipeSpace) -> Objective:
-            return IslandsSmallest(self._pricer(route), [self.memory_limits[place] for place in route])
-
-        left_s = time_budget_s - (time.monotonic() - start)
-        several = [route for route in self.routes if len(route) > 1]
-        found = self._search(smallest, only, several, left_s, known)
+        start, parts = time.monotonic(), list[FoundRecipe]()
+        for route in (route for route in self.routes if len(route) == 1):
+            space, limit = self.space(route, only), self.memory_limits[route[0]]
+            least = Branch(space, Smallest(self.pricers[route[0]], space.has_uneven))
+            left_s = time_budget_s - (time.monotonic() - start)
+            found = search_recipes([least], self.fullest_bytes, time_budget_s=left_s)
+            parts.append(replace(found, objective=found.objective / limit, lower_bound=found.lower_bound / limit))
+        several = [
+            Branch(self.space(route, only), IslandsSmallest(self._pricer(route), self._limits(route)))
+            for route in self._several
+        ]
+        if several:
+            known, left_s = _best_of(parts), time_budget_s - (time.monotonic() - start)
+            found = search_recipes(
+                several, self.fullest_bytes, time_budget_s=left_s, known=known and known.recipe,
+                known_objective=known and known.objective,
+            )  # fmt: skip
+            parts.append(found)
+        found = _together(parts)
         if found.recipe is None:
             return found
         size, _ = self.tightest(found.recipe)
@@ -126,42 +130,15 @@ class JoinedProblem:
         """Bytes of the device of a recipe that is the fullest, of its limit, and this limit."""
         places = chosen_islands(recipe, self.cluster)
         needed = map(float, self._pricer(places).memory_bytes(recipe))
-        sizes = zip(needed, (self.memory_limits[place] for place in places), strict=True)
-        return max(sizes, key=lambda pair: pair[0] / pair[1])
+        return max(zip(needed, self._limits(places), strict=True), key=lambda pair: pair[0] / pair[1])
 
-    def _search(
-        self,
-        objective: _ObjectiveOf,
-        only: Only | None,
-        routes: Sequence[tuple[int, ...]],
-        time_budget_s: float,
-        parts: Sequence[FoundRecipe] = (),
-        watch: Watch | None = None,
-    ) -> FoundRecipe:
-        """The best of some routes and of `parts`, found before; each search begins with the best of those before it."""
-        start, parts = time.monotonic(), list(parts)
-        best = min((part for part in parts if part.recipe), key=_objective, default=None)
-        for number, route in enumerate(routes):
-            left_s = time_budget_s - (time.monotonic() - start)
-            space = self.space(route, only)
-            found = search_recipes(
-                space, objective(route, space), self._fullest_bytes, time_budget_s=left_s, watch=watch,
-                known=best and best.recipe, known_objective=best and best.objective,
-            )  # fmt: skip
-            parts.append(found)
-            best = found if found.recipe else best
-            if found.was_interrupted:
-                parts += [_NOTHING] * (number + 1 < len(routes))
-                break
-        return replace(
-            best or parts[-1],
-            lower_bound=min(part.lower_bound for part in parts),
-            is_complete=all(part.is_complete for part in parts),
-            was_interrupted=any(part.was_interrupted for part in parts),
-            priced=sum(part.priced for part in parts),
-            nodes=sum(part.nodes for part in parts),
-            search_time_s=time.monotonic() - start,
-        )
+    def _limits(self, route: tuple[int, ...]) -> list[float]:
+        return [self.memory_limits[place] for place in route]
+
+    @property
+    def _several(self) -> list[tuple[int, ...]]:
+        """The choices of more than one island."""
+        return [route for route in self.routes if len(route) > 1]
 
     def time_s(self, recipe: Recipe) -> float:
         """The step of a recipe."""
@@ -173,7 +150,7 @@ class JoinedProblem:
         needed = self._pricer(places).memory_bytes(recipe)
         return self.memory_limits[places[needed.index(max(needed))]]
 
-    def _fullest_bytes(self, recipe: Recipe) -> int:
+    def fullest_bytes(self, recipe: Recipe) -> int:
         return max(self._pricer(chosen_islands(recipe, self.cluster)).memory_bytes(recipe))
 
     def _pricer(self, route: tuple[int, ...]) -> IslandsPricer:
@@ -182,25 +159,51 @@ class JoinedProblem:
             self._priced[route] = IslandsPricer(self.counted, self.cluster, own, self.model)
         return self._priced[route]
 
-    def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
-        """The fastest recipe of each island alone."""
+    def baselines(self, time_budget_s: float = math.inf, watch: Watch | None = None) -> dict[str, FoundRecipe]:
+        """The fastest recipe of each island alone.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else islands not looked at are left out.
+        """
+        found: dict[str, FoundRecipe] = {}
+        try:
+            for name, route in self._alone.items():
+                best = self.best(routes=[route], time_budget_s=time_budget_s / len(self._alone), watch=watch)
+                found[name] = best
+                if best.was_interrupted:
+                    break
+        except KeyboardInterrupt:
+            if _best_of(found.values()) is None:
+                raise
+        return found
+
+    @property
+    def _alone(self) -> dict[str, tuple[int, ...]]:
+        """The choices of one island, by name."""
         islands, single = self.cluster.islands, [route for route in self.routes if len(route) == 1]
-        alone = {f"island {route[0]} ({islands[route[0]].name}) alone": route for route in single}
-        share_s = time_budget_s / max(1, len(alone))
-        return {name: self.best(routes=[route], time_budget_s=share_s) for name, route in alone.items()}
+        return {f"island {route[0]} ({islands[route[0]].name}) alone": route for route in single}
 
     def best_of_all(
         self, *, time_budget_s: float = math.inf, watch: Watch | None = None
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
         """The fastest recipe, and the baselines, the fastest of which is its first incumbent; times are of both."""
         start = time.monotonic()
-        kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
-        parts = list(kinds.values())
-        several = [route for route in self.routes if len(route) > 1]
-        if any(part.was_interrupted for part in parts):
-            parts, several = [*parts, *[_NOTHING] * len(several[:1])], []
-        left_s = time_budget_s - (time.monotonic() - start)
-        found = self._search(self._fastest(self.memory_limits), None, several, left_s, parts, watch)
+        kinds = self.baselines(_BASELINES_SHARE * time_budget_s, watch and _at_least(watch, 0.0))
+        parts, several = list(kinds.values()), self._several
+        if len(kinds) < len(self._alone) or any(part.was_interrupted for part in parts):
+            found = replace(_together(parts), lower_bound=0.0, is_complete=False, was_interrupted=True)
+        elif several:
+            floor, known = min((part.lower_bound for part in parts), default=math.inf), _best_of(parts)
+            left_s = time_budget_s - (time.monotonic() - start)
+            parts.append(
+                self.best(
+                    routes=several, time_budget_s=left_s, known=known and known.recipe,
+                    watch=watch and _at_least(watch, floor),
+                )
+            )  # fmt: skip
+            found = _together(parts)
+        else:
+            found = _together(parts)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, route: tuple[int, ...], only: Only | None = None) -> RecipeSpace:
@@ -218,14 +221,24 @@ class JoinedProblem:
         )
 
 
-def _objective(found: FoundRecipe) -> float:
-    return found.objective
+def _best_of(parts: Iterable[FoundRecipe]) -> FoundRecipe | None:
+    """The part with the best recipe; None where none has any."""
+    return min((part for part in parts if part.recipe), key=lambda part: part.objective, default=None)
 
 
-def _known(recipe: Recipe, objective: float) -> FoundRecipe:
-    """A recipe of which nothing else is known than what it takes."""
-    return FoundRecipe(recipe, objective, objective, True, False, 0, 0, 0.0)
+def _together(parts: Sequence[FoundRecipe]) -> FoundRecipe:
+    """The best of several searches, each of a part of all recipes, one after the other."""
+    return replace(
+        _best_of(reversed(parts)) or parts[-1],
+        lower_bound=min(part.lower_bound for part in parts),
+        is_complete=all(part.is_complete for part in parts),
+        was_interrupted=any(part.was_interrupted for part in parts),
+        priced=sum(part.priced for part in parts),
+        nodes=sum(part.nodes for part in parts),
+        search_time_s=sum(part.search_time_s for part in parts),
+    )
 
 
-_NOTHING = FoundRecipe(None, math.inf, 0.0, False, False, 0, 0, 0.0)
-"""What is found where nothing was searched."""
+def _at_least(watch: Watch, floor: float) -> Watch:
+    """Tells how a part of all searches goes, where others have a bound of `floor`."""
+    return lambda found: watch(replace(found, lower_bound=min(found.lower_bound, floor)))

@@ -8,9 +8,8 @@ recipe that fits, and keeps the plan's own constraints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from autoshard.errors import InvalidSpecError, NotAvailableError
@@ -18,22 +17,14 @@ from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, 
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
-from passes.questions.what_if import (
-    FASTER,
-    MORE,
-    MORE_MEMORY,
-    TWICE,
-    UNLIMITED,
-    cheapest_first,
-    memory_worth,
-    outcome_of,
-)
+from passes.questions.what_if import MORE_MEMORY, cheapest_first, memory_worth, outcome_of
 from passes.recipes.explain_recipe import find_value, spec_families, spec_of, value_costs, value_memory
 from passes.recipes.joined_problem import JoinedProblem
 from passes.recipes.price_model import PricedModel
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_problem import RecipeProblem
 from passes.recipes.recipe_space import Only
+from passes.recipes.richer_problems import even_limit, richer_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +119,7 @@ class RecipeAlternatives:
             NotAvailableError: time ran out before anything was priced.
         """
         assert plan.recipe is not None, "recipes are asked about"
-        priced, problem = self.priced, self._uniform(f"explain({name!r})")
+        priced, problem = self.priced, self.problem
         value = find_value(priced, name)
         own = spec_of(priced, value, plan.recipe)
         families = (
@@ -154,31 +145,11 @@ class RecipeAlternatives:
         Raises:
             NotAvailableError: time ran out before anything was priced.
         """
-        problem, known = self._uniform("limits()"), plan.recipe
-        limit = problem.memory_limit
-        more, *others = [
-            self._variant(name, known=known, memory_limit=size)
-            for name, size in ((MORE_MEMORY, MORE * limit), (TWICE, 2 * limit), (UNLIMITED, math.inf))
-        ]
-        clusters = {name: change(problem.cluster) for name, change in FASTER.items()}
-        others += [
-            self._variant(name, replace(problem, cluster=faster), known=known)
-            for name, faster in clusters.items()
-            if faster is not None
-        ]
-        chosen = outcome_of(plan)
-        variants = tuple(item for item in (more, *others) if item is not None)
-        worth = None if more is None else memory_worth(chosen, more, limit)
-        return Limits(chosen, variants, plan.memory_budget, worth)
-
-    def _uniform(self, question: str) -> RecipeProblem:
-        """The problem, of which all devices are of one kind."""
-        if isinstance(self.problem, JoinedProblem):
-            raise NotAvailableError(
-                f"{question}: the plan is of the joined cluster {self.problem.cluster.name}, whose islands differ in "
-                "what limits them. Ask a plan of one of them, cluster.islands[0]; why_not() and baselines know all."
-            )
-        return self.problem
+        chosen, limit = outcome_of(plan), even_limit(self.problem)
+        found = {name: self._variant(name, other, known=plan.recipe) for name, other in richer_problems(self.problem)}
+        more = found[MORE_MEMORY]
+        worth = None if more is None or limit is None else memory_worth(chosen, more, limit)
+        return Limits(chosen, tuple(item for item in found.values() if item is not None), plan.memory_budget, worth)
 
     def _missing(self, feature: str) -> str:
         """Why no recipe of the model can do something; "" where one may."""
@@ -201,11 +172,10 @@ class RecipeAlternatives:
         problem: RecipeProblem | JoinedProblem | None = None,
         *,
         only: Only | None = None,
-        memory_limit: float | None = None,
         known: Recipe | None = None,
     ) -> Variant | None:
         """The best recipe of a problem (default: the plan's) in words, see `_best`."""
-        best = self._best(name, problem or self.problem, only=only, memory_limit=memory_limit, known=known)
+        best = self._best(name, problem or self.problem, only=only, known=known)
         if best is None:
             return None
         recipe, outcome = best
@@ -217,11 +187,10 @@ class RecipeAlternatives:
         problem: RecipeProblem | JoinedProblem,
         *,
         only: Only | None = None,
-        memory_limit: float | None = None,
         known: Recipe | None = None,
     ) -> tuple[Recipe, Outcome] | None:
         """The best recipe of a problem, see `RecipeProblem.best`, or the one with the least memory; None for none."""
-        found = problem.best(only=only, memory_limit=memory_limit, known=known, time_budget_s=self.time_budget_s)
+        found = problem.best(only=only, known=known, time_budget_s=self.time_budget_s)
         if found.recipe is not None:
             step = predict_recipe(problem.counted, found.recipe, problem.cluster, problem.model)
             return found.recipe, Outcome(

@@ -15,7 +15,7 @@ from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_objectives import Fastest, Smallest
 from passes.recipes.recipe_pricer import RecipePricer
 from passes.recipes.recipe_space import Only, RecipeSpace
-from passes.recipes.search_recipes import FoundRecipe, Watch, search_recipes
+from passes.recipes.search_recipes import Branch, FoundRecipe, Watch, search_recipes
 
 _BASELINES_SHARE = 0.3
 """Part of the time budget that the known kinds of recipes may take."""
@@ -49,12 +49,17 @@ class RecipeProblem:
         """What prices its recipes."""
         return RecipePricer(self.counted, self.cluster, self.model)
 
+    def within(self, memory_limit: float) -> RecipeProblem:
+        """The same problem with another memory limit; they share what is priced."""
+        other = replace(self, memory_limit=memory_limit)
+        other.pricer = self.pricer
+        return other
+
     def best(
         self,
         *,
         fixed: Mapping[str, object] | None = None,
         only: Only | None = None,
-        memory_limit: float | None = None,
         time_budget_s: float = math.inf,
         known: Recipe | None = None,
         watch: Watch | None = None,
@@ -64,18 +69,16 @@ class RecipeProblem:
         Args:
             fixed: searched fields to their values, `{"pipeline": 8}`.
             only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
-            memory_limit: bytes, in place of the problem's.
             time_budget_s, known, watch: see `search_recipes`.
 
         Raises:
             RecipeError: a field that is not searched.
         """
-        limit = self.memory_limit if memory_limit is None else memory_limit
         space = self.space(fixed, only)
+        fastest = Branch(space, Fastest(self.pricer, self.memory_limit, space.has_uneven))
         return search_recipes(
-            space, Fastest(self.pricer, limit, space.has_uneven), self.pricer.memory_bytes,
-            time_budget_s=time_budget_s, known=known, watch=watch,
-        )  # fmt: skip
+            [fastest], self.pricer.memory_bytes, time_budget_s=time_budget_s, known=known, watch=watch
+        )
 
     def smallest(
         self,
@@ -86,8 +89,8 @@ class RecipeProblem:
     ) -> FoundRecipe:
         """The recipe with the least memory; its objective is bytes. See `best`."""
         space = self.space(fixed, only)
-        smallest = Smallest(self.pricer, space.has_uneven)
-        return search_recipes(space, smallest, self.pricer.memory_bytes, time_budget_s=time_budget_s)
+        smallest = Branch(space, Smallest(self.pricer, space.has_uneven))
+        return search_recipes([smallest], self.pricer.memory_bytes, time_budget_s=time_budget_s)
 
     def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
         """The fastest recipe of each known kind that this model and cluster have, see `known_kinds`.

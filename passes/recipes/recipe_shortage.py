@@ -10,6 +10,7 @@ from autoshard.errors import DoesNotFitError
 from autoshard.ir.printer import format_bytes
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
 from passes.recipes.joined_problem import JoinedProblem
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_problem import RecipeProblem
@@ -30,10 +31,8 @@ def shortage(problem: RecipeProblem | JoinedProblem, time_budget_s: float) -> Do
     if least.recipe is None:
         return DoesNotFitError(_no_recipe(problem), smallest_bytes=0)
     parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
-    if isinstance(problem, JoinedProblem):
-        limit, remedies = problem.tightest(least.recipe)[1], (_without_constraints(problem, end),)
-    else:
-        limit, remedies = problem.memory_limit, (_without_constraints(problem, end), _with_more_nodes(problem, end))
+    limit = problem.tightest(least.recipe)[1] if isinstance(problem, JoinedProblem) else problem.memory_limit
+    remedies = _without_constraints(problem, end), _with_more_nodes(problem, end)
     return DoesNotFitError(
         f"No recipe{_constraints(problem)} fits in {format_bytes(limit)} per device: the smallest needs "
         f"{format_bytes(least.objective)}, {_words(parts)} ({least.recipe.words}). "
@@ -82,17 +81,26 @@ def _without_constraints(problem: RecipeProblem | JoinedProblem, end: float) -> 
     return f"Without constraints {format_bytes(found.needed_bytes)} would do ({found.recipe.words})."
 
 
-def _with_more_nodes(problem: RecipeProblem, end: float) -> str:
-    cluster = problem.cluster
-    if cluster.node.inter is None:
-        return ""
+def _with_more_nodes(problem: RecipeProblem | JoinedProblem, end: float) -> str:
     for factor in _MORE_NODES:
-        larger = Cluster(cluster.node, factor * cluster.nodes, cluster.devices_per_node)
-        found = _that_fits(replace(problem, cluster=larger), end)
+        larger, words = _larger(problem, factor)
+        found = None if larger is None else _that_fits(larger, end)
         if found is not None:
-            needed = format_bytes(found.needed_bytes)
-            return f"{larger.nodes} nodes in place of {cluster.nodes} would do: there the smallest needs {needed}."
+            return f"{words} would do: there the smallest needs {format_bytes(found.needed_bytes)}."
     return ""
+
+
+def _larger(problem: RecipeProblem | JoinedProblem, factor: int) -> tuple[RecipeProblem | JoinedProblem | None, str]:
+    """The problem on so many times as many nodes, in words; None where nodes have no network."""
+    cluster = problem.cluster
+    islands = cluster.islands if isinstance(cluster, JoinedCluster) else (cluster,)
+    if any(island.node.inter is None for island in islands):
+        return None, ""
+    more = [Cluster(each.node, factor * each.nodes, each.devices_per_node) for each in islands]
+    if isinstance(problem, JoinedProblem):
+        joined = JoinedCluster(more, network=problem.cluster.network)
+        return replace(problem, cluster=joined), f"{factor} times as many nodes on each island"
+    return replace(problem, cluster=more[0]), f"{more[0].nodes} nodes in place of {problem.cluster.nodes}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,7 +334,7 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
     found = []
     for split_ends in (False, True):
         most = (blocks + 2 * split_ends) // ranks
-        for schedule, virtual in _schedules(most):
+        for schedule, virtual in schedules(most):
             pipe = Pipe(ranks, schedule, virtual, split_ends)
             if virtual <= most and admits(schedule_of(pipe), ranks, micro_batches, virtual):
                 found.append(pipe)
@@ -345,7 +345,7 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
     return tuple(found) if blocks else ()
 
 
-def _schedules(most: int) -> list[tuple[str, int]]:
+def schedules(most: int) -> list[tuple[str, int]]:
     """Schedules with their virtual stages, to so many."""
     shapes = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
     shapes += [("interleaved-1f1b", virtual) for virtual in range(2, most + 1)]
@@ -376,7 +376,7 @@ def island_pipes(ranks: tuple[int, ...], micro_batches: int, share: Share) -> tu
     of_ranks = [place for place, count in enumerate(ranks) for _ in range(count)]
     found: dict[Pipe, None] = {}
     for split_ends in (False, True):
-        for schedule, virtual in _schedules((blocks + 2) // total):
+        for schedule, virtual in schedules((blocks + 2) // total):
             name = name_of_schedule(schedule, virtual)
             if not admits(name, total, micro_batches, virtual):
                 continue

@@ -72,9 +72,16 @@ Watch = Callable[[FoundRecipe], None]
 """Called with what is found so far, after every priced recipe and now and then."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A space of recipes, with what is minimised over it; those of one search have objectives that compare."""
+
+    space: RecipeSpace
+    objective: Objective
+
+
 def search_recipes(
-    space: RecipeSpace,
-    objective: Objective,
+    branches: Sequence[Branch],
     memory_bytes: Callable[[Recipe], int],
     *,
     time_budget_s: float = math.inf,
@@ -82,21 +89,20 @@ def search_recipes(
     known_objective: float | None = None,
     watch: Watch | None = None,
 ) -> FoundRecipe:
-    """The best recipe of a space.
+    """The best recipe of one or more spaces.
 
     Args:
-        space: the recipes.
-        objective: what is minimised.
+        branches: the spaces.
         memory_bytes: of a recipe, for the order of equal ones.
         time_budget_s: seconds that the search may take.
         known: a recipe that will do: nothing worse is looked at.
-        known_objective: what it has; None: it is one of the space.
+        known_objective: what it has; None: it is one of the first space.
         watch: told how it goes.
 
     Raises:
         KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
     """
-    search = _Search(space, objective, memory_bytes, time.monotonic() + time_budget_s, watch)
+    search = _Search(branches, memory_bytes, time.monotonic() + time_budget_s, watch)
     was_interrupted = False
     try:
         is_complete = search.run(known, known_objective)
@@ -111,15 +117,17 @@ def search_recipes(
 class _Node:
     """A set of recipes: as much of the choice as is made.
 
-    `exchanges`: ZeRO-2 or -3, None where it is neither; `share`: blocks of each island; `boundaries`: of an open
-    pipeline, once they are bounded.
+    `exchanges`: ZeRO-2 or -3, None where it is neither; `share`: blocks of each island; `others`: shares that are no
+    better, by rising bound, opened when this one is split; `boundaries`: of an open pipeline, once they are bounded.
     """
 
+    branch: Branch
     layout: Layout
     keeping: Keeping
     ranks: int = 0
     exchanges: Sharding | None = None
     share: Share = ()
+    others: tuple[tuple[float, Share], ...] = ()
     pipe: Pipe | None = None
     sharding: Sharding | None = None
     boundaries: Boundaries | None = None
@@ -146,13 +154,12 @@ class _Search:
 
     def __init__(
         self,
-        space: RecipeSpace,
-        objective: Objective,
+        branches: Sequence[Branch],
         memory_bytes: Callable[[Recipe], int],
         end: float,
         watch: Watch | None,
     ) -> None:
-        self.space, self.objective, self.memory_bytes, self.end, self.watch = space, objective, memory_bytes, end, watch
+        self.branches, self.memory_bytes, self.end, self.watch = branches, memory_bytes, end, watch
         self.start = time.monotonic()
         self.open: list[_Entry] = []
         self.deep: list[tuple[int, float, int, _Node]] = []
@@ -166,18 +173,23 @@ class _Search:
     def run(self, known: Recipe | None, known_objective: float | None) -> bool:
         """Search until the best recipe is found, or time is over; whether it is found."""
         if known is not None:
-            self._keep(self.objective.price(known) if known_objective is None else known_objective, (math.inf,), known)
-        for layouts in self.space.layouts():
-            if self._is_over():
-                return False
-            self._open_layouts(layouts)
-            self._dive()
+            self._keep_known(known, known_objective)
+        for branch in self.branches:
+            for layouts in branch.space.layouts():
+                if self._is_over():
+                    return False
+                self._open_layouts(branch, layouts)
+                self._dive()
         while self._prune() and not self.open[0][1]:
             if self._is_over():
                 return False
             self._split_node(*self._next())
         self.bound = math.inf if self.best is None else self.best[0]
         return self._look_at_uneven()
+
+    def _keep_known(self, known: Recipe, objective: float | None) -> None:
+        found = self.branches[0].objective.price(known) if objective is None else objective
+        self._keep(found, (math.inf,), known)
 
     def _look_at_uneven(self) -> bool:
         """Split sets of uneven boundaries that may have a better recipe; whether there was time for it."""
@@ -193,7 +205,7 @@ class _Search:
 
     def _dive(self) -> None:
         """Split the deepest nodes, to have a recipe to show, and to leave out what is slower, before all are open."""
-        for _ in range(1 if self.best else _DIVE):
+        for _ in range(1 if self.priced else _DIVE):
             entry = self._deepest()
             if entry is not None:
                 self._split_node(*entry)
@@ -209,7 +221,7 @@ class _Search:
     def _next(self) -> tuple[float, _Node]:
         """The open node to split, with its bound: that with the lowest one, or, in turn, the deepest."""
         self.turn += 1
-        if self.turn % (_DIVE if self.best else 2) == 0:
+        if self.turn % (_DIVE if self.priced else 2) == 0:
             entry = self._deepest()
             if entry is not None:
                 return entry
@@ -240,31 +252,33 @@ class _Search:
             self.watch(self.found(is_complete=False))
         return time.monotonic() > self.end
 
-    def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
+    def _open_layouts(self, branch: Branch, layouts: tuple[Layout, ...]) -> None:
         """Open layouts of rising micro-batch, until one is left out for its size."""
         for layout in layouts:
-            sizes = list(self.space.pipelines(layout))
-            first = self.space.recipe(layout, Keeping(), _any_pipe(sizes[0]), Sharding())
-            if self.objective.is_too_large(first):
+            sizes = list(branch.space.pipelines(layout))
+            first = branch.space.recipe(layout, Keeping(), _any_pipe(sizes[0]), Sharding())
+            if branch.objective.is_too_large(first):
                 return
-            self._open_keepings(layout, first, sizes[-1])
+            self._open_keepings(branch, layout, first, sizes[-1])
 
-    def _open_keepings(self, layout: Layout, first: Recipe, most: int) -> None:
+    def _open_keepings(self, branch: Branch, layout: Layout, first: Recipe, most: int) -> None:
         """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
-        keepings = self.space.keepings()
+        keepings = branch.space.keepings()
         here = [keeping for keeping in keepings if keeping.offload == "none"]
-        too_slow = self._open_some(layout, first, most, here)
+        too_slow = self._open_some(branch, layout, first, most, here)
         kinds = RECOMPUTE if too_slow is None else RECOMPUTE[: RECOMPUTE.index(too_slow.recompute)]
         away = [keeping for keeping in keepings if keeping.offload != "none" and keeping.recompute in kinds]
         if away:
-            self._open_some(layout, first, most, away)
+            self._open_some(branch, layout, first, most, away)
 
-    def _open_some(self, layout: Layout, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Keeping | None:
+    def _open_some(
+        self, branch: Branch, layout: Layout, first: Recipe, most: int, keepings: Sequence[Keeping]
+    ) -> Keeping | None:
         """Open a layout with some keepings, up to the first that is too slow if more only adds to it; which that is."""
-        bounds = self.objective.layouts(first, most, keepings)
+        bounds = branch.objective.layouts(first, most, keepings)
         for keeping, bound in zip(keepings, bounds, strict=False):
-            is_open = self._push(bound, _Node(layout, keeping))
-            if not is_open and bound < math.inf and self.objective.more_only_adds(keeping):
+            is_open = self._push(bound, _Node(branch, layout, keeping))
+            if not is_open and bound < math.inf and branch.objective.more_only_adds(keeping):
                 return keeping
         return None
 
@@ -273,34 +287,40 @@ class _Search:
         if not node.ranks:
             self._split_layout(node)
         elif node.pipe is None:
-            self._split_pipeline(bound, node)
+            self._open_share(node, node.others)
+            self._split_pipeline(bound, replace(node, others=()))
         elif node.sharding is None:
             for child in self._sharded(node):
-                self._push(self.objective.recipe(self._recipe(child), node.pipe), child)
+                self._push(node.branch.objective.recipe(self._recipe(child), node.pipe), child)
         else:
             self._price(node)
 
     def _split_layout(self, node: _Node) -> None:
-        for ranks in self.space.pipelines(node.layout):
-            shardings = self.space.shardings(node.layout, ranks)
+        for ranks in node.branch.space.pipelines(node.layout):
+            shardings = node.branch.space.shardings(node.layout, ranks)
             for exchanges in dict.fromkeys(_exchanges(sharding) for sharding in shardings):
                 child = replace(node, ranks=ranks, exchanges=exchanges)
-                shares = self.space.shares(ranks)
-                bounds = self.objective.pipeline(self._recipe(child), shares)
-                for share, bound in zip(shares, bounds, strict=True):
-                    self._push(bound, replace(child, share=share) if share else child)
+                shares = node.branch.space.shares(ranks)
+                bounds = node.branch.objective.pipeline(self._recipe(child), shares)
+                self._open_share(child, sorted(zip(bounds, shares, strict=True)))
+
+    def _open_share(self, node: _Node, shares: Sequence[tuple[float, Share]]) -> None:
+        """Open a node with the first of some shares of the blocks, by rising bound."""
+        if shares:
+            bound, share = shares[0]
+            self._push(bound, replace(node, share=share, others=tuple(shares[1:])))
 
     def _split_pipeline(self, bound: float, node: _Node) -> None:
-        known = self.space.pipes(node.layout, node.ranks, node.share)
+        known = node.branch.space.pipes(node.layout, node.ranks, node.share)
         pipes = [pipe for pipe in known if not pipe.is_open]
         if pipes:
             shardings = [self._recipe(child) for child in self._sharded(node)]
-            bounds = self.objective.schedules(self._recipe(node), shardings, pipes)
+            bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes)
             for pipe, pipe_bound in zip(pipes, bounds, strict=True):
                 self._push(pipe_bound, replace(node, pipe=pipe))
         for pipe in known:
             if pipe.is_open:
-                least = max(bound, self.objective.uneven(self._recipe(node), pipe))
+                least = max(bound, node.branch.objective.uneven(self._recipe(node), pipe))
                 self._push(least, replace(node, pipe=pipe))
 
     def _split_boundaries(self, bound: float, node: _Node) -> None:
@@ -309,11 +329,11 @@ class _Search:
         if not node.pipe.is_open:
             self._price(node)
         elif node.boundaries is None:
-            boundaries = self.objective.boundaries(self._recipe(node), node.pipe, has_ends=False)
+            boundaries = node.branch.objective.boundaries(self._recipe(node), node.pipe, has_ends=False)
             self._push(max(bound, boundaries.floor), replace(node, boundaries=boundaries))
         elif node.sharding is None:
             for child in self._sharded(node):
-                boundaries = self.objective.boundaries(self._recipe(child), node.pipe, has_ends=True)
+                boundaries = node.branch.objective.boundaries(self._recipe(child), node.pipe, has_ends=True)
                 self._push(max(bound, boundaries.floor), replace(child, boundaries=boundaries))
         else:
             self._split_stage(bound, node, node.pipe)
@@ -321,22 +341,22 @@ class _Search:
     def _split_stage(self, bound: float, node: _Node, open_pipe: Pipe) -> None:
         assert node.boundaries is not None, "the sharding is chosen"
         bounds = node.boundaries.next_stage(open_pipe.stage_blocks)
-        for pipe in self.space.next_stages(open_pipe):
+        for pipe in node.branch.space.next_stages(open_pipe):
             least = max(bound, float(bounds[pipe.stage_blocks[-1]]))
             child = replace(node, pipe=pipe)
             if not pipe.is_open and least < math.inf:
-                least = max(least, self.objective.recipe(self._recipe(child), pipe))
+                least = max(least, node.branch.objective.recipe(self._recipe(child), pipe))
             self._push(least, child)
 
     def _sharded(self, node: _Node) -> list[_Node]:
         """A node with each sharding that it may have."""
-        shardings = self.space.shardings(node.layout, node.ranks)
+        shardings = node.branch.space.shardings(node.layout, node.ranks)
         return [replace(node, sharding=item) for item in shardings if _exchanges(item) == node.exchanges]
 
     def _recipe(self, node: _Node) -> Recipe:
         """The recipe of a node; of a set, one of those that shard most."""
         sharding = node.sharding or node.exchanges or Sharding(1)
-        return self.space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
+        return node.branch.space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
 
     def _push(self, bound: float, node: _Node) -> bool:
         """Open a node whose bound is no worse than the best recipe; whether it is."""
@@ -354,7 +374,7 @@ class _Search:
 
     def _price(self, node: _Node) -> None:
         recipe = self._recipe(node)
-        objective = self.objective.price(recipe)
+        objective = node.branch.objective.price(recipe)
         self.priced += 1
         order = (self.memory_bytes(recipe), node.pipe, node.layout, KEEPINGS.index(node.keeping), node.sharding)
         self._keep(objective, order, recipe)

@@ -148,7 +148,7 @@ def sweep_recipes(cluster: Cluster, sequence: int, limits: int) -> Iterator[Reci
     least, most = problem.smallest().objective, problem.pricer.memory_bytes(fastest)
     ratio = (most / least) ** (1 / (limits - 1))
     for limit in (_TOO_SMALL * least, *(least * ratio**step for step in range(limits - 1)), float(most)):
-        found = problem.best(memory_limit=limit)
+        found = problem.within(limit).best()
         if found.recipe is None:
             yield RecipeRow(limit)
         else:

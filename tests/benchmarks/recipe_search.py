@@ -139,8 +139,7 @@ class Offered:
         """
         if limit not in self._best:
             found = [
-                self.search.best(only=only, memory_limit=limit, time_budget_s=self.seconds)
-                for only in OFFERED[self.source]
+                self.search.within(limit).best(only=only, time_budget_s=self.seconds) for only in OFFERED[self.source]
             ]
             if not all(each.is_complete for each in found):
                 raise TimeoutError(

@@ -114,7 +114,7 @@ def test_a_step_is_never_slower_with_more_memory(
     least, fastest = problem.smallest().objective, problem.best()
     assert fastest.recipe is not None
     limits = sorted([least, *(share * least for share in shares), problem.pricer.memory_bytes(fastest.recipe)])
-    found = [problem.best(memory_limit=limit) for limit in limits]
+    found = [problem.within(limit).best() for limit in limits]
     assert [each.recipe is None for each in found] == [limit < least for limit in limits]
     assert all(each.lower_bound == each.objective for each in found)
     steps = [each.objective for each in found]
