@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,11 @@ def _tests() -> list[Path]:
     return sorted((ROOT / "tests").rglob("test_*.py"))
 
 
+@cache
+def _syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -103,7 +109,7 @@ def _part(module: str) -> str:
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything that a file imports (the names of `from` imports included)."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_syntax(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -122,7 +128,7 @@ def _dotted(node: ast.AST) -> str | None:
 def _torch_names(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of every use of torch: imported names and attribute chains."""
     yield from ((line, name) for line, name in _imports(path) if name.split(".")[0] == "torch")
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_syntax(path)):
         name = _dotted(node) if isinstance(node, ast.Attribute) else None
         if name and name.startswith("torch."):
             yield node.lineno, name
@@ -170,7 +176,7 @@ def test_files_are_short(path: Path) -> None:
 @pytest.mark.parametrize("path", _sources(), ids=_identify)
 def test_the_library_never_prints(path: Path) -> None:
     """No call of `print` in the packages; people read what the command line writes through rich."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(_syntax(path)) if isinstance(node, ast.Call)]
     assert not [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
 
 

@@ -29,17 +29,17 @@ GroupCollective = Callable[..., Sequence[Any]]
 
 
 def simulate(
-    graph_module: fx.GraphModule,
+    program: fx.GraphModule | fx.Graph,
     mesh: Mesh,
     inputs: Sequence[Sequence[Any]],
     *,
     on_values: OnValues | None = None,
 ) -> list[Any]:
-    """Run `graph_module` for every rank of `mesh`, without gradients.
+    """Run `program` for every rank of `mesh`, without gradients.
 
     Args:
-        graph_module: a lowered program; the group name of its collectives is a mesh axis, or several joined
-            by ",".
+        program: a lowered program, or the graph of one that has no attributes; the group name of its collectives is a
+            mesh axis, or several joined by ",".
         mesh: the mesh.
         inputs: for each placeholder, each rank's value. Ranks that hold copies should be given the same
             object.
@@ -53,12 +53,15 @@ def simulate(
         AutoshardError: the inputs do not match, or a collective is unknown or does not fit the mesh.
         MeshError: a group names an axis that the mesh does not have.
     """
-    return _Run(graph_module, mesh, on_values).run(inputs)
+    if isinstance(program, fx.Graph):
+        return _Run(program, torch.nn.Module(), mesh, on_values).run(inputs)
+    return _Run(program.graph, program, mesh, on_values).run(inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    graph_module: fx.GraphModule
+    graph: fx.Graph
+    root: torch.nn.Module
     mesh: Mesh
     on_values: OnValues | None
 
@@ -66,8 +69,8 @@ class _Run:
     def run(self, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         waiting = iter(self._checked(inputs))
         values: dict[fx.Node, list[Any]] = {}
-        dead = _last_uses(self.graph_module.graph)
-        for node in self.graph_module.graph.nodes:
+        dead = _last_uses(self.graph)
+        for node in self.graph.nodes:
             if node.op == "output":
                 return self._outputs(node.args[0], values)
             values[node] = list(next(waiting)) if node.op == "placeholder" else self._evaluate(node, values)
@@ -78,7 +81,7 @@ class _Run:
         raise AutoshardError("the program has no output node; a lowered program returns a tuple.")
 
     def _checked(self, inputs: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        names = [node.name for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        names = [node.name for node in self.graph.nodes if node.op == "placeholder"]
         if len(names) != len(inputs):
             raise AutoshardError(f"the program has {len(names)} placeholders {names}, found {len(inputs)} inputs.")
         for name, ranks in zip(names, inputs, strict=True):
@@ -93,7 +96,7 @@ class _Run:
     def _evaluate(self, node: fx.Node, values: Mapping[fx.Node, list[Any]]) -> list[Any]:
         ranks = range(self.mesh.size)
         if node.op == "get_attr":
-            return [operator.attrgetter(str(node.target))(self.graph_module)] * len(ranks)
+            return [operator.attrgetter(str(node.target))(self.root)] * len(ranks)
         if _is_collective(node.target):
             return self._communicate(node, [_arguments_at(node, values, rank) for rank in ranks])
         if _reads_rank(node):
@@ -115,7 +118,7 @@ class _Run:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_module":
-            return self.graph_module.get_submodule(str(node.target))(*args, **kwargs)
+            return self.root.get_submodule(str(node.target))(*args, **kwargs)
         assert callable(node.target), "what is called is a function, a method or a module"
         return node.target(*args, **kwargs)
 

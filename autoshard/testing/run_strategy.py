@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -24,7 +25,7 @@ from autoshard.rules.emit_local import emit_local
 from autoshard.rules.enumeration import Strategy
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.registry import tensor_operands
-from autoshard.runtime.boundary import shard, unshard
+from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 
 
@@ -46,13 +47,25 @@ def run_strategy(
     Raises:
         AutoshardError: ranks that should hold copies differ.
     """
-    return _run(op, args, kwargs, rule, strategy, mesh, results_of(op, args, kwargs))[0]
+    return _run(op, args, kwargs, rule, strategy, mesh, results_of(op, args, kwargs)).results
 
 
 def results_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensor results of a call on one device, in order."""
     with torch.no_grad():
         return [leaf for leaf in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """The global results, and the distinct pieces that ranks had and made."""
+
+    results: list[Tensor]
+    pieces: list[Tensor]
+
+    def largest(self) -> float:
+        """The largest finite number among the pieces."""
+        return max(map(_largest, self.pieces), default=0.0)
 
 
 def _run(
@@ -63,8 +76,7 @@ def _run(
     strategy: Strategy,
     mesh: Mesh,
     expected: Sequence[Tensor],
-) -> tuple[list[Tensor], float]:
-    """The global results, and the largest number among the pieces that ranks had and made."""
+) -> _Outcome:
     shapes = [tuple(result.shape) for result in expected]
     program, operands = local_program(op, args, kwargs, rule, strategy, mesh, shapes)
     inputs = [_pieces(x, spec, mesh) for x, spec in zip(operands, strategy.inputs, strict=True)]
@@ -73,7 +85,7 @@ def _run(
         unshard([_plain(piece) for piece in pieces], spec, mesh, shape, check=True)
         for pieces, spec, shape in zip(results, strategy.outputs, shapes, strict=True)
     ]
-    return found, max((_largest(piece) for pieces in (*inputs, *results) for piece in pieces), default=0.0)
+    return _Outcome(found, list({id(piece): piece for pieces in (*inputs, *results) for piece in pieces}.values()))
 
 
 def check_strategy(
@@ -92,11 +104,12 @@ def check_strategy(
     which may be far above that of their sum.
     """
     expected = results_of(op, args, kwargs) if expected is None else expected
-    found, largest = _run(op, args, kwargs, rule, strategy, mesh, expected)
+    found = _run(op, args, kwargs, rule, strategy, mesh, expected)
     tensors = [*tensor_operands(args, kwargs), *expected]
     coarsest = max(map(_tolerance, tensors), default=0.0)
-    rounded = max(map(_epsilon, tensors), default=0.0) * largest * _ROUNDINGS if _has_pending_sum(strategy) else 0.0
-    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    epsilon = max(map(_epsilon, tensors), default=0.0) if _has_pending_sum(strategy) else 0.0
+    rounded = epsilon * found.largest() * _ROUNDINGS if epsilon else 0.0
+    for index, (ours, theirs) in enumerate(zip(found.results, expected, strict=True)):
         tolerance = coarsest if _tolerance(theirs) else 0.0
         torch.testing.assert_close(
             ours, _plain(theirs), equal_nan=True, check_stride=False,
@@ -118,7 +131,7 @@ def local_program(
     strategy: Strategy,
     mesh: Mesh,
     shapes: Sequence[Sequence[int]],
-) -> tuple[fx.GraphModule, list[Tensor]]:
+) -> tuple[fx.Graph, list[Tensor]]:
     """The program of one rank for one call, and the global tensors that its placeholders stand for.
 
     The program returns the flattened results; `shapes` are their global shapes.
@@ -135,7 +148,7 @@ def local_program(
     result = emit_local(op, local_args, local_kwargs, rule, strategy, mesh, shapes, tracer=tracer)
     leaves = pytree.tree_leaves(result, _is_none)
     graph.output(tuple(leaf.node if isinstance(leaf, fx.Proxy) else leaf for leaf in leaves))
-    return fx.GraphModule(torch.nn.Module(), graph), operands
+    return graph, operands
 
 
 def _transposed(outputs: Sequence[Any], mesh: Mesh) -> Iterator[list[Any]]:
@@ -149,15 +162,18 @@ def _is_none(value: Any) -> bool:
 
 
 def _pieces(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> list[Tensor]:
-    """What each rank holds of `tensor`, with random addends over the partial axes."""
+    """What each rank holds of `tensor`, with random addends over the partial axes; copies are one tensor."""
     whole = PartitionSpec(*spec.dims)
     axes = [axis for axis, _ in spec.partial]
     places = list(product(*(range(mesh.axis_size(axis)) for axis in axes)))
     reduction = next((reduction for _, reduction in spec.partial), Reduction.SUM)
-    parts = dict(zip(places, addends(_plain(tensor), reduction, len(places)), strict=True))
-    ranks = map(mesh.coordinates, range(mesh.size))
-    own = [parts[tuple(place[axis] for axis in axes)] for place in ranks]
-    return [shard(addend, whole, mesh, rank, padding=_poison(tensor.dtype)) for rank, addend in enumerate(own)]
+    parts = addends(_plain(tensor), reduction, len(places))
+    held = {
+        place: shard_all(part, whole, mesh, padding=_poison(tensor.dtype))
+        for place, part in zip(places, parts, strict=True)
+    }
+    ranks = enumerate(map(mesh.coordinates, range(mesh.size)))
+    return [held[tuple(place[axis] for axis in axes)][rank] for rank, place in ranks]
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:
@@ -240,9 +256,7 @@ def _largest(x: Tensor) -> float:
     if not _is_number(x):
         return 0.0
     wide = x if x.is_complex() else x.double()  # eight-bit floats cannot say what is finite
-    if not (finite := wide[wide.isfinite()]).numel():
-        return 0.0
-    return float(finite.abs().max())
+    return float(wide.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
 
 
 def _owners(x: Tensor, count: int) -> list[Tensor]:
@@ -252,7 +266,8 @@ def _owners(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _plain(x: Tensor) -> Tensor:
-    return x.detach().resolve_conj().resolve_neg()
+    """The values of `x` without gradient and lazy views; `x` itself where it has neither, so that copies stay one."""
+    return (x.detach() if x.requires_grad else x).resolve_conj().resolve_neg()
 
 
 def _is_number(x: Tensor) -> bool:

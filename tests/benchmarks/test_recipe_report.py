@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe, RecipeError
-from passes.recipes.price_model import CountedModel, PricedModel
+from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_space import RecipeSpace
 from tests.benchmarks.published_runs import read_rows, recipe_of
@@ -20,7 +20,7 @@ from tests.benchmarks.recipe_report import factors, measured_pairs, report, step
 from tests.benchmarks.recipe_runs import Compared, Priced, Reason, lower, read_lines, write_line
 from tests.benchmarks.recipe_steps import PARTS, Step, Taken, differing, steps_between, with_parts
 from tests.benchmarks.run_software import OFFERED, is_offered, lacking
-from tests.passes.decoders import dense, folded
+from tests.passes.decoders import priced_dense
 
 ROWS = read_rows()
 CLUSTER = Cluster("h100_sxm", 1, 4)
@@ -29,7 +29,7 @@ CLUSTER = Cluster("h100_sxm", 1, 4)
 @cache
 def counted() -> CountedModel:
     """A small model, traced once."""
-    return PricedModel(folded(dense(4))).counted
+    return priced_dense(4).counted
 
 
 @cache

@@ -19,13 +19,13 @@ from autoshard.pricing import priced_model
 from autoshard.recipe_search import recipe_problem
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
-from passes.recipes.price_model import CountedModel, PricedModel
+from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_problem import RecipeProblem
-from tests.passes.decoders import dense, folded, sparse, tokens
+from tests.passes.decoders import dense, priced_sparse, tokens
 from tests.passes.every_recipe import every_price
 
 LEAST_TOKENS = 16
-SPARSE = PricedModel(folded(sparse())).counted
+SPARSE = priced_sparse().counted
 DENSE_BLOCK, EXPERTS_BLOCK = dict.fromkeys(SPARSE.blocks)
 FAST_HOST = HostLink(1e13, 1e13)
 """Copies to the host that take next to no time, so that recipes with them are the fastest where memory is short."""

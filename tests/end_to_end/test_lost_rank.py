@@ -18,6 +18,7 @@ import autoshard
 from autoshard import LostRankError, Mesh, P, RankMismatchError
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.distributed import DistributedEngine
+from tests.runtime.processes import PRELOADED
 
 RANKS = 3
 DEADLINE_S = 120.0
@@ -75,7 +76,9 @@ def work(rank: int, folder: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the ranks wrote the errors that they ended in."""
     path = tmp_path_factory.mktemp("errors")
-    processes = [mp.get_context("spawn").Process(target=work, args=(rank, str(path))) for rank in range(RANKS)]
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    processes = [context.Process(target=work, args=(rank, str(path))) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes:

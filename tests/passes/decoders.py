@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from autoshard import tracing
 from passes.recipes.fold_program import FoldedProgram, fold_program
+from passes.recipes.price_model import PricedModel
 
 SEQUENCE, HIDDEN, VOCAB = 32, 64, 96
 
@@ -91,3 +93,15 @@ def folded(model: nn.Module) -> FoldedProgram:
     short = tracing.shorten(model)
     single, double = (tracing.trace(short.model, tokens(batch), {}) for batch in (1, 2))
     return fold_program(single, double, short.lists)
+
+
+@cache
+def priced_dense(depth: int = 5) -> PricedModel:
+    """The priced model of `dense(depth)`; tests share it, as tracing takes its time."""
+    return PricedModel(folded(dense(depth)))
+
+
+@cache
+def priced_sparse() -> PricedModel:
+    """The priced model of `sparse()`, shared."""
+    return PricedModel(folded(sparse()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P, PartitionSpec
@@ -25,7 +26,7 @@ def _program(op: Any, args: tuple[Any, ...], **wanted: PartitionSpec) -> str:
     assert rule is not None
     strategy = _strategy(rule, wanted["output"], wanted.get("operand"))
     program, _ = local_program(op, args, {}, rule, strategy, _MESH, [result.shape for result in results])
-    return program.code
+    return fx.GraphModule(torch.nn.Module(), program).code
 
 
 def _strategy(rule: BoundRule, output: PartitionSpec, operand: PartitionSpec | None) -> Strategy:

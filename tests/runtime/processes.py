@@ -17,6 +17,9 @@ import torch.multiprocessing as mp
 
 Check = Callable[[], None]
 
+PRELOADED = ["autoshard", "tests.end_to_end.models"]
+"""What checks import and takes seconds: one process imports it, from which those of all checks are forked."""
+
 
 def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 300.0) -> dict[str, str]:
     """Run each check, in order, in `ranks` processes of one Gloo group.
@@ -26,7 +29,8 @@ def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 
         not come to say so.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         processes = [
             context.Process(target=_work, args=(rank, ranks, folder, dict(checks)), daemon=True)
             for rank in range(ranks)

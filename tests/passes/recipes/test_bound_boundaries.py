@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Recipe
 from passes.recipes.bound_boundaries import Costs, StageLoads, stage_loads
 from passes.recipes.fold_program import AFTER, BEFORE
-from passes.recipes.price_model import CountedModel, PricedModel
+from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_pricer import RecipePricer
 from passes.recipes.recipe_space import Pipe, RecipeSpace
-from tests.passes.decoders import folded, sparse
+from tests.passes.decoders import priced_sparse
 
 NAMES = (BEFORE, "a", "b", AFTER)
-SPARSE = PricedModel(folded(sparse())).counted
+SPARSE = priced_sparse().counted
 
 
 def test_stages_have_blocks_that_follow_each_other_and_the_ends() -> None:

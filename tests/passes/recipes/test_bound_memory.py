@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
 from cost_models.schedule_orders import most_in_flight
-from passes.recipes.price_model import CountedModel, PricedModel
+from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_pricer import RecipePricer
 from passes.recipes.recipe_space import KEEPINGS, Keeping, RecipeSpace, Sharding, _pipes, schedule_of
-from tests.passes.decoders import dense, folded, sparse
+from tests.passes.decoders import priced_dense, priced_sparse
 
-MODELS = {name: PricedModel(folded(model)).counted for name, model in (("dense", dense(5)), ("sparse", sparse()))}
+MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
 
 
 @given(st.integers(2, 9), st.integers(1, 40), st.data())

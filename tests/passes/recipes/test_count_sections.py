@@ -10,9 +10,9 @@ import torch
 from passes.recipes.count_sections import Section
 from passes.recipes.price_model import PricedModel, RecipeKind
 from tests.benchmarks.experts import Experts, MixtureOfExperts
-from tests.passes.decoders import HIDDEN, SEQUENCE, VOCAB, Decoder, dense, folded
+from tests.passes.decoders import HIDDEN, SEQUENCE, VOCAB, Decoder, folded, priced_dense
 
-PRICED = PricedModel(folded(dense()))
+PRICED = priced_dense()
 with torch.device("meta"):
     _LAYERS = [MixtureOfExperts(HIDDEN, Experts(4, 2, HIDDEN, 0, 0, biased=True), None) for _ in range(2)]
     CLAMPED = PricedModel(folded(Decoder([*_LAYERS]).bfloat16()))

@@ -26,8 +26,8 @@ from tests.passes import decoders
 
 CLUSTER, STEP = Cluster("h100_sxm", 2, 2), fitted()
 PRICED = {
-    "dense": PricedModel(decoders.folded(decoders.dense(4))),
-    "sparse": PricedModel(decoders.folded(decoders.sparse())),
+    "dense": decoders.priced_dense(4),
+    "sparse": decoders.priced_sparse(),
 }
 
 

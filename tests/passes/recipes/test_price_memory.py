@@ -9,11 +9,10 @@ import pytest
 from autoshard import Cluster, Recipe
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_memory import MemoryPrice, beside_tensors, memory_price
-from passes.recipes.price_model import PricedModel
 from passes.recipes.recipe_groups import recipe_groups
-from tests.passes.decoders import dense, folded
+from tests.passes.decoders import dense, priced_dense
 
-PRICED = PricedModel(folded(dense(8)))
+PRICED = priced_dense(8)
 ELEMENTS = sum(parameter.numel() for parameter in dense(8).parameters())
 
 

@@ -10,7 +10,6 @@ from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_ends import exchange_times
-from passes.recipes.price_model import PricedModel
 from passes.recipes.price_recipe import (
     accumulation_bytes,
     copies_time,
@@ -20,10 +19,10 @@ from passes.recipes.price_recipe import (
     step_price,
 )
 from passes.recipes.recipe_groups import recipe_groups
-from tests.passes.decoders import dense, folded
+from tests.passes.decoders import priced_dense
 
 MODEL = StepModel()
-PRICED = PricedModel(folded(dense(8)))
+PRICED = priced_dense(8)
 BLOCKS = PRICED.folded.blocks
 
 

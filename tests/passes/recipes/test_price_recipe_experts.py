@@ -20,10 +20,10 @@ from passes.recipes.propagate_axis import MoveKind
 from passes.recipes.recipe_groups import recipe_groups, sorting_time, traffic_time
 from passes.recipes.recipe_plan import predict_recipe
 from tests.benchmarks.experts import Experts, MixtureOfExperts
-from tests.passes.decoders import Decoder, folded, sparse
+from tests.passes.decoders import Decoder, folded, priced_sparse
 
 MODEL = StepModel()
-PRICED = PricedModel(folded(sparse()))
+PRICED = priced_sparse()
 RECIPE = Recipe(data=4, expert=4, micro_batch=4096)
 CLUSTER = Cluster("h100_sxm", 1, 4)
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from autoshard import Recipe
 from cost_models.hardware import Cluster, node_type
 from cost_models.step import StepModel
-from passes.recipes.price_model import PricedModel
 from passes.recipes.recipe_plan import predict_recipe
-from tests.passes.decoders import dense, folded
+from tests.passes.decoders import priced_dense
 
-PRICED = PricedModel(folded(dense(8)))
+PRICED = priced_dense(8)
 
 
 @st.composite

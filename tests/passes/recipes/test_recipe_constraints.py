@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 import autoshard
 from autoshard import Cluster, DoesNotFitError, P, Recipe, RecipeError
 from autoshard.errors import NotAvailableError
-from passes.recipes.price_model import PricedModel
 from passes.recipes.recipe_constraints import pin
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_problem import RecipeProblem
-from tests.passes.decoders import dense, folded, tokens
+from tests.passes.decoders import dense, priced_dense, tokens
 
 MODEL, CLUSTER = dense(4), Cluster("h100_sxm", 1, 4)
-COUNTED = PricedModel(folded(MODEL)).counted
+COUNTED = priced_dense(4).counted
 BASE = Recipe(global_batch=4)
 
 CONSTRAINTS = st.fixed_dictionaries(

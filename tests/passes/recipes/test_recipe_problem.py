@@ -8,12 +8,11 @@ import math
 import pytest
 
 from autoshard import Cluster, Recipe, RecipeError
-from passes.recipes.price_model import PricedModel
 from passes.recipes.recipe_problem import RecipeProblem, known_kinds
 from passes.recipes.search_recipes import FoundRecipe
-from tests.passes.decoders import folded, sparse
+from tests.passes.decoders import priced_sparse
 
-SPARSE = PricedModel(folded(sparse())).counted
+SPARSE = priced_sparse().counted
 CLUSTER = Cluster("h100_sxm", 2, 2)
 PROBLEM = RecipeProblem(SPARSE, CLUSTER, Recipe(global_batch=8), math.inf, 8)
 

@@ -9,12 +9,11 @@ import pytest
 
 from autoshard import Cluster, Recipe, RecipeError
 from passes.recipes.pipeline_stages import even_blocks
-from passes.recipes.price_model import PricedModel
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_space import RecipeSpace
-from tests.passes.decoders import dense, folded, sparse
+from tests.passes.decoders import priced_dense, priced_sparse
 
-DENSE, SPARSE = (PricedModel(folded(model)).counted for model in (dense(2), sparse()))
+DENSE, SPARSE = priced_dense(2).counted, priced_sparse().counted
 BASE = Recipe(global_batch=4)
 CLUSTER = Cluster("h100_sxm", 1, 4)
 

@@ -7,13 +7,12 @@ import torch
 
 from autoshard import Cluster, Recipe
 from autoshard.ir.spec import P
-from passes.recipes.price_model import PricedModel
 from passes.recipes.price_sections import Busy, SectionPrice
 from passes.recipes.propagate_axis import AXIS
 from passes.recipes.route_tokens import routed_calls
-from tests.passes.decoders import folded, sparse
+from tests.passes.decoders import priced_sparse
 
-PRICED = PricedModel(folded(sparse()))
+PRICED = priced_sparse()
 SPARSE = "layers:1"
 SPLIT = (Recipe(data=2, context=2, expert=4, micro_batch=64),
          Recipe(data=2, tensor=2, sequence_parallel=True, expert=4, micro_batch=64))  # fmt: skip

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
-from passes.recipes.price_model import CountedModel, PricedModel
+from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_plan import predict_recipe
 from passes.recipes.recipe_problem import RecipeProblem
 from passes.recipes.recipe_space import RecipeSpace
 from passes.recipes.search_recipes import FoundRecipe
-from tests.passes.decoders import dense, folded, sparse
-
-MODELS = {"dense": dense(4), "sparse": sparse()}
+from tests.passes.decoders import priced_dense, priced_sparse
 
 
-@cache
 def counted(name: str) -> CountedModel:
     """A small model, traced once."""
-    return PricedModel(folded(MODELS[name])).counted
+    return (priced_dense(4) if name == "dense" else priced_sparse()).counted
 
 
 def problem(name: str, devices: int, base: Recipe, limit: float = math.inf) -> RecipeProblem:

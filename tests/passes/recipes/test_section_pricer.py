@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from autoshard import Recipe
 from cost_models.hardware import Cluster
 from passes.recipes.fold_program import AFTER, BEFORE
-from passes.recipes.price_model import PricedModel, RecipeKind
+from passes.recipes.price_model import RecipeKind
 from passes.recipes.price_sections import Busy, Setting, price_kernel
 from passes.recipes.section_pricer import SectionPricer
-from tests.passes.decoders import HIDDEN, SEQUENCE, folded, sparse
+from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
 
-MODEL = PricedModel(folded(sparse())).counted
+MODEL = priced_sparse().counted
 DEVICE = Cluster("h100_sxm", 1, 8).device
 USED = SectionPricer(DEVICE, "bf16", separate_experts=False)
 SIZES = st.sampled_from([1, 2, 4])
