@@ -16,8 +16,19 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.arguments import (
+    check_backend,
+    check_is_materialised,
+    check_limits,
+    check_loss,
+    check_model,
+    check_optimizer,
+    check_target,
+    checked_cluster,
+    checked_constraints,
+)
 from autoshard.cluster import candidate_meshes, one_kind
-from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.errors import DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
@@ -28,7 +39,6 @@ from autoshard.planner import (
     ExampleInputs,
     LossFunction,
     Planner,
-    check_optimizer_arguments,
     choose_mesh,
     refuse_scaling,
     split_inputs,
@@ -108,10 +118,13 @@ def compile(
         >>> sharded(torch.ones(6, 4)).shape
         torch.Size([6, 2])
     """
-    _check_model(model)
-    _check_backend(backend)
+    check_model(model)
+    check_is_materialised(model)
+    check_backend(backend)
+    check_loss(loss_fn)
+    check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s)
+    check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     mesh = one_kind(mesh)
-    check_optimizer_arguments(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     fixed = _read_plan(plan)
     precision = _precision_of(model, precision, fixed)
     if optimizer is not None:
@@ -123,7 +136,7 @@ def compile(
         fixed=fixed,
         loss_fn=loss_fn,
         precision=precision,
-        constraints=_checked_constraints(constraints),
+        constraints=checked_constraints(constraints),
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         micro_batches=micro_batches or 1,
@@ -211,17 +224,20 @@ def plan(
     """
     from passes.counting.formulas import PlanFormulas
 
-    _check_backend(backend)
+    check_model(model)
+    check_backend(backend)
+    check_loss(loss_fn)
+    check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s, global_batch=global_batch)
     if recipe is not None or global_batch is not None:
         _refuse_kernels(backend)
     if recipe is not None:
-        cluster = _checked_cluster(mesh_or_cluster, mesh)
+        cluster = checked_cluster(mesh_or_cluster, mesh)
         _refuse_constraints(constraints)
         return _within(price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn), memory_budget)
     if global_batch is not None:
         return search_plan(
             model,
-            _checked_cluster(mesh_or_cluster, mesh),
+            checked_cluster(mesh_or_cluster, mesh),
             example_inputs=example_inputs,
             optimizer=optimizer,
             global_batch=global_batch,
@@ -232,15 +248,17 @@ def plan(
             time_budget_s=time_budget_s,
             progress=progress,
         )
+    check_target(mesh_or_cluster, mesh)
     mesh_or_cluster = one_kind(mesh_or_cluster)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
+    check_optimizer(optimizer, max_grad_norm=max_grad_norm)
     update = update_of(optimizer, model, max_grad_norm, strict=strict)
     planner = Planner(
         cluster=mesh_or_cluster if isinstance(mesh_or_cluster, Cluster) else None,
         loss_fn=loss_fn,
         precision=effective_precision(model, precision),
-        constraints=_checked_constraints(constraints),
+        constraints=checked_constraints(constraints),
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         strict=strict,
@@ -267,12 +285,14 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
     Raises:
         VerificationError: a program could not be shown equal; names the node, and the line it comes from.
-        TraceError: nothing has been compiled yet.
+        TraceError: nothing has been compiled yet, or it is not what `compile` gave.
     """
     from passes.verification.verify_phases import verify_phases
     from passes.verification.verify_program import verify_program
 
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
+    if not isinstance(sharded, ShardedModule):
+        raise TraceError(f"verify(...): a {type(sharded).__name__} is not compiled; pass what autoshard.compile gave.")
     last = sharded.program
     if last is None:
         raise TraceError("verify(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
@@ -309,10 +329,16 @@ def prove(
         VerificationError: it could not be shown that the program computes what the model does.
         AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
     """
+    check_model(model)
+    check_loss(loss_fn)
+    check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s)
+    if not isinstance(target, Plan):
+        check_target(target, mesh)
     target = one_kind(target)
     fixed = target if isinstance(target, Plan) else None
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
+    check_optimizer(optimizer, max_grad_norm=max_grad_norm)
     update = _update_for(model, optimizer, max_grad_norm, fixed, strict=False)
     grad = any(parameter.requires_grad for parameter in model.parameters())
     args, kwargs = split_inputs(example_inputs)
@@ -335,17 +361,6 @@ def _meshes_of(target: Any, mesh: Mesh | None) -> list[Mesh]:
     return [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else list(candidate_meshes(target))
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TraceError(f"model={model!r} is a {type(model).__name__}; pass a torch.nn.Module.")
-    on_meta = next((name for name, item in model.named_parameters() if item.is_meta), None)
-    if on_meta is not None:
-        raise TraceError(
-            f"Parameter {on_meta!r} is on the meta device and has no value to train. Materialise the model "
-            "(model.to_empty, then initialise or load), or only plan it with autoshard.plan."
-        )
-
-
 def _precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
     """What calls compute in, None for the model's own types: what is asked for, or what the plan to use says."""
     if precision is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
@@ -361,31 +376,6 @@ def _precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -
             "Leave precision out, or plan again."
         )
     return fixed.precision
-
-
-def _checked_constraints(constraints: Mapping[str, PartitionSpec] | None) -> dict[str, PartitionSpec]:
-    for pattern, spec in (constraints or {}).items():
-        if not isinstance(spec, PartitionSpec):
-            raise InvalidSpecError(
-                f"constraints[{pattern!r}]={spec!r} is a {type(spec).__name__}; write it as P('data', None). Fields "
-                "of a recipe are constrained where recipes are searched, with plan(global_batch=)."
-            )
-    return dict(constraints or {})
-
-
-def _checked_cluster(target: Any, mesh: Mesh | None) -> Cluster | JoinedCluster:
-    """What recipes are planned for; they choose the axes."""
-    if not isinstance(target, Cluster | JoinedCluster):
-        raise NotAvailableError(
-            f"global_batch= and recipe= choose the axes themselves, but were given {target!r}: pass a Cluster, "
-            "Cluster('h100_sxm', nodes=8), or plan on the mesh without them."
-        )
-    if mesh is not None:
-        raise NotAvailableError(
-            f"mesh={mesh!r} does not go with global_batch= or recipe=: recipes choose the axes themselves. With "
-            "global_batch= their sizes may be constrained, constraints={'tensor': 8}."
-        )
-    return target
 
 
 def _refuse_constraints(constraints: Mapping[str, Any] | None) -> None:
@@ -408,13 +398,7 @@ def _within(priced: Plan, memory_budget: int | None) -> Plan:
     return replace(priced, memory_budget=memory_budget)
 
 
-_BACKENDS = ("auto", "eager", "inductor", "triton")
 _WITH_KERNELS = ("inductor", "triton")
-
-
-def _check_backend(name: str) -> None:
-    if name not in _BACKENDS:
-        raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'eager', 'inductor' or 'triton'.")
 
 
 def _wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
@@ -478,7 +462,11 @@ def _update_for(
 
 
 def _read_plan(plan: Plan | str | Path | None) -> Plan | None:
-    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, Path)):
+        raise PlanMismatchError(f"plan={plan!r} is a {type(plan).__name__}; pass a Plan, or the path of a saved one.")
+    return Plan.load(plan)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -471,17 +471,3 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
         f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional arguments, "
         "(tokens, targets), or a dict of keyword arguments."
     )
-
-
-def check_optimizer_arguments(optimizer: Any, **arguments: Any) -> None:
-    """Raise unless `optimizer` is one, or nothing asks for one."""
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TraceError(
-            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim optimizer over "
-            "model.parameters()."
-        )
-    for name, value in arguments.items():
-        if value is not None and optimizer is None:
-            raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
-        if value is not None and value <= 0:
-            raise NotAvailableError(f"{name}={value!r} must be positive.")

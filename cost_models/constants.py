@@ -82,7 +82,9 @@ class HardwareFile:
 
 
 def read(path: Path) -> HardwareFile:
-    """Parse one TOML file. Raises HardwareFileError for a constant without value, unit, source or date."""
+    """Parse one TOML file. Raises HardwareFileError for no file, or a constant without value, unit, source or date."""
+    if not path.is_file():
+        raise HardwareFileError(f"There is no file {path} of hardware; `autoshard calibrate --out {path}` writes one.")
     state = path.stat()
     return _read(path, state.st_mtime_ns, state.st_size)
 

@@ -182,6 +182,8 @@ class Cluster:
     devices_per_node: int
 
     def __init__(self, node: str | NodeType, nodes: int = 1, devices_per_node: int | None = None) -> None:
+        if not isinstance(node, str | NodeType):
+            raise UnknownHardwareError(f"node={node!r} is a {type(node).__name__}; pass the name of a node type.")
         kind = node_type(node) if isinstance(node, str) else node
         per_node = kind.devices_per_node if devices_per_node is None else devices_per_node
         _check_shape(kind, nodes, per_node)
@@ -314,7 +316,8 @@ def _usual_fabric(unit: Device) -> str:
 
 
 def _check_shape(kind: NodeType, nodes: int, per_node: int) -> None:
-    if nodes < 1 or per_node < 1 or per_node > kind.devices_per_node:
+    are_counts = all(isinstance(count, int) for count in (nodes, per_node))
+    if not are_counts or nodes < 1 or not 1 <= per_node <= kind.devices_per_node:
         raise TopologyError(
             f"Cluster({kind.name!r}, nodes={nodes!r}, devices_per_node={per_node!r}): at least one node, and 1 to "
             f"{kind.devices_per_node} devices in each."

@@ -28,6 +28,8 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+os.environ["COLUMNS"] = "110"  # tables that are compared are as wide on any terminal
+
 torch.set_num_threads(1)
 torch.manual_seed(0)  # what is drawn while tests are collected must be the same in every worker
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,8 +49,8 @@ _Cluster = Annotated[
     str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8; islands of several kinds joined by +.")
 ]
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
-_Batch = Annotated[int, typer.Option(help="Sequences per step over the whole cluster.")]
-_Seq = Annotated[int, typer.Option(help="Tokens per sequence.")]
+_Batch = Annotated[int, typer.Option(min=1, help="Sequences per step over the whole cluster.")]
+_Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 _GlobalBatch = Annotated[
     int | None,
     typer.Option(help="Sequences per step: search recipes (pipelines, micro-batches, recomputation) instead of specs."),
@@ -77,7 +78,7 @@ def main() -> None:
     except (AutoshardError, CostModelError) as error:
         _fail(str(error))
     except TyperException as error:
-        _fail(error.format_message())
+        _fail(error.format_message() or "name a command, as listed above.")
 
 
 def _fail(sentence: str) -> None:
@@ -111,12 +112,13 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan that fits in memory, and print it."""
+    _check_folder(out)
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
         global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
     )  # fmt: skip
     if out is not None:
-        result.save(out)
+        _write(out, result.save)
     _show(result.to_json() if as_json else str(result))
 
 
@@ -169,7 +171,7 @@ def _plan(
         parse_cluster(cluster),
         example_inputs=loaded.inputs,
         mesh=None if mesh is None else parse_mesh(mesh),
-        optimizer=optimizer,
+        optimizer=_named(optimizer),
         precision=precision,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
         global_batch=global_batch,
@@ -196,6 +198,7 @@ def report(
     as_json: _Json = False,
 ) -> None:
     """Write a plan as one page of HTML: where time and memory go, the timeline, and where everything lies."""
+    _check_folder(out)
     if source.endswith(".json") and not source.startswith("hf:"):
         found = Plan.load(_existing(source))
     elif cluster is None:
@@ -205,11 +208,27 @@ def report(
             source, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
             global_batch=global_batch, constrain=constrain, time_budget_s=time_budget_s,
         )  # fmt: skip
+    _write(out, found.report)
+    _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")
+
+
+def _named(optimizer: str | None) -> str | None:
+    """The optimizer that `--optimizer` names, if any."""
+    return None if optimizer == "none" else optimizer
+
+
+def _check_folder(out: Path | None) -> None:
+    """Refuse a path that cannot be written, before anything is searched for."""
+    if out is not None and not out.parent.is_dir():
+        raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+
+
+def _write(out: Path, save: Callable[[Path], None]) -> None:
+    """Have something written."""
     try:
-        found.report(out)
+        save(out)
     except OSError as error:
         raise AutoshardError(f"--out {out} cannot be written: {error.strerror}.") from error
-    _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")
 
 
 def _existing(path: str) -> Path:
@@ -229,10 +248,11 @@ def price(
     as_json: _Json = False,
 ) -> None:
     """Say what an expert's recipe would take: step time, memory, and where the time goes."""
+    _check_folder(out)
     loaded = load_model(model, batch=1, seq=seq, dtype=torch.bfloat16)
     result = pricing.price(loaded.model, parse_cluster(cluster), parse_recipe(recipe), example_inputs=loaded.inputs)
     if out is not None:
-        result.save(out)
+        _write(out, result.save)
     _show(result.to_json() if as_json else str(result))
 
 
@@ -261,7 +281,7 @@ def verify(
         Plan.load(_existing(str(plan))) if cluster is None else parse_cluster(cluster),
         example_inputs=loaded.inputs,
         mesh=None if mesh is None else parse_mesh(mesh),
-        optimizer=optimizer,
+        optimizer=_named(optimizer),
         precision=precision,
         memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
         time_budget_s=time_budget_s,
@@ -277,15 +297,11 @@ def calibrate(
     as_json: _Json = False,
 ) -> None:
     """Measure this machine (under torchrun: the ranks of the run) and write it as a cluster to plan for."""
-    if not out.parent.is_dir():
-        raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+    _check_folder(out)
     found = measure_machine(ranks, budget_s)
     if found is None:
         return
-    try:
-        found.save(out)
-    except OSError as error:
-        raise AutoshardError(f"--out {out} cannot be written: {error.strerror}.") from error
+    _write(out, found.save)
     _show(calibration_json(found) if as_json else calibration_table(found, out))
 
 

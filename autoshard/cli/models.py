@@ -103,9 +103,29 @@ def _build_from_config(reference: str, sizes: Mapping[str, int]) -> NamedModel:
     if not path.exists():
         raise ModelReferenceError(f"there is no config file or folder {path}, which MODEL {reference!r} names.")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise ModelReferenceError("MODEL hf:... needs transformers: pip install autoshard[transformers].") from error
-    config = AutoConfig.from_pretrained(path, use_cache=False)
+    try:
+        config = AutoConfig.from_pretrained(path, use_cache=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelReferenceError(f"{path}, which MODEL {reference!r} names, is no config: {reason}") from error
     tokens = torch.zeros(sizes["batch"], sizes["seq"], dtype=torch.int64)
-    return NamedModel(AutoModelForCausalLM.from_config(config).float(), {"input_ids": tokens, "labels": tokens})
+    model = _language_model(config).from_config(config).float()
+    return NamedModel(model, {"input_ids": tokens, "labels": tokens})
+
+
+def _language_model(config: Any) -> Any:
+    """What of transformers makes a model of a config that returns the loss of predicting tokens."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.models.auto import modeling_auto
+
+    if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    if config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForSeq2SeqLM
+    raise ModelReferenceError(
+        f"hf: makes models that predict tokens, and model_type={config.model_type!r} is none. Write a function that "
+        "returns (model, example_inputs), and name it: MODEL path/to/file.py:build."
+    )

@@ -23,14 +23,14 @@ def parse_recipe(text: str) -> Recipe:
     """The recipe that a text describes: FIELD=VALUE,..., or the path of a JSON file.
 
     Raises:
-        RecipeError: no such field, or a value that is no number, word or list of numbers.
+        RecipeError: no such field, a value that is no number, word or list of numbers, or a file that is no recipe.
 
     Example:
         >>> parse_recipe("data=2,tensor=4,sequence_parallel=yes").devices
         8
     """
     if text.endswith(".json"):
-        return _recipe(json.loads(Path(text).read_text()))
+        return _recipe(_read(Path(text)))
     pairs = [item.partition("=") for item in text.split(",")]
     if not all(separator and value for _, separator, value in pairs):
         raise RecipeError(f"--recipe {text!r} must read FIELD=VALUE,FIELD=VALUE, e.g. data=8,tensor=8,zero=1.")
@@ -55,6 +55,19 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
         is_spec = given.startswith("P(")
         found[name] = PartitionSpec.parse(given) if is_spec else tuple(_value(name, part) for part in given.split(","))
     return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The fields that a JSON file has."""
+    if not path.is_file():
+        raise RecipeError(f"there is no file {path}, which --recipe names.")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise RecipeError(f"{path}, which --recipe names, is no JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}, which --recipe names, must hold an object of fields to values.")
+    return values
 
 
 def _recipe(values: dict[str, Any]) -> Recipe:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_SHOWN_S = 1e-9
+"""Parts of a step that differ by less than this, seconds, are rounding of sums."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -351,7 +354,7 @@ def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]
     """The two parts of the step time that differ most: `communication over data +1.2 ms`."""
     changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
-    return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if change)
+    return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)
 
 
 def _needs(item: Outcome) -> str:
@@ -360,7 +363,10 @@ def _needs(item: Outcome) -> str:
 
 def difference(value: float, reference: float) -> str:
     """A change as a share: `+12.5%`."""
-    return f"{value / reference - 1:+.1%}" if reference > 0 else "-"
+    if reference <= 0:
+        return "-"
+    change = f"{value / reference - 1:+.1%}"
+    return "+0.0%" if change == "-0.0%" else change
 
 
 def _signed(change: float, text: Callable[[float], str]) -> str:

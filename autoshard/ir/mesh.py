@@ -39,6 +39,8 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     def __init__(self, axes: Mapping[str, int]) -> None:
+        if not isinstance(axes, Mapping):
+            raise MeshError(f"Mesh({axes!r}): a {type(axes).__name__} names no axes; write Mesh({{'data': 2}}).")
         if not axes:
             raise MeshError("Mesh({}) has no axis; give at least one, e.g. Mesh({'data': 2}).")
         for name, size in axes.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from autoshard.ir.printer import figure_rows, format_bytes, format_time, parameter_rows, summary
+from autoshard.ir.printer import figure_rows, format_bytes, format_time, parameter_rows, summary, times_chosen
 from autoshard.ir.trace import Trace, TraceSpan
 
 if TYPE_CHECKING:
@@ -132,13 +132,11 @@ def _piece(spans: Sequence[TraceSpan], end: int, colour: int) -> Piece:
 
 
 def _baselines(plan: Plan) -> list[tuple[str, str, str]]:
-    """Each known recipe, its step time, and that over the plan's."""
-    chosen = plan.predicted.step_time_s
+    """The plan and each known recipe, what the search minimises, and that over the plan's."""
+    rows = {"the plan": plan.objective, **plan.baselines} if plan.baselines else {}
     return [
-        (name, "does not fit", "")
-        if seconds is None
-        else (name, format_time(seconds), f"{seconds / chosen:.2f} x" if chosen > 0 else "")
-        for name, seconds in plan.baselines.items()
+        (name, "does not fit", "") if seconds is None else (name, format_time(seconds), times_chosen(seconds, plan))
+        for name, seconds in rows.items()
     ]
 
 

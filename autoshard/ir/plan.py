@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autoshard.errors import FormulaError, NotAvailableError, PlanMismatchError
+from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
@@ -80,7 +80,7 @@ class Plan:
         predicted: cost of the plan.
         objective: what the search minimised, seconds; `lower_bound`: proven bound of it, or None.
         search_time_s: wall time of the search.
-        baselines: predicted step time of named recipes, seconds, None where it does not fit.
+        baselines: what the search minimises, of named recipes, seconds; None where it does not fit.
         hardware: name of the cluster that priced the plan.
         memory_budget: bytes per device that the plan had to fit in, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
@@ -181,6 +181,10 @@ class Plan:
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
+        except AutoshardError as error:
+            raise PlanMismatchError(f"{path}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise PlanMismatchError(f"{path} is not a plan that autoshard wrote: it is no text.") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanMismatchError(f"{path} is not a plan that autoshard wrote: {error!r}.") from error
 
@@ -330,11 +334,11 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The inverse of `to_json`."""
-        if data.get("autoshard_plan") not in _READABLE_VERSIONS:
-            raise PlanMismatchError(
-                f"the plan has schema version {data.get('autoshard_plan')!r}; this release reads "
-                f"{', '.join(map(str, _READABLE_VERSIONS))}."
-            )
+        version = data.get("autoshard_plan")
+        if version not in _READABLE_VERSIONS:
+            known = ", ".join(map(str, _READABLE_VERSIONS))
+            way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
+            raise PlanMismatchError(f"the plan has schema version {version!r}; this release reads {known}. {way_out}")
         return cls(
             mesh=Mesh(data["mesh"]),
             program_digest=data["program_digest"],

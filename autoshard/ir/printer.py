@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
     from autoshard.ir.plan_parts import ParameterPlan
     from autoshard.ir.recompute import Recompute
 
-_WIDTH = 110
+_MAX_WIDTH = 110
 _SHOWN_CALLS = 4
 
 
 def render_plan(plan: Plan) -> str:
-    """A plan as tables of at most 110 columns, without colours."""
+    """A plan as tables, without colours, as wide as the terminal but at most 110 columns (so where there is none)."""
     kernels, whole = plan.predicted.kernels, plan.replicated_operators
     tables = [_parameter_table(plan.parameters), _cost_table(plan)]
     tables += [_kernel_table(kernels.uses)] if kernels.uses else []
@@ -31,7 +32,8 @@ def render_plan(plan: Plan) -> str:
 
 def as_text(*parts: str | Table) -> str:
     """Lines and tables as plain text; lines are not wrapped."""
-    console = Console(width=_WIDTH, no_color=True, highlight=False)
+    width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
+    console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, str))
@@ -162,12 +164,22 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def baseline_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The known recipes and what a step takes under each."""
-    kind = "baseline, without kernels" if plan.predicted.kernels.uses else "baseline"
-    return [
-        (f"{kind}: {name}", "does not fit" if seconds is None else format_time(seconds))
-        for name, seconds in plan.baselines.items()
-    ]
+    """What the search minimises, of the plan and of the known recipes.
+
+    It is not the predicted time of a step, which knows kernels, and how long the host takes to issue them.
+    """
+    if not plan.baselines:
+        return []
+    rows = [("objective of the search", format_time(plan.objective))]
+    for name, seconds in plan.baselines.items():
+        found = "does not fit" if seconds is None else f"{format_time(seconds)}, {times_chosen(seconds, plan)}"
+        rows.append((f"baseline: {name}", found))
+    return rows
+
+
+def times_chosen(seconds: float, plan: Plan) -> str:
+    """An objective as a multiple of the plan's: `1.25 x`."""
+    return f"{seconds / plan.objective:.2f} x" if plan.objective > 0 else ""
 
 
 def _kernel_table(uses: Iterable[KernelUse]) -> Table:

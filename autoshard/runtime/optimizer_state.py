@@ -70,7 +70,7 @@ def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.opti
     """The torch optimizer of that name ("adamw", "SGD") with its default options, over `parameters` if there are any.
 
     Raises:
-        TraceError: torch.optim has no optimizer of this name.
+        TraceError: torch.optim has no optimizer of this name, or it refuses these parameters.
     """
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key.lower(): kind
@@ -79,7 +79,13 @@ def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.opti
     }
     if name.lower() not in known:
         raise TraceError(f"optimizer={name!r} is not in torch.optim; use one of {', '.join(sorted(known))}.")
-    return known[name.lower()](list(parameters) or [nn.Parameter(torch.zeros(_SIDE, _SIDE))])
+    try:
+        return known[name.lower()](list(parameters) or [nn.Parameter(torch.zeros(_SIDE, _SIDE))])
+    except ValueError as error:
+        raise TraceError(
+            f"optimizer={name!r} cannot be made over all of the model's parameters: {error}. Make it over those that "
+            "it takes, and pass it."
+        ) from error
 
 
 _SIDE = 64

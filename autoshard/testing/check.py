@@ -71,8 +71,10 @@ def check_plan(
         A report; nothing is raised for values that differ (see `CheckReport.raise_if_different`).
 
     Raises:
-        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer.
+        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, or no step is asked for.
     """
+    if steps < 1:
+        raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one.")
     if make_optimizer is not None and whole_step is not None:
         raise NotAvailableError("make_optimizer= and whole_step= both name an optimizer; leave one of them out.")
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})

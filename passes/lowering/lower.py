@@ -20,7 +20,7 @@ from autoshard.ir.emit import emit_reshard
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan
-from autoshard.ir.program import InputSlot, OutputSlot, Program, tensor_values
+from autoshard.ir.program import InputKind, InputSlot, OutputSlot, Program, tensor_values
 from autoshard.ir.reshard import StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
@@ -43,8 +43,9 @@ class Lower:
     step_cost: StepCost | None = None
 
     def __call__(self, program: Program) -> LoweredProgram:
-        """The program of one rank; `PlanMismatchError` if the plan is of another program."""
+        """The program of one rank; `PlanMismatchError` if the plan is of another program, or contradicts itself."""
         check_digest(self.plan, program)
+        _check_parameters(self.plan, program)
         return _Lowering(program, self.plan, self.step_cost).run()
 
 
@@ -56,6 +57,18 @@ def check_digest(plan: Plan, program: Program) -> None:
             f"the plan is for another model or other inputs: it is for program {plan.program_digest} with "
             f"inputs {dict(plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
         )
+
+
+def _check_parameters(plan: Plan, program: Program) -> None:
+    """Raise `PlanMismatchError` if a plan's parameters lie otherwise than its nodes say, which are what is lowered."""
+    for slot in program.inputs_of(InputKind.PARAMETER):
+        named, node = plan.parameters.get(slot.name), plan.nodes.get(slot.node)
+        if named is not None and node is not None and named.spec != node.outputs[0]:
+            raise PlanMismatchError(
+                f"the plan has parameter {slot.name!r} as {named.spec!r} under 'parameters', and as "
+                f"{node.outputs[0]!r} under 'nodes', {slot.node!r}. Give both the same spec (and its gradient and "
+                "update, under 'outputs'), or plan again."
+            )
 
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
@@ -176,21 +189,26 @@ class _Lowering:
     def _emit_result(self, index: int) -> None:
         slot = self.program.outputs[index]
         node = self.nodes[slot.node]
-        self.results[index] = self._operand(node, self.plan.outputs[result_key(slot)]).node
+        self.results[index] = self._operand(node, self._slot_spec(slot)).node
 
     def _keep(self, node: fx.Node, result: int, proxy: fx.Proxy, spec: PartitionSpec) -> None:
         proxy.node.meta.setdefault("spec", spec)
         self.local[node.name, result] = (proxy, spec)
 
     def _node_plan(self, node: fx.Node) -> NodePlan:
-        return self.plan.nodes[node.name]
+        found = self.plan.nodes.get(node.name)
+        if found is None:
+            raise PlanMismatchError(f"the plan has no node {node.name!r}: something was taken out of it. Plan again.")
+        return found
 
     def _slots(self, slots: tuple[InputSlot, ...] | tuple[OutputSlot, ...]) -> tuple[LocalSlot, ...]:
         return tuple(LocalSlot(slot, self._slot_spec(slot), *self._shape_and_dtype(slot)) for slot in slots)
 
     def _slot_spec(self, slot: InputSlot | OutputSlot) -> PartitionSpec:
         if isinstance(slot, InputSlot):
-            return self.plan.nodes[slot.node].outputs[0]
+            return self._node_plan(self.nodes[slot.node]).outputs[0]
+        if result_key(slot) not in self.plan.outputs:
+            raise PlanMismatchError(f"the plan has no output {result_key(slot)!r}: it was taken out of it. Plan again.")
         return self.plan.outputs[result_key(slot)]
 
     def _shape_and_dtype(self, slot: InputSlot | OutputSlot) -> tuple[tuple[int, ...], torch.dtype]:

@@ -79,6 +79,14 @@ def test_plan_json_is_the_plan(
     assert autoshard.Plan.load(out).mesh == autoshard.Mesh({"data": 2, "model": 2})
 
 
+def test_plan_without_an_optimizer(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """`--optimizer none`, as its help says: forward and backward alone."""
+    arguments = ("plan", model, "--cluster", "h100_sxm:1x2", "--optimizer", "none", "--seq", "8", "--json")
+    assert _run(monkeypatch, *arguments) == 0
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert not any(name.startswith("parameter_update") for name in outputs)
+
+
 def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Every finding is good where the tests run."""
     assert _run(monkeypatch, "doctor", "--json") == 0
@@ -98,6 +106,15 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f16"), "Train with precision='bf16'"),
         (("plan", "MODEL"), "--cluster"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "0.00001"), "smallest"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "-1"), "must be a number of bytes above 0"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--time-budget-s", "-1"), "must be a number of seconds"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--batch", "-3"), "--batch"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data=3"), "has 3 ranks, and the cluster"),
+        (("plan", "MODEL", "--cluster", "nowhere.toml"), "no file nowhere.toml of hardware"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.json"), "there is no folder nowhere"),
+        (("price", "MODEL", "--cluster", "h100_sxm:1x4", "--recipe", "nowhere.json"), "there is no file nowhere.json"),
+        (("report", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.html"), "there is no folder nowhere"),
+        ((), "name a command"),
         (("dance",), "dance"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config, ViTConfig
 
 from autoshard.cli.models import ModelReferenceError, load_model
 
@@ -56,6 +56,25 @@ def test_a_transformers_config_gives_a_causal_language_model(tmp_path: Path) -> 
         named = _load(reference)
         assert named.inputs["labels"].shape == (3, 8)
         assert {(item.is_meta, item.dtype) for item in named.model.parameters()} == {(True, torch.float32)}
+
+
+def test_a_config_of_an_encoder_and_decoder(tmp_path: Path) -> None:
+    """It predicts the labels."""
+    T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0
+    ).save_pretrained(tmp_path)
+    named = _load(f"hf:{tmp_path}")
+    assert named.model(**named.inputs).loss.shape == ()
+
+
+def test_a_config_of_no_language_model(tmp_path: Path) -> None:
+    """It is refused by its type, with the way out; so is a file that is no config."""
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelReferenceError, match=r"model_type='vit' is none. Write a function"):
+        _load(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelReferenceError, match=r"config.json, which MODEL 'hf:.*' names, is no config"):
+        _load(f"hf:{tmp_path / 'config.json'}")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,15 @@ def test_a_file_holds_the_same_fields(tmp_path: Path) -> None:
     assert parse_recipe(str(path)) == Recipe(data=4, zero=3)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", r"recipe.json, which --recipe names, is no JSON"), ("[1]", r"must hold an object")]
+)
+def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "recipe.json").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(str(tmp_path / "recipe.json"))
+
+
 def test_mistakes_are_named() -> None:
     """What is no pair, and what is no field."""
     with pytest.raises(RecipeError, match="must read FIELD=VALUE"):

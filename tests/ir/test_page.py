@@ -29,7 +29,7 @@ PLAN = Plan(
         2e-3, 3 * 2**30, {"forward compute": 1.5e-3, "communication over x": 5e-4},
         {"parameters": 2**31, "activations": 2**30}, mfu=0.5, timeline=TIMELINE,
     ),
-    objective=1.0, lower_bound=None, search_time_s=0.0, hardware="h100_sxm:1x2",
+    objective=2e-3, lower_bound=None, search_time_s=0.0, hardware="h100_sxm:1x2",
     baselines={"data parallel": 3e-3, "fully sharded data parallel": None},
     operators=(OperatorCoverage("aten.mm.default", "model.py:3 in forward", True, True, 4, 1e-3, 0.0),),
 )  # fmt: skip

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import Prediction
+from autoshard.ir.plan_parts import ParameterPlan, Prediction
 from autoshard.ir.printer import render_plan
+from autoshard.ir.spec import PartitionSpec
 
 
 def plan_with(predicted: Prediction) -> Plan:
@@ -40,3 +43,22 @@ def test_a_forecast_says_so() -> None:
     assert "A forecast: communication runs beside computation." in text
     for row in ("beside computation: communication over x │ 1 ms", "model FLOPs utilisation", "50.0%", "60.0%"):
         assert row in " ".join(text.split())
+
+
+def test_baselines_stand_beside_the_objective() -> None:
+    """They are what the search minimised, not the predicted step; so none of them looks faster than the plan."""
+    plan = replace(plan_with(TODAY), objective=1e-3, baselines={"data parallel": 1.25e-3, "ZeRO-1": None})
+    text = " ".join(render_plan(plan).split())
+    for row in (
+        "objective of the search │ 1 ms", "baseline: data parallel │ 1.25 ms, 1.25 x", "baseline: ZeRO-1 │ does not fit"
+    ):  # fmt: skip
+        assert row in text
+    assert "objective of the search" not in render_plan(plan_with(TODAY))
+
+
+def test_tables_are_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long name is folded, not torn by the terminal."""
+    monkeypatch.setenv("COLUMNS", "60")
+    parameters = {f"{'a_long_name.' * 6}weight": ParameterPlan(PartitionSpec("x"), (8, 4), 64)}
+    tables = render_plan(replace(plan_with(TODAY), parameters=parameters)).splitlines()[1:]
+    assert max(map(len, tables)) == 60

@@ -153,7 +153,8 @@ def test_products_within_kernels_are_priced() -> None:
     head, hidden = nn.Linear(256, 4096, bias=False), torch.randn(512, 256, requires_grad=True)
     targets = torch.randint(0, 4096, (512,))
     model = Head(head)
-    plan = autoshard.plan(model, CLUSTER, mesh=Mesh({"x": 1}), example_inputs=(hidden, targets), backend="triton")
+    cluster = Cluster("h100_sxm", nodes=1, devices_per_node=1)
+    plan = autoshard.plan(model, cluster, mesh=Mesh({"x": 1}), example_inputs=(hidden, targets), backend="triton")
     times = {use.name: use.time_s for use in plan.predicted.kernels.uses}
     one = matmul_time(512, 4096, 256, 1, "bf16", H100) - H100.launch_latency_s
     assert times["triton_linear_cross_entropy"] > one

@@ -1,0 +1,164 @@
+"""What users pass to `compile`, `plan` and `prove`, checked where it comes in.
+
+What cannot be meant is refused by name, before anything is traced or searched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, TraceError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
+
+BACKENDS = ("auto", "eager", "inductor", "triton")
+
+
+def check_model(model: Any) -> None:
+    """Raise `TraceError` for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"model={model!r} is a {type(model).__name__}; pass a torch.nn.Module.")
+
+
+def check_is_materialised(model: nn.Module) -> None:
+    """Raise `TraceError` for a model with a parameter on meta, which cannot be run."""
+    on_meta = next((name for name, item in model.named_parameters() if item.is_meta), None)
+    if on_meta is not None:
+        raise TraceError(
+            f"Parameter {on_meta!r} is on the meta device and has no value to train. Materialise the model "
+            "(model.to_empty, then initialise or load), or only plan it with autoshard.plan."
+        )
+
+
+def check_backend(name: Any) -> None:
+    """Raise `NotAvailableError` for a backend that does not exist."""
+    if name not in BACKENDS:
+        raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'eager', 'inductor' or 'triton'.")
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raise `TraceError` for a loss that cannot be called."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise TraceError(f"loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function (outputs, *targets).")
+
+
+def check_limits(*, memory_budget: Any, time_budget_s: Any, global_batch: Any = None) -> None:
+    """Raise `NotAvailableError` for limits of the search that no plan can keep."""
+    if memory_budget is not None and not (_is_number(memory_budget) and memory_budget > 0):
+        raise NotAvailableError(f"memory_budget={memory_budget!r} must be a number of bytes above 0.")
+    if not (_is_number(time_budget_s) and time_budget_s >= 0):
+        raise NotAvailableError(f"time_budget_s={time_budget_s!r} must be a number of seconds, at least 0.")
+    if global_batch is not None and not (_is_whole(global_batch) and global_batch >= 1):
+        raise NotAvailableError(f"global_batch={global_batch!r} must be a whole number of sequences, at least 1.")
+
+
+def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm: Any = None) -> None:
+    """Raise unless `optimizer` is one that a step can call, or nothing asks for one.
+
+    Raises:
+        TraceError: it is no torch optimizer.
+        NotAvailableError: its step calls the model itself, or takes no dense gradients; an argument of a training step
+            without an optimizer, or one that is out of range.
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TraceError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__name__}; pass a torch.optim optimizer over "
+            "model.parameters()."
+        )
+    for name, value in (("micro_batches", micro_batches), ("max_grad_norm", max_grad_norm)):
+        if value is not None and optimizer is None:
+            raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
+    if micro_batches is not None and not (_is_whole(micro_batches) and micro_batches >= 1):
+        raise NotAvailableError(f"micro_batches={micro_batches!r} must be a whole number, at least 1.")
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")
+    if optimizer is not None and _needs_closure(optimizer):
+        raise NotAvailableError(
+            f"optimizer={type(optimizer).__name__} calls the model itself, by the closure that its step() demands; a "
+            "compiled step runs forward and backward once. Use an optimizer whose step() needs no closure."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise NotAvailableError("optimizer=SparseAdam takes sparse gradients only, and those of a program are dense.")
+
+
+def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
+    """The constraints on specs of values.
+
+    Raises:
+        InvalidSpecError: they are no mapping to specs.
+    """
+    if constraints is not None and not isinstance(constraints, Mapping):
+        raise InvalidSpecError(
+            f"constraints={constraints!r} is a {type(constraints).__name__}; pass a dict of names or globs to specs, "
+            "{'*.weight': P('data', None)}."
+        )
+    for pattern, spec in (constraints or {}).items():
+        if not isinstance(spec, PartitionSpec):
+            raise InvalidSpecError(
+                f"constraints[{pattern!r}]={spec!r} is a {type(spec).__name__}; write it as P('data', None). Fields "
+                "of a recipe are constrained where recipes are searched, with plan(global_batch=)."
+            )
+    return dict(constraints or {})
+
+
+def check_target(target: Any, mesh: Any) -> None:
+    """Raise `MeshError` unless plans can be made for `target`, with the axes of `mesh` if it is a cluster's."""
+    if not isinstance(target, DeviceMesh | Mesh | Cluster | JoinedCluster):
+        raise MeshError(
+            f"mesh_or_cluster={target!r} is a {type(target).__name__}; pass an autoshard.Cluster('h100_sxm', nodes=8), "
+            "an autoshard.Mesh({'data': 2}), or a torch DeviceMesh with names."
+        )
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh={mesh!r} is a {type(mesh).__name__}; pass autoshard.Mesh({{'data': 2}}).")
+    if not isinstance(target, Cluster | JoinedCluster):
+        raise MeshError(f"mesh={mesh} names the axes of a cluster, and {target} has its own. Pass one of them.")
+    if mesh.size != target.size:
+        raise MeshError(
+            f"{mesh} has {mesh.size} ranks, and the cluster {target.name} has {target.size} devices. Give axes whose "
+            "sizes multiply to that, or a cluster of as many devices."
+        )
+
+
+def checked_cluster(target: Any, mesh: Any) -> Cluster | JoinedCluster:
+    """What recipes are planned for; they choose the axes.
+
+    Raises:
+        NotAvailableError: it is no cluster, or axes are given.
+    """
+    if not isinstance(target, Cluster | JoinedCluster):
+        raise NotAvailableError(
+            f"global_batch= and recipe= choose the axes themselves, but were given {target!r}: pass a Cluster, "
+            "Cluster('h100_sxm', nodes=8), or plan on the mesh without them."
+        )
+    if mesh is not None:
+        raise NotAvailableError(
+            f"mesh={mesh!r} does not go with global_batch= or recipe=: recipes choose the axes themselves. With "
+            "global_batch= their sizes may be constrained, constraints={'tensor': 8}."
+        )
+    return target
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a real number; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` cannot be called without arguments, as that of LBFGS."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(item.default is inspect.Parameter.empty and item.kind in kinds for item in parameters)

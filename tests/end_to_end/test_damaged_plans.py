@@ -1,0 +1,90 @@
+"""Files of plans that were damaged, edited by hand, or are of another release: each is refused by name, or runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import AutoshardError, Mesh, Plan, PlanMismatchError
+
+MESH = Mesh({"data": 2, "model": 2})
+X = torch.ones(4, 6)
+NODE = "p_0_weight"
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    return autoshard.compile(small(), MESH, example_inputs=(X,)).plan.to_json()
+
+
+def edited(data: dict[str, Any], path: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A file of the plan with something changed."""
+    found = json.loads(json.dumps(data))
+    edit(found)
+    path.write_text(json.dumps(found))
+    return path
+
+
+def place(found: dict[str, Any], spec: str) -> None:
+    """Lay a parameter out otherwise, with its gradient."""
+    found["parameters"]["0.weight"]["spec"] = found["outputs"]["gradient 0.weight"] = spec
+    found["nodes"][NODE] = [[], [spec]]
+
+
+def test_a_parameter_moved_by_hand(data: dict[str, Any], tmp_path: Path) -> None:
+    """What docs/plans.md says: changed at its three places, it lies there, and the numbers are the model's."""
+    path = edited(data, tmp_path / "plan.json", lambda found: place(found, "P('model')"))
+    sharded = autoshard.compile(small(), MESH, plan=path)
+    torch.testing.assert_close(sharded(X), small()(X))
+    assert "P('model')" in str(sharded.plan)
+    autoshard.verify(sharded)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda found: found["parameters"]["0.weight"].update(spec="P('model')"),
+            r"parameter '0.weight' as P\('model'\) under 'parameters', and as P\(.*\) under 'nodes', 'p_0_weight'",
+        ),
+        (lambda found: found["nodes"].pop(NODE), r"no node 'p_0_weight': something was taken out"),
+        (lambda found: found["outputs"].pop("gradient 0.weight"), r"no output 'gradient 0.weight'"),
+        (lambda found: place(found, "P('tensor')"), r"Mesh\(data=2, model=2\) has no axis 'tensor'"),
+        (lambda found: place(found, "P('data"), r"plan.json: spec=\"P\('data\" cannot be read"),
+        (lambda found: found.pop("mesh"), r"plan.json is not a plan that autoshard wrote: KeyError\('mesh'\)"),
+        (
+            lambda found: found.update(autoshard_plan=99),
+            r"plan.json: the plan has schema version 99.*Upgrade",
+        ),
+        (lambda found: found.pop("autoshard_plan"), r"plan.json: the plan has schema version None"),
+    ],
+)
+def test_a_damaged_plan(
+    data: dict[str, Any], tmp_path: Path, edit: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    path = edited(data, tmp_path / "plan.json", edit)
+    with pytest.raises(AutoshardError, match=message):
+        autoshard.compile(small(), MESH, plan=path)(X)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(bytes(range(256)))
+    with pytest.raises(PlanMismatchError, match=r"plan.json is not a plan that autoshard wrote: it is no text"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_that_is_a_number() -> None:
+    with pytest.raises(PlanMismatchError, match=r"plan=3 is a int; pass a Plan, or the path of a saved one"):
+        autoshard.compile(small(), MESH, plan=3)

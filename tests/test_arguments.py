@@ -1,0 +1,114 @@
+"""What users pass by mistake is refused by name, before anything is traced or searched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import AutoshardError, Cluster, InvalidSpecError, Mesh, MeshError, NotAvailableError, P, TraceError
+
+MESH = Mesh({"data": 2})
+CLUSTER = Cluster("cpu_laptop", 1, 4)
+INPUTS = (torch.ones(4, 6),)
+
+
+def small() -> nn.Module:
+    return nn.Linear(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"memory_budget": -1}, NotAvailableError, r"memory_budget=-1 must be a number of bytes above 0"),
+        ({"memory_budget": 0}, NotAvailableError, r"memory_budget=0 must be a number of bytes above 0"),
+        ({"memory_budget": "80GB"}, NotAvailableError, r"memory_budget='80GB' must be a number of bytes"),
+        ({"memory_budget": math.nan}, NotAvailableError, r"memory_budget=nan must be a number of bytes"),
+        ({"time_budget_s": -1}, NotAvailableError, r"time_budget_s=-1 must be a number of seconds, at least 0"),
+        ({"time_budget_s": "10"}, NotAvailableError, r"time_budget_s='10' must be a number of seconds"),
+        ({"time_budget_s": math.nan}, NotAvailableError, r"time_budget_s=nan must be a number of seconds"),
+        ({"constraints": [("weight", P())]}, InvalidSpecError, r"constraints=\[.*\] is a list; pass a dict"),
+        ({"loss_fn": "mse"}, TraceError, r"loss_fn='mse' is a str; pass a function"),
+        ({"optimizer": 3}, TraceError, r"optimizer=3 is a int; pass a torch.optim optimizer"),
+        ({"max_grad_norm": 1.0}, NotAvailableError, r"max_grad_norm=1.0 belongs to a training step"),
+    ],
+)
+def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[AutoshardError], message: str) -> None:
+    """Both refuse them, in the same words."""
+    with pytest.raises(error, match=message):
+        autoshard.plan(small(), MESH, example_inputs=INPUTS, **arguments)
+    with pytest.raises(error, match=message):
+        autoshard.compile(small(), MESH, example_inputs=INPUTS, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"micro_batches": 0}, r"micro_batches=0 must be a whole number, at least 1"),
+        ({"micro_batches": 1.5}, r"micro_batches=1.5 must be a whole number"),
+        ({"micro_batches": "2"}, r"micro_batches='2' must be a whole number"),
+        ({"max_grad_norm": 0}, r"max_grad_norm=0 must be a positive number"),
+        ({"max_grad_norm": math.nan}, r"max_grad_norm=nan must be a positive number"),
+        ({"max_grad_norm": "1"}, r"max_grad_norm='1' must be a positive number"),
+    ],
+)
+def test_arguments_of_a_step(arguments: dict[str, Any], message: str) -> None:
+    model = small()
+    with pytest.raises(NotAvailableError, match=message):
+        autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+
+
+def test_an_optimizer_that_calls_the_model_itself() -> None:
+    model = small()
+    message = r"optimizer=LBFGS calls the model itself, by the closure that its step\(\) demands"
+    with pytest.raises(NotAvailableError, match=message):
+        autoshard.compile(model, MESH, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(NotAvailableError, match=message):
+        autoshard.plan(model, MESH, example_inputs=INPUTS, optimizer="lbfgs")
+
+
+def test_optimizers_that_do_not_take_the_model() -> None:
+    with pytest.raises(NotAvailableError, match=r"optimizer=SparseAdam takes sparse gradients only"):
+        autoshard.plan(small(), MESH, example_inputs=INPUTS, optimizer="sparseadam")
+    with pytest.raises(TraceError, match=r"optimizer='muon' cannot be made over all of the model's parameters: .*2D"):
+        autoshard.plan(small(), MESH, example_inputs=INPUTS, optimizer="muon")
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "message"),
+    [
+        ("h100_sxm:1x8", None, r"mesh_or_cluster='h100_sxm:1x8' is a str; pass an autoshard.Cluster"),
+        ({"data": 2}, None, r"mesh_or_cluster=\{'data': 2\} is a dict"),
+        (None, None, r"mesh_or_cluster=None is a NoneType"),
+        (CLUSTER, {"data": 4}, r"mesh=\{'data': 4\} is a dict; pass autoshard.Mesh"),
+        (CLUSTER, Mesh({"data": 3}), r"Mesh\(data=3\) has 3 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),
+        (CLUSTER, Mesh({"data": 8}), r"Mesh\(data=8\) has 8 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),
+        (MESH, MESH, r"mesh=Mesh\(data=2\) names the axes of a cluster, and Mesh\(data=2\) has its own"),
+    ],
+)
+def test_what_plans_are_made_for(target: Any, mesh: Any, message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        autoshard.plan(small(), target, mesh=mesh, example_inputs=INPUTS)
+    with pytest.raises(MeshError, match=message):
+        autoshard.prove(small(), target, mesh=mesh, example_inputs=INPUTS)
+
+
+def test_a_model_that_is_a_function() -> None:
+    for call in (autoshard.plan, autoshard.prove, autoshard.compile):
+        with pytest.raises(TraceError, match=r"is a function; pass a torch.nn.Module"):
+            call(lambda x: x, MESH, example_inputs=INPUTS)
+
+
+@pytest.mark.parametrize("batch", [0, -4, 1.5, "8"])
+def test_a_global_batch_that_is_no_count(batch: Any) -> None:
+    with pytest.raises(NotAvailableError, match=r"global_batch=.* must be a whole number of sequences, at least 1"):
+        autoshard.plan(small().bfloat16(), CLUSTER, example_inputs=INPUTS, optimizer="adamw", global_batch=batch)
+
+
+def test_verify_of_what_is_not_compiled() -> None:
+    with pytest.raises(TraceError, match=r"a Linear is not compiled; pass what autoshard.compile gave"):
+        autoshard.verify(small())
