@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanMismatchError
 from autoshard.ir.mesh import Mesh
@@ -19,6 +21,7 @@ from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
+from autoshard.testing.rounding import SAMPLES, nudge
 from autoshard.tracing import trace
 from passes.pipeline import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site, resolve
@@ -34,7 +37,7 @@ def check_calls(
     given: Sequence[PartitionSpec],
     calls: Sequence[CallSpecs],
     *,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
 ) -> CheckReport:
     """Run the calls that a model makes under given specs on simulated ranks, and compare its outputs with one device.
 
@@ -46,7 +49,9 @@ def check_calls(
         inputs: its arguments.
         given: how each of them lies.
         calls: the specs of each call, in their order.
-        tolerance: largest difference relative to the largest element of each output.
+        tolerance: largest difference relative to the largest element of each output; default: 1e-5, or the spacing of
+            numbers at 1 in the narrowest floating type that is computed in. Where nearly the same inputs give outputs
+            on one device that are further away, so may the mesh's be.
 
     Raises:
         PlanMismatchError: the model makes another number of calls, or one has no such strategy.
@@ -61,9 +66,26 @@ def check_calls(
         unshard(ranks, slot.spec, mesh, slot.shape)
         for slot, ranks in zip(lowered.outputs, simulate(lowered.graph_module, mesh, pieces), strict=True)
     ]
-    expected = model(*inputs)
-    pairs = enumerate(zip(found, expected, strict=True))
-    return CheckReport(plan, tuple(compare(f"output:{index}", *pair) for index, pair in pairs), tolerance)
+    expected, eps = _by_name(model(*inputs)), _spacing(program)
+    compared = tuple(compare(name, value, expected[name]) for name, value in _by_name(found).items())
+    report = CheckReport(plan, compared, max(TOLERANCE, eps) if tolerance is None else tolerance)
+    for number in range(SAMPLES):
+        if report.is_equal:
+            break
+        nearby = _by_name(model(*nudge(tuple(inputs), number, eps)))
+        report = replace(report, comparisons=tuple(item.beside(nearby, expected) for item in report.comparisons))
+    return report
+
+
+def _by_name(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"output:{index}": output for index, output in enumerate(outputs)}
+
+
+def _spacing(program: Program) -> float:
+    """The spacing of numbers at 1 in the narrowest floating type of any value; 0 where none floats."""
+    values = [leaf for node in program.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
+    floating = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return max((torch.finfo(dtype).eps for dtype in floating), default=0.0)
 
 
 def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls: Sequence[CallSpecs]) -> Plan:

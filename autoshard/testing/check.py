@@ -21,14 +21,12 @@ from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_step import find_loss
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
+from autoshard.testing.rounding import SAMPLES, nudge
 from autoshard.testing.shrink import find_small_failure
 from autoshard.testing.whole_step import MakeOptimizer, WholeStep
 from autoshard.tracing.precision import run_in_precision
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-
-_NEARBY_RUNS = 4
-"""Runs of one device on nearly the same numbers, should its own error alone not explain a difference."""
 
 
 def check_plan(
@@ -91,7 +89,7 @@ def check_plan(
     names = dict.fromkeys((*expected, *actual))
     compared = tuple(compare(item, actual.get(item), expected.get(item), exact.get(item)) for item in names)
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
-    for number in range(_NEARBY_RUNS if exact else 0):
+    for number in range(SAMPLES if exact else 0):
         if report.is_equal:
             break
         nearby = _train_nearby(model, name, training, number)
@@ -207,21 +205,14 @@ def _train_alone(model: nn.Module, precision: str | None, training: _Training) -
 
 
 def _train_nearby(model: nn.Module, precision: str | None, training: _Training, number: int) -> dict[str, torch.Tensor]:
-    """`_train_alone` of a copy of the model, each of its parameters and inputs one rounding away, up or down."""
-    generator = torch.Generator().manual_seed(number)
-    narrow = 0.0 if precision is None else torch.finfo(PRECISIONS[precision]).eps
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
-            return leaf
-        signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf) * 2 - 1
-        return leaf * (1 + signs * max(narrow, torch.finfo(leaf.dtype).eps) / 2)
-
+    """`_train_alone` of a copy of the model, each of its parameters and inputs one rounding away."""
+    eps = 0.0 if precision is None else torch.finfo(PRECISIONS[precision]).eps
     moved = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.copy_(move(parameter))
-    args, kwargs = pytree.tree_map(move, (training.args, dict(training.kwargs)))
+        held = dict(moved.named_parameters())
+        for name, value in nudge(held, number, eps).items():
+            held[name].copy_(value)
+    args, kwargs = nudge((training.args, dict(training.kwargs)), number, eps)
     return _train_alone(moved, precision, replace(training, args=args, kwargs=kwargs))
 
 

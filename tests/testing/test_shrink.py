@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -47,6 +48,17 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.ops.autoshard_tests.turned(torch.tanh(self.first(x)))
         return (self.second(h) * x).square().mean()
+
+
+def test_a_wrong_rule_is_found_among_roundings_to_bfloat16() -> None:
+    """What one device gives of nearly the same numbers does not excuse it."""
+    model, inputs = Model(), (torch.randn(4, 8),)
+    split = most_split_plan(trace(model, inputs, compute_dtype=torch.bfloat16), MESH)
+    plan = dataclasses.replace(split, precision="bf16")
+    report = check_plan(model, MESH, inputs, plan=plan)
+    calls = [line for line in report.small_failure.splitlines() if "torch.ops." in line]
+    assert not report.is_equal
+    assert "turned" in "".join(calls)
 
 
 def test_a_failure_is_printed_as_a_few_calls(tmp_path: Path) -> None:

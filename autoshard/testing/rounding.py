@@ -1,0 +1,27 @@
+"""Numbers that are one rounding away: what one device gives of them says how far rounding may carry a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+SAMPLES = 4
+"""Runs on nearly the same numbers, should one device's own error not explain a difference."""
+
+
+def nudge(values: Any, number: int, eps: float = 0.0) -> Any:
+    """Each element of the floating tensors of a tree moved by one rounding, up or down; the same for the same `number`.
+
+    `eps`: the spacing of numbers at 1 in the type that is computed in, where it is narrower than the tensors' own.
+    """
+    generator = torch.Generator().manual_seed(number)
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf) * 2 - 1
+        return leaf * (1 + signs * max(eps, torch.finfo(leaf.dtype).eps) / 2)
+
+    return pytree.tree_map(move, values)

@@ -1,0 +1,47 @@
+"""How far rounding may carry a result, and that it excuses nothing else."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard import Mesh, P
+from autoshard.testing import check_calls
+from autoshard.testing.rounding import nudge
+
+
+@given(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), number=st.integers(0, 9))
+def test_every_element_moves_by_one_rounding(dtype: torch.dtype, number: int) -> None:
+    """To a neighbour, or back to itself where it lies just above a power of two; integers stay; the number decides."""
+    values = {"x": torch.linspace(1.1, 1.9, 7, dtype=torch.float64).to(dtype), "tokens": torch.arange(3)}
+    moved = nudge(values, number)
+    away = (moved["x"].double() - values["x"].double()).abs()
+    assert bool((away <= torch.finfo(dtype).eps).all())
+    assert torch.equal(moved["tokens"], values["tokens"])
+    assert torch.equal(moved["x"], nudge(values, number)["x"])
+
+
+def test_the_spacing_of_a_narrower_type_moves_further() -> None:
+    """Half of the spacing of bfloat16, in float32."""
+    moved = nudge(torch.ones(5), 0, eps=torch.finfo(torch.bfloat16).eps)
+    assert moved.sub(1).abs().tolist() == [2.0**-8] * 5
+
+
+class Product(nn.Module):
+    """A product of nearly opposite addends."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.ops.aten.mm.default(x, y),)
+
+
+def test_partial_sums_that_cancel_differ_by_rounding_alone() -> None:
+    """In bfloat16 each rank rounds its part, which is far larger than the sum of all."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 64).bfloat16(), torch.randn(64, 8).bfloat16()
+    x, y = torch.cat([x, -x * 0.9], 1), torch.cat([y, y])
+    calls = (((P(None, "data"), P("data")), (P(partial={"data": "sum"}),)),)
+    report = check_calls(Product(), Mesh({"data": 4}), (x, y), (P(), P()), calls)
+    assert report.is_equal
+    assert not all(item.difference <= report.tolerance * item.scale for item in report.comparisons)
