@@ -7,7 +7,7 @@
 #                              stopped (build/nightly)
 #   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
-#   make gpu-bench             each Triton kernel beside torch.compile and eager, on a machine with a GPU
+#   make gpu-bench             each Triton kernel and a block beside torch.compile, Liger-Kernel and eager, on a GPU
 #   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
 #   make lint | make format    check the style | put it right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv

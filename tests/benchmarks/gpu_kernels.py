@@ -1,25 +1,27 @@
-"""Each kernel beside torch.compile and eager on this machine's GPU: medians, side by side in one process.
+"""Kernels beside Liger-Kernel, torch.compile and eager on this machine's GPU: medians, side by side in one process.
 
-    make gpu-bench        (or: python -m tests.benchmarks.gpu_kernels --output results.json)
+    make gpu-bench        (or: python -m tests.benchmarks.gpu_kernels --only 'attention*' --output page.md)
     python -m tests.benchmarks.gpu_kernels --dry-run --device h200
 
 Each implementation runs on the same inputs, in bfloat16, after a warm-up; the cache of the device is emptied between
 runs (`triton.testing.do_bench`). Beside the times stand what the cost model predicts, and the bandwidth that ours
-reaches, as a share of what copying a tensor reaches on this device. Attention, which arithmetic bounds, is compared
-with each of torch's backends, and the fastest counts. Forward and backward are timed apart.
+reaches, as a share of what copying a tensor reaches on this device. Attention is compared with each of torch's
+backends, and the fastest counts. Forward and backward are timed apart, but for cross-entropy, whose gradient
+Liger-Kernel computes in the forward. Liger-Kernel is optional (`gpu_liger.py`); blocks of Llama 3 8B come last.
 
-A dry run needs no GPU: every case runs on the meta device, which finds wrong calls and results of other shapes, and is
-listed with its predicted time.
+The page is written anew after each row, with versions, date and the targets that are met. A dry run needs no GPU:
+every case runs on the meta device, which finds wrong calls and results of other shapes, and is listed with its
+predicted time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,239 +29,194 @@ import torch
 import triton
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
+import autoshard
 from autoshard.ir.printer import format_bytes
-from autoshard.kernels.registry import FUSED
-from autoshard.kernels.triton_add_norm import add_layer_norm, add_rms_norm, add_rms_norm_backward
-from autoshard.kernels.triton_attention import triton_attention
-from autoshard.kernels.triton_attention_backward import triton_attention_backward
-from autoshard.kernels.triton_gated import gated, gated_backward
-from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
-from autoshard.kernels.triton_rotary import rotary
-from cost_models.compute import attention_time, memory_time
 from cost_models.device import Device, device
-from cost_models.work import AttentionShape
+from tests.benchmarks import gpu_liger
+from tests.benchmarks.gpu_block import (
+    LENGTHS,
+    Sizes,
+    compile_ours,
+    flops_of,
+    generated_cases,
+    make_block,
+    predict_s,
+    step_of,
+)
+from tests.benchmarks.gpu_case import Case, Kind, bytes_of
+from tests.benchmarks.gpu_cases import cases
+from tests.benchmarks.gpu_page import Row, page
 
-_TOKENS, _HIDDEN, _INNER, _HEADS, _SIZE = 8192, 4096, 14336, 32, 128
-_EPS = 1e-5
+_RESULTS = Path(__file__).with_name("results")
+# What one library or another raises where it cannot; it is told on the page.
+_FAILURES = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, ImportError, AssertionError),
+    *(triton.TritonError, autoshard.AutoshardError),
+)
+Median = Callable[..., float]
+"""A function's median time in milliseconds; `grad_to_none` as for `triton.testing.do_bench`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One comparison.
+def copy_bandwidth(median: Median) -> float:
+    """Bytes per second, read and written, of copying one gibibyte."""
+    source = torch.empty(2**29, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * bytes_of(source) / (median(lambda: target.copy_(source)) / 1e3)
+
+
+class Bench:
+    """Times implementations, and notes those that fail: a GPU's time is dear, so the others are timed all the same.
 
     Args:
-        name: kernel and shape.
-        ours, plain: the kernel, and the same in ordinary operators; no arguments. Of an attention `plain` makes what is
-            timed, under the backend that is to be timed.
-        moved_bytes: what has to be read and written; 0 where arithmetic bounds.
-        attention: the shape, of an attention.
+        priced: the device that predictions are for.
+        median: times a function.
+        compiler: `torch.compile`.
     """
 
-    name: str
-    ours: Callable[[], Any]
-    plain: Callable[[], Any]
-    moved_bytes: int = 0
-    attention: AttentionShape | None = None
+    def __init__(self, priced: Device, median: Median, compiler: Callable[[Any], Any] = torch.compile) -> None:
+        self._priced, self._median, self._compiler = priced, median, compiler
+        self._notes: list[str] = []
 
-    def predicted_s(self, device: Device) -> float:
-        """What the cost model says that ours takes."""
-        if self.attention is not None:
-            return attention_time(self.attention, "bf16", device)
-        return device.launch_latency_s + memory_time(self.moved_bytes, device)
+    def measure(self, case: Case) -> Row:
+        """One comparison; attention's eager time is that of torch's fastest backend."""
+        ours = self._time("ours", lambda: case.ours)
+        eager = self._fastest_backend(case) if case.kind is Kind.ATTENTION else self._plain("eager", case, lambda x: x)
+        compiles = case.compiles and case.kind is not Kind.ATTENTION
+        return Row(
+            case.name,
+            case.kind,
+            1e3 * case.predicted_s(self._priced),
+            ours,
+            self._plain("torch.compile", case, self._compiler) if compiles else None,
+            eager,
+            self._liger(case),
+            case.moved_bytes,
+            case.flops,
+            self._taken_notes(),
+        )
 
+    def measure_block(self, length: int, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Row:
+        """A block's forward and backward."""
+        block, inputs = make_block(length, sizes, dtype)
+        ours = self._step("ours", lambda: compile_ours(block, inputs), inputs)
+        compiled = self._step("torch.compile", lambda: self._compiler(block), inputs)
+        eager = self._step("eager", lambda: block, inputs)
+        predicted = 1e3 * predict_s(length, self._priced)
+        name = f"Llama block, forward and backward, {length}"
+        times = (predicted, ours, compiled, eager, None)
+        return Row(name, Kind.BLOCK, *times, 0, flops_of(length, sizes), self._taken_notes())
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Medians in milliseconds, and ours as a share of the copy's bandwidth (None where arithmetic bounds)."""
+    def _plain(self, name: str, case: Case, wrap: Callable[[Any], Any]) -> float | None:
+        def prepare() -> Callable[[], Any]:
+            plain = wrap(case.plain)
+            return lambda: case.run_plain(plain)
 
-    name: str
-    ours_ms: float
-    predicted_ms: float
-    compiled_ms: float
-    eager_ms: float
-    bandwidth_share: float | None
+        return self._time(name, prepare)
 
+    def _liger(self, case: Case) -> float | None:
+        if case.liger is None or gpu_liger.version() is None:
+            return None
+        return self._time("Liger", case.liger.prepare)
 
-def _draw(*shape: int) -> Tensor:
-    """Normal numbers, on the default device."""
-    return torch.randn(shape, dtype=torch.bfloat16)
+    def _step(self, name: str, make: Callable[[], Any], inputs: Sequence[Any]) -> float | None:
+        dropped: list[torch.Tensor] = []
 
+        def prepare() -> Callable[[], Any]:
+            step, with_gradients = step_of(make(), tuple(inputs))
+            dropped[:] = with_gradients
+            return step
 
-def _bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self._time(name, prepare, dropped)
 
-
-def _form(operator: Any, index: int = 0) -> Callable[..., Any]:
-    """A form of a fused kernel, as a function."""
-    return next(kernel for kernel in FUSED if kernel.operator is operator).forms[index].compose
-
-
-def _pointwise() -> Iterator[Case]:
-    grad, gate, up = (_draw(_TOKENS, _INNER) for _ in range(3))
-    bias, plain = _draw(_INNER), _form(gated_backward)
-    yield Case("gated", lambda: gated(gate, up, "silu"), lambda: F.silu(gate) * up, 3 * _bytes(up))
-    yield Case(
-        "gated backward",
-        lambda: gated_backward(grad, gate, up, "silu"),
-        lambda: plain(gate, grad, gate, up),
-        5 * _bytes(up),
-    )
-    yield Case(
-        "bias gelu", lambda: bias_gelu(up, bias, list(up.shape), "gelu"), lambda: F.gelu(up + bias), 2 * _bytes(up)
-    )
-    slope = _form(bias_gelu_backward)
-    yield Case(
-        "bias gelu backward",
-        lambda: bias_gelu_backward(grad, up, bias, "gelu"),
-        lambda: slope(up, grad, up, bias),
-        3 * _bytes(up),
-    )
-
-
-def _norms() -> Iterator[Case]:
-    x, residual, weight, bias = _draw(_TOKENS, _HIDDEN), _draw(_TOKENS, _HIDDEN), _draw(_HIDDEN), _draw(_HIDDEN)
-    rms, layer, backward = _form(add_rms_norm), _form(add_layer_norm), _form(add_rms_norm_backward)
-    out, rstd, total = add_rms_norm(x, residual, weight, _EPS)
-    yield Case(
-        "add, RMS norm",
-        lambda: add_rms_norm(x, residual, weight, _EPS),
-        lambda: rms(x, x, residual, weight, _EPS),
-        4 * _bytes(x),
-    )
-    yield Case(
-        "add, layer norm",
-        lambda: add_layer_norm(x, residual, weight, bias, _EPS),
-        lambda: layer(x, x, residual, weight, bias, _EPS),
-        4 * _bytes(x),
-    )
-    yield Case(
-        "add, RMS norm backward",
-        lambda: add_rms_norm_backward(out, residual, total, rstd, weight, [1, _HIDDEN]),
-        lambda: backward(x, out, residual, total, rstd, weight),
-        4 * _bytes(x),
-    )
-
-
-def _rotary() -> Iterator[Case]:
-    q, k = _draw(1, _TOKENS, _HEADS, _SIZE).transpose(1, 2), _draw(1, _TOKENS, _HEADS // 4, _SIZE).transpose(1, 2)
-    cos, sin, plain = _draw(1, 1, _TOKENS, _SIZE), _draw(1, 1, _TOKENS, _SIZE), _form(rotary, 1)
-    yield Case(
-        "rotary", lambda: rotary(q, k, cos, sin, False, False), lambda: plain(q, q, k, cos, sin), 2 * _bytes(q, k)
-    )
-
-
-def _attention(size: int, length: int) -> Iterator[Case]:
-    q, k, v, grad = (_draw(1, _HEADS // 2, length, size).requires_grad_() for _ in range(4))
-    constants = (0.0, True, size**-0.5, 0, [0] * 4, list(q.shape))
-    with torch.no_grad():
-        out, lse = triton_attention(q, k, v, None, None, *constants)
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return triton_attention(q, k, v, None, None, *constants)
-
-    def plain() -> Any:
-        with torch.no_grad():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def backward() -> Any:
-        with torch.no_grad():
-            return triton_attention_backward(grad, q, k, v, None, out, lse, None, *constants)
-
-    def plain_backward() -> Callable[[], Any]:
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return lambda: torch.autograd.grad(expected, (q, k, v), grad, retain_graph=True)
-
-    name = f"attention, head {size}, {length}"
-    shape = AttentionShape(_HEADS // 2, length, length, size, size, causal=True)
-    yield Case(name, forward, lambda: plain, attention=shape)
-    yield Case(f"{name}, backward", backward, plain_backward, attention=shape._replace(backward=True))
-
-
-def cases() -> Iterator[Case]:
-    """All comparisons; each makes its inputs when it is asked for."""
-    yield from _pointwise()
-    yield from _norms()
-    yield from _rotary()
-    for size in (64, 128):
-        for length in (2048, 8192, 32768):
-            yield from _attention(size, length)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of copying one gibibyte."""
-    source = torch.empty(2**29, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 2 * _bytes(source) / (_median_ms(lambda: target.copy_(source)) / 1e3)
-
-
-def measure(case: Case, bandwidth: float, device: Device) -> Row:
-    """The medians of one comparison; attention's eager one is that of torch's fastest backend."""
-    ours, predicted = _median_ms(case.ours), 1e3 * case.predicted_s(device)
-    if case.attention is not None:
-        eager = _fastest_backend_ms(case)
-        return Row(case.name, ours, predicted, eager, eager, None)
-    share = case.moved_bytes / (ours / 1e3) / bandwidth
-    return Row(case.name, ours, predicted, _median_ms(torch.compile(case.plain)), _median_ms(case.plain), share)
-
-
-def _fastest_backend_ms(case: Case) -> float:
-    """The median of attention under the fastest of torch's backends that take it."""
-    found = []
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        try:
+    def _fastest_backend(self, case: Case) -> float | None:
+        found = []
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             with sdpa_kernel(backend):
-                found.append(_median_ms(case.plain()))
-        except RuntimeError as error:  # "No available kernel"
-            Console(stderr=True).print(f"{case.name}: not with {backend.name}: {error}", markup=False)
-    return min(found)
+                found.append(self._time(backend.name, case.plain))
+        return min((time_ms for time_ms in found if time_ms is not None), default=None)
+
+    def _time(
+        self, name: str, prepare: Callable[[], Callable[[], Any]], grad_to_none: list[torch.Tensor] | None = None
+    ) -> float | None:
+        try:
+            function = prepare()
+            return self._median(function, grad_to_none=grad_to_none)
+        except _FAILURES as error:
+            self._notes.append(f"{name}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+            return None
+        finally:
+            torch.compiler.reset()
+
+    def _taken_notes(self) -> tuple[str, ...]:
+        notes = tuple(self._notes)
+        self._notes.clear()
+        return notes
 
 
-def dry_run(device: Device) -> Table:
-    """Every case, run on the meta device, with its predicted time.
+def dry_run(priced: Device, lengths: Sequence[int] = LENGTHS) -> Table:
+    """Every case, run on the meta device, and every block, planned there, with predicted times.
 
     Raises:
         ValueError: a kernel's first result has another shape than what it is compared with.
+        TypeError: Liger-Kernel is installed, and takes other arguments.
     """
-    table = Table("kernel", "predicted ms", "moves", title=f"Dry run, predicted for {device.name}")
+    table = Table("kernel", "bound by", "predicted ms", "moves", "Liger", title=f"Dry run, predicted for {priced.name}")
     with torch.device("meta"):
-        for case in cases():
-            made, plain = case.ours(), case.plain() if case.attention is None else case.plain()()
-            shapes = [tuple((item[0] if isinstance(item, tuple) else item).shape) for item in (made, plain)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(f"{case.name} gives {shapes[0]}, and what it is compared with {shapes[1]}.")
-            moved = format_bytes(case.moved_bytes) if case.moved_bytes else "products"
-            table.add_row(case.name, f"{1e3 * case.predicted_s(device):.3f}", moved)
+        for case in all_cases(priced):
+            check(case)
+            moved = format_bytes(case.moved_bytes) if case.moved_bytes else f"{case.flops / 1e12:.3f} TFLOP"
+            liger = "" if case.liger is None else case.liger.function
+            table.add_row(case.name, case.kind.value, f"{1e3 * case.predicted_s(priced):.3f}", moved, liger)
+    for length in lengths:
+        flops = f"{flops_of(length, Sizes()) / 1e12:.3f} TFLOP"
+        predicted_ms = 1e3 * predict_s(length, priced)
+        table.add_row(f"Llama block, forward and backward, {length}", "block", f"{predicted_ms:.3f}", flops, "")
     return table
 
 
-def _median_ms(function: Callable[[], Any]) -> float:
-    median = do_bench(function, warmup=50, rep=200, return_mode="median")
+def check(case: Case) -> None:
+    """Raise `ValueError` unless a kernel and what it is compared with give results of one shape."""
+    made = case.ours()
+    plain = case.plain()() if case.kind is Kind.ATTENTION else case.run_plain(case.plain)
+    shapes = [tuple((item[0] if isinstance(item, tuple) else item).shape) for item in (made, plain)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"{case.name} gives {shapes[0]}, and what it is compared with {shapes[1]}.")
+    if case.liger is not None and gpu_liger.version() is not None:
+        case.liger.check()
+
+
+def all_cases(priced: Device) -> Iterator[Case]:
+    """Hand-written kernels, then those generated for a block."""
+    yield from cases()
+    yield from generated_cases(priced)
+
+
+def _median_ms(function: Callable[[], Any], grad_to_none: list[torch.Tensor] | None = None) -> float:
+    median = do_bench(function, warmup=50, rep=200, grad_to_none=grad_to_none, return_mode="median")
     assert isinstance(median, float)
     return median
 
 
-def _show(rows: list[Row], bandwidth: float) -> None:
-    title = f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s"
-    columns = ("kernel", "ours ms", "predicted ms", "compiled ms", "eager ms", "of copy", "against best")
-    table = Table(*columns, title=title)
-    for row in rows:
-        share = "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}"
-        best = min(row.compiled_ms, row.eager_ms) / row.ours_ms
-        times = (row.ours_ms, row.predicted_ms, row.compiled_ms, row.eager_ms)
-        table.add_row(row.name, *(f"{time_ms:.3f}" for time_ms in times), share, f"{best:.2f}x")
-    Console().print(table)
+def _rows(bench: Bench, priced: Device, only: str) -> Iterator[Row]:
+    with torch.device("cuda"):
+        for case in all_cases(priced):
+            if fnmatch(case.name, only):
+                yield bench.measure(case)
+        for length in LENGTHS:
+            if fnmatch(f"Llama block, forward and backward, {length}", only):
+                yield bench.measure_block(length, Sizes())
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print, and save where asked to."""
+    """Measure, and write the page; or list what would be measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path)
+    day = time.strftime("%Y-%m-%d")
+    parser.add_argument("--output", type=Path, default=_RESULTS / f"gpu_kernels_{day}.md", help="the page")
+    parser.add_argument("--only", default="*", help="a pattern of names, as of files")
+    parser.add_argument("--tune", action="store_true", help="measure block sizes first (autoshard.tune_kernels)")
     parser.add_argument("--dry-run", action="store_true", help="run on the meta device, and list predicted times")
     parser.add_argument("--device", default="h200", help="of cost_models/data/devices, for predicted times")
     options = parser.parse_args(arguments)
@@ -269,14 +226,26 @@ def main(arguments: list[str]) -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("make gpu-bench measures Triton kernels on a GPU, and this machine has none that torch sees.")
-    bandwidth = copy_bandwidth()
+    if options.tune:
+        autoshard.tune_kernels()
     with torch.device("cuda"):
-        rows = [measure(case, bandwidth, priced) for case in cases()]
-    _show(rows, bandwidth)
-    if options.output is not None:
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name()}
-        taken = {**versions, "date": time.strftime("%Y-%m-%d"), "copy_bytes_per_s": bandwidth}
-        options.output.write_text(json.dumps(taken | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        bandwidth = copy_bandwidth(_median_ms)
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "date": day,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "Liger-Kernel": gpu_liger.version() or "not installed: pip install liger-kernel",
+        "block sizes": "measured" if options.tune else "the heuristic's",
+        "copy": f"{bandwidth / 1e12:.3f} TB/s read and written",
+        "predicted for": priced.name,
+    }
+    rows: list[Row] = []
+    for row in _rows(Bench(priced, _median_ms), priced, options.only):
+        rows.append(replace(row, copy_bytes_per_s=bandwidth))
+        options.output.write_text(page(facts, rows), encoding="utf-8")
+        sys.stdout.write(f"{rows[-1].cells()}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

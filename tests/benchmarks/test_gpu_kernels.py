@@ -1,27 +1,179 @@
-"""The benchmark of kernels on a GPU can run: its cases are dry-run without one."""
+"""The benchmark of kernels on a GPU can run: its cases are dry-run, and measured with a clock of ours, without one."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.kernels.registry import FUSED, KERNELS
 from cost_models.device import device
-from tests.benchmarks import gpu_kernels
+from tests.benchmarks import gpu_kernels, gpu_liger
+from tests.benchmarks.gpu_block import Sizes, compile_ours, make_block, step_of
+from tests.benchmarks.gpu_case import Case, Kind
+from tests.benchmarks.gpu_cases import cases
+from tests.benchmarks.gpu_liger import Liger
+from tests.benchmarks.gpu_page import Row, page
+
+H200 = device("h200")
 
 
-def test_every_case_runs_on_the_meta_device() -> None:
-    """Kernels and what they are compared with give results of one shape, from 2k to 32k and heads of 64 and 128."""
-    table = gpu_kernels.dry_run(device("h200"))
+class _Calls(TorchDispatchMode):
+    """The operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_case_is_measured() -> None:
+    """With a clock that runs what it is given once, on the meta device: nothing fails, and every kernel has a case."""
+
+    def once(function: Callable[[], Any], grad_to_none: Any = None) -> float:
+        function()
+        return 2.0
+
+    bench = gpu_kernels.Bench(H200, once, compiler=lambda plain: plain)
+    with torch.device("meta"), _Calls() as calls:
+        rows = [bench.measure(case) for case in cases()]
+    assert [note for row in rows for note in row.notes] == []
+    assert all(row.ours_ms == row.eager_ms == 2.0 for row in rows)
+    assert all(row.predicted_ms > 0 for row in rows)
+    written = page({"device": "none"}, rows)
+    assert all(row.name in written for row in rows)
+    kernels = {kernel.replacement for found in KERNELS.values() for kernel in found}
+    kernels |= {kernel.operator for kernel in FUSED if kernel.name.startswith("autoshard::triton")}
+    assert kernels - calls.found == set()
+
+
+def test_the_dry_run_lists_every_case() -> None:
+    """Kernels, generated ones too, and what they are compared with give results of one shape; a block is planned."""
+    table = gpu_kernels.dry_run(H200, lengths=(2048,))
     names = list(table.columns[0].cells)
     assert {f"attention, head {size}, {length}" for size in (64, 128) for length in (2048, 8192, 32768)} < set(names)
-    assert all(float(str(cell)) > 0 for cell in table.columns[1].cells)
+    assert sum(str(name).startswith("generated:") for name in names) > 1
+    assert names[-1] == "Llama block, forward and backward, 2048"
+    assert all(float(str(cell)) > 0 for cell in table.columns[2].cells)
 
 
-def test_results_of_other_shapes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_other_shapes_are_found() -> None:
     """A case whose kernel computes something else is named."""
     with torch.device("meta"):
-        case = next(gpu_kernels.cases())
-    wrong = gpu_kernels.Case(case.name, lambda: case.ours()[0], case.plain, case.moved_bytes)
-    monkeypatch.setattr(gpu_kernels, "cases", lambda: iter([wrong]))
-    with pytest.raises(ValueError, match="gated gives"):
-        gpu_kernels.dry_run(device("h200"))
+        case = next(cases())
+        wrong = Case(case.name, lambda: case.ours()[0], case.plain, case.moved_bytes)
+        with pytest.raises(ValueError, match="gated gives"):
+            gpu_kernels.check(wrong)
+
+
+@pytest.fixture
+def _own_process_group() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_own_process_group")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no interpreter")
+def test_a_block_is_what_it_is_in_eager() -> None:
+    """Loss and the input's gradient of a small block, in a process group of one."""
+    torch.manual_seed(0)
+    block, inputs = make_block(8, Sizes(64, 96, 4, 2), torch.float32)
+    ours, x = compile_ours(block, inputs), inputs[0]
+    expected = step_of(block, inputs)[0]()
+    grad, x.grad = x.grad, None
+    found = step_of(ours, inputs)[0]()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(x.grad, grad)
+
+
+def _row(kind: Kind, **known: Any) -> Row:
+    times: dict[str, Any] = {"ours_ms": 1.0, "compiled_ms": None, "eager_ms": None, "liger_ms": None}
+    rest: dict[str, Any] = {"moved_bytes": 4e9, "flops": 3e12, "copy_bytes_per_s": 4.5e12}
+    return Row("some kernel", kind, 0.9, **(times | rest | known))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            _row(Kind.MEMORY, compiled_ms=1.2, liger_ms=0.9),
+            ["pass copy 0.89 (>= 0.85)", "pass Inductor 1.20 (>= 1.00)", "FAIL Liger 0.90 (>= 1.00)"],
+        ),
+        (_row(Kind.MEMORY, ours_ms=2.0), ["FAIL copy 0.44 (>= 0.85)"]),
+        (_row(Kind.MEMORY, moved_bytes=1e6, compiled_ms=1.0), ["pass Inductor 1.00 (>= 1.00)"]),
+        (_row(Kind.PRODUCTS, eager_ms=0.5), []),
+        (_row(Kind.ATTENTION, eager_ms=0.9), ["pass torch's best 0.90 (>= 0.90)"]),
+        (_row(Kind.BLOCK, compiled_ms=1.05), ["FAIL torch.compile 1.05 (>= 1.10)"]),
+        (_row(Kind.MEMORY, ours_ms=None, compiled_ms=1.0), []),
+    ],
+)
+def test_targets_are_judged(row: Row, expected: list[str]) -> None:
+    """A share of the copy's bandwidth, and speed beside each of the others, where both were timed."""
+    assert [str(verdict) for verdict in row.verdicts()] == expected
+
+
+def test_the_page_counts_what_is_met() -> None:
+    """With facts, a line for each row, and what could not be timed."""
+    rows = [_row(Kind.ATTENTION, eager_ms=0.5), _row(Kind.MEMORY, compiled_ms=2.0)]
+    text = page({"torch": "2.13", "Liger-Kernel": "not installed"}, rows)
+    assert "* targets: 2 of 3 met, 2 rows" in text
+    assert "* Liger-Kernel: not installed" in text
+    assert "| some kernel | 1.000 | 0.900 | 2.000 |  |  | 4000 GB/s | 89% |" in text
+    failed = Row("other", Kind.MEMORY, 1.0, None, None, 1.0, None, 1.0, 0.0, ("ours: RuntimeError: out of memory",))
+    assert "* other: ours: RuntimeError: out of memory" in page({}, [failed])
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.scale, None
+
+
+def test_a_function_of_ligers_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward, or both; other arguments than it takes are an error."""
+    module = ModuleType("liger_kernel.ops")
+    module.Scaled = _Scaled  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", module)
+    x, grad = torch.ones(3), torch.full((3,), 2.0)
+    assert Liger("Scaled", (x, 3.0)).prepare()()[0].tolist() == [3.0] * 3
+    for with_forward in (False, True):
+        run = Liger("Scaled", (x, 3.0), (grad,), with_forward).prepare()
+        assert [run()[0].tolist() for _ in range(2)] == [[6.0] * 3] * 2
+    Liger("Scaled", (x, 3.0)).check()
+    with pytest.raises(TypeError, match="missing a required argument"):
+        Liger("Scaled", (x,)).check()
+
+
+def test_without_liger_a_case_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is optional."""
+    monkeypatch.setattr(gpu_liger, "version", lambda: None)
+    case = Case("case", lambda: None, lambda: None, 1, liger=Liger("Missing", ()))
+    row = gpu_kernels.Bench(H200, lambda function, grad_to_none: 1.0, lambda plain: plain).measure(case)
+    assert (row.ours_ms, row.liger_ms, row.notes) == (1.0, None, ())
+
+
+def test_what_fails_is_noted() -> None:
+    """The others are timed all the same."""
+
+    def fail() -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    bench = gpu_kernels.Bench(H200, lambda function, grad_to_none: function() or 1.0, lambda plain: plain)
+    row = bench.measure(Case("case", fail, lambda: None, 1))
+    assert (row.ours_ms, row.eager_ms, row.notes) == (None, 1.0, ("ours: RuntimeError: out of memory",))

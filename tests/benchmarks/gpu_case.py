@@ -1,0 +1,101 @@
+"""One comparison of `tests.benchmarks.gpu_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.registry import FUSED
+from cost_models.compute import attention_time, matmul_time, memory_time
+from cost_models.device import Device
+from cost_models.work import AttentionShape, MatmulShape
+from tests.benchmarks.gpu_liger import Liger
+
+# Of Llama 3 8B.
+TOKENS, HIDDEN, INNER, HEADS, SIZE, CLASSES = 8192, 4096, 14336, 32, 128, 128256
+
+
+class Kind(Enum):
+    """What bounds a case, and so what it is measured by."""
+
+    MEMORY = "memory"
+    PRODUCTS = "products"
+    ATTENTION = "attention"
+    BLOCK = "block"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison.
+
+    Args:
+        name: kernel and shape.
+        ours, plain: the kernel, and the same in ordinary operators; no arguments. Of an attention `plain` makes what is
+            timed, under the backend that is to be timed.
+        moved_bytes: what has to be read and written.
+        products: the products of matrices, where these bound.
+        attention: the shape, of an attention.
+        leaves, grad: where `plain` is differentiated too: by what, with which gradient of its result.
+        liger: the same by Liger-Kernel, where it has it.
+        compiles: whether `torch.compile` is to be timed: not where `plain` is one library call or runs on the host.
+    """
+
+    name: str
+    ours: Callable[[], Any]
+    plain: Callable[[], Any]
+    moved_bytes: int = 0
+    products: tuple[MatmulShape, ...] = ()
+    attention: AttentionShape | None = None
+    leaves: tuple[Tensor, ...] = ()
+    grad: Tensor | None = None
+    liger: Liger | None = None
+    compiles: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """What bounds it."""
+        if self.attention is not None:
+            return Kind.ATTENTION
+        return Kind.PRODUCTS if self.products else Kind.MEMORY
+
+    @property
+    def flops(self) -> float:
+        """Of its products; of an attention without what a mask leaves out."""
+        if self.attention is None:
+            return sum(shape.flops for shape in self.products)
+        shape = self.attention
+        forward = 2 * shape.heads * shape.queries * shape.keys * (shape.depth + shape.value_depth)
+        return forward * (2.5 if shape.backward else 1) / (2 if shape.causal else 1)
+
+    def predicted_s(self, device: Device) -> float:
+        """What the cost model says that ours takes."""
+        if self.attention is not None:
+            return attention_time(self.attention, "bf16", device)
+        if self.products:
+            return sum(matmul_time(*shape, "bf16", device) for shape in self.products)
+        return device.launch_latency_s + memory_time(self.moved_bytes, device)
+
+    def run_plain(self, plain: Callable[[], Any]) -> Any:
+        """`plain`, or a compiled form of it, with its gradients where these are asked for."""
+        result = plain()
+        return torch.autograd.grad(result, self.leaves, self.grad) if self.leaves else result
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal numbers, on the default device."""
+    return torch.randn(shape, dtype=dtype)
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    """What tensors take."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def form(operator: Any, index: int = 0) -> Callable[..., Any]:
+    """A form of a fused kernel, as a function."""
+    return next(kernel for kernel in FUSED if kernel.operator is operator).forms[index].compose

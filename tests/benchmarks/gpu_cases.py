@@ -1,0 +1,413 @@
+"""What `tests.benchmarks.gpu_kernels` compares: every kernel on the sizes of Llama 3 8B (of Mixtral 8x7B for experts).
+
+Tokens are 8,192, in bfloat16. A case makes its inputs on the default device when it is asked for; on the meta device it
+is a dry run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autoshard.kernels.optimizers import ADAM_HYPER
+from autoshard.kernels.quantise import dequantise_sum, quantise
+from autoshard.kernels.triton_adam import adam_updates_
+from autoshard.kernels.triton_add_norm import (
+    add_layer_norm,
+    add_layer_norm_backward,
+    add_rms_norm,
+    add_rms_norm_backward,
+)
+from autoshard.kernels.triton_bias_add_norm import bias_add_layer_norm, bias_add_rms_norm
+from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
+from autoshard.kernels.triton_dropout import triton_dropout
+from autoshard.kernels.triton_embedding import (
+    embedding,
+    embedding_backward,
+    split_embedding,
+    split_embedding_backward,
+)
+from autoshard.kernels.triton_gated import gated, gated_backward
+from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
+from autoshard.kernels.triton_grouped_matmul import grouped_matmul
+from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
+from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
+from autoshard.kernels.triton_permutation import combine, combine_backward, permute, permute_backward
+from autoshard.kernels.triton_quantise import triton_dequantise_sum, triton_quantise
+from autoshard.kernels.triton_rms_norm import rms_norm, rms_norm_backward
+from autoshard.kernels.triton_rotary import rotary
+from autoshard.kernels.triton_softmax import softmax, softmax_backward
+from autoshard.kernels.triton_split_cross_entropy import split_cross_entropy, split_cross_entropy_backward
+from cost_models.work import MatmulShape
+from tests.benchmarks.gpu_attention_cases import attention, packed_attention
+from tests.benchmarks.gpu_case import CLASSES, HEADS, HIDDEN, INNER, SIZE, TOKENS, Case, bytes_of, draw, form
+from tests.benchmarks.gpu_liger import Liger
+
+_aten = torch.ops.aten
+_EXPERTS, _CHOSEN = 8, 2
+_EPS, _IGNORED = 1e-5, -100
+_BF16, _F32 = torch.bfloat16, torch.float32
+
+
+def _pointwise() -> Iterator[Case]:
+    grad, gate, up = (draw(TOKENS, INNER) for _ in range(3))
+    bias, plain, slope = draw(INNER), form(gated_backward), form(bias_gelu_backward)
+    yield Case(
+        "gated",
+        lambda: gated(gate, up, "silu"),
+        lambda: F.silu(gate) * up,
+        3 * bytes_of(up),
+        liger=Liger("LigerSiLUMulFunction", (gate, up)),
+    )
+    yield Case(
+        "gated backward",
+        lambda: gated_backward(grad, gate, up, "silu"),
+        lambda: plain(gate, grad, gate, up),
+        5 * bytes_of(up),
+        liger=Liger("LigerSiLUMulFunction", (gate, up), (grad,)),
+    )
+    yield Case(
+        "gated, gelu",
+        lambda: gated(gate, up, "gelu_tanh"),
+        lambda: F.gelu(gate, approximate="tanh") * up,
+        3 * bytes_of(up),
+        liger=Liger("LigerGELUMulFunction", (gate, up)),
+    )
+    yield Case(
+        "bias gelu", lambda: bias_gelu(up, bias, list(up.shape), "gelu"), lambda: F.gelu(up + bias), 2 * bytes_of(up)
+    )
+    yield Case(
+        "bias gelu backward",
+        lambda: bias_gelu_backward(grad, up, bias, "gelu"),
+        lambda: slope(up, grad, up, bias),
+        3 * bytes_of(up),
+    )
+    seed = torch.zeros((), dtype=torch.int64)
+    yield Case(
+        "dropout",
+        lambda: triton_dropout(up, seed, 0.1, 0, [0, 0], list(up.shape)),
+        lambda: F.dropout(up, 0.1),
+        2 * bytes_of(up),
+    )
+
+
+def _norms() -> Iterator[Case]:
+    x, grad, weight, bias = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN), draw(HIDDEN), draw(HIDDEN)
+    shape, once = [HIDDEN], bytes_of(x)
+    _, rstd = rms_norm(x, shape, weight, _EPS)
+    yield Case(
+        "RMS norm",
+        lambda: rms_norm(x, shape, weight, _EPS),
+        lambda: F.rms_norm(x, shape, weight, _EPS),
+        2 * once,
+        liger=Liger("LigerRMSNormFunction", (x, weight, _EPS)),
+    )
+    yield Case(
+        "RMS norm backward",
+        lambda: rms_norm_backward(grad, x, shape, rstd, weight, [True, True]),
+        lambda: _aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, [True, True]),
+        3 * once,
+        liger=Liger("LigerRMSNormFunction", (x, weight, _EPS), (grad,)),
+    )
+    _, mean, spread = layer_norm(x, shape, weight, bias, _EPS)
+    yield Case(
+        "layer norm",
+        lambda: layer_norm(x, shape, weight, bias, _EPS),
+        lambda: F.layer_norm(x, shape, weight, bias, _EPS),
+        2 * once,
+        liger=Liger("LigerLayerNormFunction", (x, weight, bias, _EPS)),
+    )
+    operands = (x, shape, mean, spread, weight, bias, [True, True, True])
+    yield Case(
+        "layer norm backward",
+        lambda: layer_norm_backward(grad, *operands),
+        lambda: _aten.native_layer_norm_backward(grad, *operands),
+        3 * once,
+        liger=Liger("LigerLayerNormFunction", (x, weight, bias, _EPS), (grad,)),
+    )
+
+
+def _added_norms() -> Iterator[Case]:
+    x, residual, grad = (draw(TOKENS, HIDDEN) for _ in range(3))
+    weight, bias, x_bias = (draw(HIDDEN) for _ in range(3))
+    rms, layer, backward = form(add_rms_norm), form(add_layer_norm), form(add_rms_norm_backward)
+    layer_backward = form(add_layer_norm_backward)
+    out, rstd, total = add_rms_norm(x, residual, weight, _EPS)
+    _, mean, spread, _ = add_layer_norm(x, residual, weight, bias, _EPS)
+    once = bytes_of(x)
+    added = "LigerFusedAddRMSNormFunction"
+    yield Case(
+        "add, RMS norm",
+        lambda: add_rms_norm(x, residual, weight, _EPS),
+        lambda: rms(x, x, residual, weight, _EPS),
+        4 * once,
+        liger=Liger(added, (x, residual, weight, _EPS)),
+    )
+    yield Case(
+        "add, RMS norm backward",
+        lambda: add_rms_norm_backward(out, residual, total, rstd, weight, [1, HIDDEN]),
+        lambda: backward(x, out, residual, total, rstd, weight),
+        4 * once,
+        liger=Liger(added, (x, residual, weight, _EPS), (out, residual)),
+    )
+    yield Case(
+        "add, layer norm",
+        lambda: add_layer_norm(x, residual, weight, bias, _EPS),
+        lambda: layer(x, x, residual, weight, bias, _EPS),
+        4 * once,
+    )
+    yield Case(
+        "add, layer norm backward",
+        lambda: add_layer_norm_backward(grad, residual, total, mean, spread, weight, bias),
+        lambda: layer_backward(x, grad, residual, total, mean, spread, weight, bias),
+        4 * once,
+    )
+    with_bias, layer_with_bias = form(bias_add_rms_norm), form(bias_add_layer_norm)
+    yield Case(
+        "bias, add, RMS norm",
+        lambda: bias_add_rms_norm(x, x_bias, residual, weight, _EPS),
+        lambda: with_bias(x, x, x_bias, residual, weight, _EPS),
+        4 * once,
+    )
+    yield Case(
+        "bias, add, layer norm",
+        lambda: bias_add_layer_norm(x, x_bias, residual, weight, bias, _EPS),
+        lambda: layer_with_bias(x, x, x_bias, residual, weight, bias, _EPS),
+        4 * once,
+    )
+
+
+def _rotary() -> Iterator[Case]:
+    q, k = draw(1, TOKENS, HEADS, SIZE).transpose(1, 2), draw(1, TOKENS, HEADS // 4, SIZE).transpose(1, 2)
+    cos, sin, plain = draw(1, 1, TOKENS, SIZE), draw(1, 1, TOKENS, SIZE), form(rotary, 1)
+    yield Case(
+        "rotary",
+        lambda: rotary(q, k, cos, sin, False, False),
+        lambda: plain(q, q, k, cos, sin),
+        2 * bytes_of(q, k),
+        liger=Liger("LigerRopeFunction", (q, k, cos[0], sin[0])),
+    )
+
+
+def _softmax() -> Iterator[Case]:
+    x, grad = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN)
+    out = softmax(x, -1, False)
+    found = Liger("LigerSoftmaxFunction", (x,))
+    yield Case("softmax", lambda: softmax(x, -1, False), lambda: F.softmax(x, -1), 2 * bytes_of(x), liger=found)
+    yield Case(
+        "softmax backward",
+        lambda: softmax_backward(grad, out, -1, _BF16),
+        lambda: _aten._softmax_backward_data(grad, out, -1, _BF16),
+        3 * bytes_of(x),
+        liger=Liger("LigerSoftmaxFunction", (x,), (grad,)),
+    )
+
+
+def _cross_entropy() -> Iterator[Case]:
+    logits, target, ones = draw(TOKENS, CLASSES).requires_grad_(), _targets(), torch.ones(TOKENS)
+    name = "LigerCrossEntropyFunction"
+    yield Case(
+        "cross-entropy",
+        lambda: triton_cross_entropy(logits.detach(), target, _IGNORED, 0.0),
+        lambda: F.cross_entropy(logits.detach(), target, reduction="none"),
+        bytes_of(logits),
+    )
+
+    def both() -> Any:
+        with torch.no_grad():
+            _, lse = triton_cross_entropy(logits, target, _IGNORED, 0.0)
+            return (triton_cross_entropy_backward(ones, logits, target, lse, _IGNORED, 0.0),)
+
+    yield Case(
+        "cross-entropy, forward and backward",
+        both,
+        lambda: F.cross_entropy(logits, target, reduction="sum"),
+        3 * bytes_of(logits),
+        leaves=(logits,),
+        grad=torch.ones((), dtype=_BF16),
+        liger=Liger(name, (logits.detach(), target, None, _IGNORED, 0.0, 0.0, "sum"), (torch.ones(()),), True),
+    )
+
+
+def _targets() -> Tensor:
+    return torch.randint(0, CLASSES, (TOKENS,))
+
+
+def _linear_cross_entropy() -> Iterator[Case]:
+    hidden, weight, target = draw(TOKENS, HIDDEN).requires_grad_(), draw(CLASSES, HIDDEN).requires_grad_(), _targets()
+    ones = torch.ones(TOKENS)
+
+    def both() -> Any:
+        with torch.no_grad():
+            operands = (hidden, weight, target)
+            _, lse = linear_cross_entropy(*operands, _IGNORED, 0.0)
+            return linear_cross_entropy_backward(ones, *operands, lse, _IGNORED, 0.0)
+
+    arguments = (hidden.detach(), weight.detach(), target, None, None, _IGNORED, 0.0, 0.0, "sum")
+    yield Case(
+        "linear cross-entropy, forward and backward",
+        both,
+        lambda: F.cross_entropy(hidden @ weight.t(), target, reduction="sum"),
+        products=(MatmulShape(TOKENS, CLASSES, HIDDEN), MatmulShape(TOKENS, CLASSES, HIDDEN),
+                  MatmulShape(TOKENS, HIDDEN, CLASSES), MatmulShape(CLASSES, HIDDEN, TOKENS)),
+        leaves=(hidden, weight),
+        grad=torch.ones((), dtype=_BF16),
+        liger=Liger("LigerFusedLinearCrossEntropyFunction", arguments, (torch.ones(()),), True),
+    )  # fmt: skip
+
+
+def _split_cross_entropy(ranks: int = 8) -> Iterator[Case]:
+    """What one of eight ranks computes of a split vocabulary."""
+    columns = CLASSES // ranks
+    logits, indices = draw(TOKENS, columns), torch.randint(0, columns, (TOKENS,))
+    elsewhere, ignored = torch.zeros(TOKENS, dtype=torch.bool), torch.zeros(TOKENS, dtype=torch.bool)
+    top, scale = draw(TOKENS, dtype=_F32), draw(TOKENS, 1, dtype=_F32)
+    forward, backward = form(split_cross_entropy), form(split_cross_entropy_backward)
+    yield Case(
+        f"cross-entropy, vocabulary split {ranks} ways, local part",
+        lambda: split_cross_entropy(logits, top, indices, elsewhere, 1.0),
+        lambda: forward(top, logits, top, indices, elsewhere, 1.0),
+        bytes_of(logits),
+    )
+    yield Case(
+        f"cross-entropy, vocabulary split {ranks} ways, backward",
+        lambda: split_cross_entropy_backward(logits, top, scale, indices, elsewhere, ignored, -1.0, 0.0),
+        lambda: backward(logits, logits, top, scale, indices, elsewhere, ignored, -1.0),
+        2 * bytes_of(logits),
+    )
+
+
+def _embedding() -> Iterator[Case]:
+    table, indices, grad = draw(CLASSES, HIDDEN), _targets(), draw(TOKENS, HIDDEN)
+    forward, backward, rows = form(split_embedding), form(split_embedding_backward, 1), CLASSES // 8
+    part = table[:rows]
+    yield Case(
+        "embedding",
+        lambda: embedding(table, indices),
+        lambda: F.embedding(indices, table),
+        2 * bytes_of(grad),
+        liger=Liger("LigerEmbeddingFunction", (table, indices)),
+    )
+    yield Case(
+        "embedding backward",
+        lambda: embedding_backward(grad, indices, CLASSES, -1, False),
+        lambda: _aten.embedding_dense_backward(grad, indices, CLASSES, -1, False),
+        bytes_of(grad, table),
+        liger=Liger("LigerEmbeddingFunction", (table, indices), (grad,)),
+    )
+    yield Case(
+        "embedding, vocabulary split 8 ways",
+        lambda: split_embedding(part, indices, rows, rows),
+        lambda: forward(part, part, indices, rows, rows),
+        bytes_of(grad) * 9 // 8,
+    )
+    yield Case(
+        "embedding, vocabulary split 8 ways, backward",
+        lambda: split_embedding_backward(grad, indices, rows, rows, rows, -1),
+        lambda: backward(part, grad, indices, rows, rows),
+        bytes_of(grad) // 8 + bytes_of(part),
+    )
+
+
+def _experts() -> Iterator[Case]:
+    rows = TOKENS * _CHOSEN
+    x, y, grad = draw(TOKENS, HIDDEN), draw(rows, HIDDEN), draw(TOKENS, HIDDEN)
+    order, shares = torch.randperm(rows, device=x.device), draw(rows)
+    gather, scatter, weigh, unweigh = form(permute), form(permute_backward), form(combine, 1), form(combine_backward, 1)
+    yield Case(
+        "permute",
+        lambda: permute(x, order, _CHOSEN),
+        lambda: gather(y, x, order, _CHOSEN),
+        bytes_of(x, y),
+    )
+    yield Case(
+        "permute backward",
+        lambda: permute_backward(y, order, _CHOSEN, TOKENS),
+        lambda: scatter(x, y, order, _CHOSEN),
+        bytes_of(x, y),
+    )
+    yield Case(
+        "combine",
+        lambda: combine(y, shares, order, _CHOSEN),
+        lambda: weigh(x, y, shares, order, _CHOSEN),
+        bytes_of(x, y),
+    )
+    yield Case(
+        "combine backward",
+        lambda: combine_backward(grad, y, shares, order, _CHOSEN),
+        lambda: unweigh(y, grad, y, shares, order, _CHOSEN, TOKENS),
+        bytes_of(grad, y, y),
+    )
+    weight, inner = draw(_EXPERTS, HIDDEN, INNER), draw(rows, INNER)
+    ends = torch.arange(1, _EXPERTS + 1, dtype=torch.int32) * (rows // _EXPERTS)
+    each = rows // _EXPERTS
+    yield Case(
+        "grouped product",
+        lambda: grouped_matmul(y, weight, ends),
+        lambda: _aten._grouped_mm(y, weight, ends),
+        products=(MatmulShape(each, INNER, HIDDEN, _EXPERTS),),
+        compiles=False,
+    )
+    yield Case(
+        "grouped product, gradient of the weights",
+        lambda: grouped_matmul(y.t(), inner, ends),
+        lambda: _aten._grouped_mm(y.t(), inner, ends),
+        products=(MatmulShape(HIDDEN, INNER, each, _EXPERTS),),
+        compiles=False,
+    )
+
+
+def _optimizer(count: int = 16) -> Iterator[Case]:
+    """Parameters, gradients and state of 268 million elements in float32, beside torch's fused AdamW."""
+    params, grads, first, second = ([draw(HIDDEN, HIDDEN, dtype=_F32) for _ in range(count)] for _ in range(4))
+    second = [x.square() for x in second]
+    values = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1.0}
+    hyper = torch.tensor([values[name] for name in ADAM_HYPER], dtype=torch.float64, device="cpu")
+    theirs = [x.clone().requires_grad_() for x in params]
+    for param, grad in zip(theirs, grads, strict=True):
+        param.grad = grad
+    optimizer = torch.optim.AdamW(theirs, lr=1e-4, weight_decay=0.1, fused=params[0].is_cuda)
+
+    def ours() -> Any:
+        adam_updates_(params, grads, first, second, None, hyper, True, False)
+        return params[0]
+
+    def plain() -> Any:
+        optimizer.step()
+        return theirs[0]
+
+    yield Case("AdamW", ours, plain, 7 * bytes_of(*params), compiles=False)
+
+
+def _quantise(ranks: int = 8, block: int = 256) -> Iterator[Case]:
+    x = draw(TOKENS * HIDDEN, dtype=_F32)
+    codes, scales = triton_quantise(x, torch.int8, block)
+    part = codes.view(ranks, -1)
+    of_part = scales.view(ranks, -1)
+    yield Case(
+        "quantise",
+        lambda: triton_quantise(x, torch.int8, block),
+        lambda: quantise(x, torch.int8, block),
+        bytes_of(x, codes, scales),
+    )
+    yield Case(
+        f"dequantise, sum of {ranks}",
+        lambda: triton_dequantise_sum(part, of_part, _BF16, block),
+        lambda: dequantise_sum(part, of_part, _BF16, block),
+        bytes_of(codes, scales) + 2 * part.shape[1],
+    )
+
+
+def cases() -> Iterator[Case]:
+    """All comparisons of hand-written kernels; each makes its inputs when it is asked for."""
+    for group in (_pointwise, _norms, _added_norms, _rotary, _softmax, _cross_entropy, _linear_cross_entropy,
+                  _split_cross_entropy, _embedding, _experts, _optimizer, _quantise):  # fmt: skip
+        yield from group()
+    for size in (64, 128):
+        for length in (2048, 8192, 32768):
+            yield from attention(size, length)
+    yield from packed_attention()

@@ -1,0 +1,124 @@
+"""The page that `tests.benchmarks.gpu_kernels` writes: medians, rates, and which targets are met.
+
+Targets are those of kernels on an H200: what memory bounds moves at 85 % or more of a copy's bandwidth, and is as fast
+as Inductor's and Liger-Kernel's; attention is 0.9 times as fast as the fastest of torch's backends; a Llama block
+trains 1.1 times as fast as under `torch.compile`; what products bound has no target but Liger-Kernel's time. What moves
+less than 64 MiB is not judged by its bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.benchmarks.gpu_case import Kind
+
+COPY_SHARE, ATTENTION_SPEED, BLOCK_SPEED = 0.85, 0.9, 1.1
+# With less to move, a launch is what takes the time, and the cache holds it all.
+LEAST_BYTES = 2**26
+_TIMES = ("ours ms", "predicted ms", "torch.compile ms", "eager ms", "Liger ms")
+_COLUMNS = ("kernel", *_TIMES, "rate", "of copy", "targets")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A target: `reached` is to be `least` or more."""
+
+    name: str
+    reached: float
+    least: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it is."""
+        return self.reached >= self.least
+
+    def __str__(self) -> str:
+        return f"{'pass' if self.is_met else 'FAIL'} {self.name} {self.reached:.2f} (>= {self.least:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians in milliseconds, None where there is nothing to time or it failed, which `notes` then say.
+
+    Args:
+        name: of the case.
+        kind: what bounds it.
+        predicted_ms: by the cost model.
+        ours_ms, compiled_ms, eager_ms, liger_ms: of each; of attention, eager is torch's fastest backend.
+        moved_bytes, flops: of the case.
+        notes: what failed.
+        copy_bytes_per_s: measured, read and written.
+    """
+
+    name: str
+    kind: Kind
+    predicted_ms: float
+    ours_ms: float | None
+    compiled_ms: float | None
+    eager_ms: float | None
+    liger_ms: float | None
+    moved_bytes: float
+    flops: float
+    notes: tuple[str, ...] = ()
+    copy_bytes_per_s: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second where memory bounds, else FLOPs per second."""
+        if self.ours_ms is None:
+            return None
+        return (self.moved_bytes if self.kind is Kind.MEMORY else self.flops) / (self.ours_ms / 1e3)
+
+    @property
+    def copy_share(self) -> float | None:
+        """The rate as a share of the copy's, where memory bounds."""
+        if self.kind is not Kind.MEMORY or self.rate is None or not self.copy_bytes_per_s:
+            return None
+        return self.rate / self.copy_bytes_per_s
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The targets that can be judged."""
+        return tuple(self._verdicts())
+
+    def _verdicts(self) -> Iterator[Verdict]:
+        if self.copy_share is not None and self.moved_bytes >= LEAST_BYTES:
+            yield Verdict("copy", self.copy_share, COPY_SHARE)
+        others = {
+            Kind.MEMORY: (("Inductor", self.compiled_ms, 1.0), ("Liger", self.liger_ms, 1.0)),
+            Kind.PRODUCTS: (("Liger", self.liger_ms, 1.0),),
+            Kind.ATTENTION: (("torch's best", self.eager_ms, ATTENTION_SPEED),),
+            Kind.BLOCK: (("torch.compile", self.compiled_ms, BLOCK_SPEED),),
+        }
+        for name, theirs_ms, least in others[self.kind]:
+            if theirs_ms is not None and self.ours_ms is not None:
+                yield Verdict(name, theirs_ms / self.ours_ms, least)
+
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        times = (self.ours_ms, self.predicted_ms, self.compiled_ms, self.eager_ms, self.liger_ms)
+        unit, scale = ("GB/s", 1e9) if self.kind is Kind.MEMORY else ("TFLOP/s", 1e12)
+        rate = "" if self.rate is None else f"{self.rate / scale:.0f} {unit}"
+        share = "" if self.copy_share is None else f"{self.copy_share:.0%}"
+        shown = ("" if time_ms is None else f"{time_ms:.3f}" for time_ms in times)
+        return (self.name, *shown, rate, share, "; ".join(map(str, self.verdicts())))
+
+
+def page(facts: Mapping[str, str], rows: Sequence[Row]) -> str:
+    """The page, as Markdown: facts, how many targets are met, the table, and what failed."""
+    verdicts = [verdict for row in rows for verdict in row.verdicts()]
+    met = sum(verdict.is_met for verdict in verdicts)
+    lines = [
+        "# Kernels on a GPU",
+        "",
+        "By `make gpu-bench`: medians, side by side in one process. Of attention, eager is torch's fastest backend.",
+        "",
+        *(f"* {name}: {value}" for name, value in facts.items()),
+        f"* targets: {met} of {len(verdicts)} met, {len(rows)} rows",
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+        "|---" * len(_COLUMNS) + "|",
+        *(f"| {' | '.join(row.cells())} |" for row in rows),
+    ]
+    notes = [f"* {row.name}: {note}" for row in rows for note in row.notes]
+    return "\n".join([*lines, *(["", "What could not be timed:", "", *notes] if notes else []), ""])
