@@ -7,7 +7,7 @@ found when a choice first needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from passes.memory.liveness import Interval
 from passes.solver.assignment import Floats
 
 _Integers = NDArray[np.int64]
+_Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +44,17 @@ class Table:
         for options in np.argwhere(np.isnan(self.sizes)).tolist():
             self.at(*options)
         return self.sizes
+
+    def least(self, masks: Sequence[_Mask | None], *, is_diagonal: bool) -> float:
+        """The least entry of the options that masks leave, all of them for None; 0 if some are not known.
+
+        `is_diagonal`: one variable decides as row and as column.
+        """
+        sizes = np.diagonal(self.sizes) if is_diagonal else self.sizes
+        for axis, mask in enumerate(masks[: sizes.ndim]):
+            sizes = sizes if mask is None else sizes.compress(mask, axis)
+        least = float(sizes.min())
+        return 0.0 if np.isnan(least) else least
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +127,27 @@ class MemoryUsage:
         for number in np.flatnonzero(np.isnan(sizes)):
             item = self.items[number]
             sizes[number] = self.sizes[places[number]] = item.table.at(*(choice[each] for each in item.variables))
+        return self._in_use(sizes)
+
+    def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
+        """Bytes below which the peak of no choice is: at each point, everything as small as it can be.
+
+        Args:
+            allowed: variable to a mask of its options, not empty; absent variables are free.
+        """
+        known: dict[tuple[int, ...], float] = {}
+        sizes = np.zeros(len(self.items))
+        for place, item in enumerate(self.items):
+            variables = item.variables
+            is_diagonal = len(variables) > 1 and variables[0] == variables[-1]
+            key = (id(item.table), is_diagonal, *(variable if variable in allowed else -1 for variable in variables))
+            if key not in known:
+                known[key] = item.table.least([allowed.get(each) for each in variables], is_diagonal=is_diagonal)
+            sizes[place] = known[key]
+        return float(self._in_use(sizes).max(initial=0.0))
+
+    def _in_use(self, sizes: Floats) -> Floats:
+        """Bytes at each point, of items of these sizes."""
         sizes = sizes * self.numbers
         count = self.points + 1
         change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)

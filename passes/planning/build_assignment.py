@@ -74,9 +74,16 @@ class PlanningProblem:
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes in use on each rank at every program point."""
+        return self._memory_usage()(choice)
+
+    def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
+        """Bytes below which the peak of no choice of the `allowed` options is; see `MemoryUsage.least_peak`."""
+        return self._memory_usage().least_peak(allowed)
+
+    def _memory_usage(self) -> MemoryUsage:
         if not self._usage:
             self._usage.append(MemoryUsage.of(self.liveness.points, list(self._items())))
-        return self._usage[0](choice)
+        return self._usage[0]
 
     def _items(self, point: int | None = None) -> Iterator[Item]:
         """What lies in memory (at one point): values, what links keep, and what calls need while they run."""
@@ -91,15 +98,6 @@ class PlanningProblem:
         for name, now in self.liveness.calls.items():
             if point is None or point == now:
                 yield Item(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
-
-    def least_bytes(self, allowed: Mapping[int, np.ndarray]) -> float:
-        """Bytes in memory throughout, whatever is chosen of the `allowed` options: parameters, state, inputs."""
-        throughout, total = Interval(0, self.liveness.points - 1), 0.0
-        for name, result, interval, number in self.liveness.held_values():
-            if interval == throughout:
-                sizes = self.memory.of_value(name, result, self._copies(name)).whole()
-                total += number * float(sizes[allowed.get(self.classes[name], slice(None))].min())
-        return total
 
     def _copies(self, name: str) -> float:
         """How many times a value takes its bytes: a parameter carries optimizer state."""

@@ -18,9 +18,9 @@ def items(draw: st.DrawFn, points: int) -> tuple[Item, np.ndarray]:
     """A value or a copy, with bytes of its own or shared ones, and all sizes, of which its table may lack some."""
     birth = draw(st.integers(0, points - 1))
     interval = Interval(birth, draw(st.integers(birth, points - 1)))
-    variables = tuple(draw(st.permutations(range(len(OPTIONS))))[: draw(st.integers(1, 2))])
+    variables = tuple(draw(st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=2)))
     shape = tuple(OPTIONS[variable] for variable in variables)
-    sizes = draw(st.lists(st.integers(0, 1000), min_size=12, max_size=12))
+    sizes = draw(st.lists(st.integers(0, 1000), min_size=16, max_size=16))
     whole = np.array(sizes[: int(np.prod(shape))], dtype=np.float64).reshape(shape)
     known = np.where(draw(st.booleans()), whole, np.nan)
     return Item(interval, Table(known, lambda *options: float(whole[options])), variables), whole
@@ -41,6 +41,27 @@ def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
                 tuple(choice[variable] for variable in item.variables)
             ]
         assert np.array_equal(usage(choice), expected)
+
+
+@given(st.data())
+def test_no_choice_of_what_is_allowed_has_a_lower_peak_than_the_least(data: st.DataObject) -> None:
+    """Whatever is allowed; and of a single choice, whose bytes are known by then, it is the peak."""
+    points = data.draw(st.integers(1, 5))
+    found = [item for item, _ in data.draw(st.lists(items(points), max_size=5))]
+    usage = MemoryUsage.of(points, found)
+    choice = [data.draw(st.integers(0, count - 1)) for count in OPTIONS]
+    restricted = data.draw(st.sets(st.sampled_from(range(len(OPTIONS)))))
+    allowed = {variable: np.array(data.draw(masks(OPTIONS[variable], choice[variable]))) for variable in restricted}
+    least = usage.least_peak(allowed)
+    assert least <= usage(choice).max(initial=0.0)
+    single = {variable: np.arange(count) == choice[variable] for variable, count in enumerate(OPTIONS)}
+    assert usage.least_peak(single) == usage(choice).max(initial=0.0)
+
+
+def masks(count: int, option: int) -> st.SearchStrategy[list[bool]]:
+    """Masks of so many options that leave one of them."""
+    others = st.lists(st.booleans(), min_size=count, max_size=count)
+    return others.map(lambda mask: [*mask[:option], True, *mask[option + 1 :]])
 
 
 @given(st.data())
