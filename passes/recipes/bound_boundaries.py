@@ -61,12 +61,14 @@ class StageLoads:
 
     Args:
         counts: how often each has each section, equal ones once, [loads, sections].
+        has: whether a stage of a kind may have a load, [kinds, loads].
         places: which of them a stage of a kind with the blocks [begin, end) has, -1 for none, [kinds, blocks + 1,
             blocks + 1].
         before: how often sections come before a stage that begins there, [blocks + 1, sections].
     """
 
     counts: Floats
+    has: NDArray[np.bool_]
     places: NDArray[np.int64]
     before: Floats
 
@@ -86,9 +88,16 @@ def stage_loads(names: tuple[str, ...], blocks: tuple[str, ...]) -> StageLoads:
     distinct, which = np.unique(counts[allowed], axis=0, return_inverse=True)
     places = np.full(allowed.shape, _NOWHERE)
     places[allowed] = which.ravel()
+    has = np.zeros((len(places), len(distinct)), dtype=bool)
+    has[np.nonzero(allowed)[0], which.ravel()] = True
     before = passed.copy()
     before[:, names.index(BEFORE)] += 1
-    return StageLoads(distinct, places, before)
+    return StageLoads(distinct, has, places, before)
+
+
+def _kind(rank: int, ranks: int) -> int:
+    """The kind of a pipeline rank's stage."""
+    return FIRST if rank == 0 else LAST if rank == ranks - 1 else MIDDLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +114,21 @@ class Costs:
     begins: Floats
     ranks: Floats
 
-    def of(self, rank: int, begins: slice = slice(None)) -> Floats:
+    def of(self, rank: int, begins: slice = slice(None), ends: slice = slice(None)) -> Floats:
         """Those of a rank, [begins, ends]."""
-        kind = FIRST if rank == 0 else LAST if rank == len(self.ranks) - 1 else MIDDLE
-        own = np.append(self.ranks[rank], np.inf)[self.loads.places[kind, begins]]
+        kind = _kind(rank, len(self.ranks))
+        own = np.append(self.ranks[rank], np.inf)[self.loads.places[kind, begins, ends]]
         return own if kind == FIRST else self.begins[begins, None] + own
 
     def least(self) -> Floats:
-        """E of the module's docstring, [ranks + 1, blocks + 1]."""
+        """E of the module's docstring, [ranks + 1, blocks + 1]; the first stage begins at 0, the last ends at B."""
         size = len(self.loads.before)
         least = np.full((len(self.ranks) + 1, size), np.inf)
         least[-1, -1] = -np.inf
         for rank in reversed(range(len(self.ranks))):
-            least[rank] = np.maximum(self.of(rank), least[rank + 1]).min(axis=1)
+            kind = _kind(rank, len(self.ranks))
+            begins, ends = slice(1 if kind == FIRST else None), slice(-1 if kind == LAST else None, None)
+            least[rank, begins] = np.maximum(self.of(rank, begins, ends), least[rank + 1, ends]).min(axis=1)
         return least
 
 
@@ -204,7 +215,10 @@ def fastest_boundaries(
         work_of: its ends.
         cluster, model: what it is priced for.
     """
-    ends = ends_of(floors, loads.counts, work_of)
+    kinds = [_kind(rank, len(fits)) for rank in range(len(fits))]
+    fits = fits & loads.has[kinds]
+    fitting = fits.any(axis=0)
+    ends = ends_of(floors, loads.counts[fitting], work_of) if fitting.any() else None
     sends_s = shapes.hand_overs(recipe.micro_batches, overlaps=recipe.overlap_pipeline)[0] * send_s
     refused = np.where(fits, 0.0, np.inf) + sends_s[:, None]
     latency, latency_gain = latencies(floors, shapes, send_s)
@@ -216,8 +230,9 @@ def fastest_boundaries(
             for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
         )
         work = recipe.micro_batches * (loads.counts @ (forward + backward))
-        end = ends.least(np.full(len(work), share), recipe, model)
-        return Costs(loads, loads.before @ (forward + is_whole * backward), refused + work + end)
+        if ends is not None:
+            work[fitting] += ends.least(np.full(fitting.sum(), share), recipe, model)
+        return Costs(loads, loads.before @ (forward + is_whole * backward), refused + work)
 
     def bound(greatest: Floats, share: float) -> Floats:
         return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s

@@ -24,14 +24,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
-from passes.recipes.bound_recipes import ROUNDING, Floats, PipeShapes, pipe_shape
+from passes.recipes.bound_recipes import ROUNDING, Floats, PipeShapes, held_by, pipe_shape
 from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.price_memory import is_offloaded, kept_bytes, state_bytes
 from passes.recipes.price_sections import SectionSizes
 from passes.recipes.recipe_groups import Groups
-from passes.recipes.recipe_space import KEEPINGS, Keeping, Pipe
+from passes.recipes.recipe_space import KEEPINGS, Keeping, Pipe, may_be_uneven
 
 _PARTS = 8
 """Parts of memory at most, see `passes.recipes.price_memory`."""
@@ -41,8 +42,8 @@ _KINDS = {keeping: Recipe(recompute=keeping.recompute, offload=keeping.offload) 
 
 def memory_floors(sections: Mapping[str, SectionSizes], shapes: PipeShapes, recipe: Recipe, groups: Groups) -> Floats:
     """Bounds on the memory of the fullest rank of each pipeline, bytes: all but what the update needs."""
-
-    return rank_floors(sections, shapes.counts, shapes.held(recipe.micro_batches), recipe, groups).max(axis=1)
+    held = held_by(shapes.pipes, recipe.micro_batches)
+    return rank_floors(sections, shapes.counts, held, recipe, groups).max(axis=1)
 
 
 def rank_floors(
@@ -84,10 +85,12 @@ class FullRanks:
     Args:
         counts: how often each has each section, [pipes, sections].
         sizes: ranks of its pipeline, [pipes].
+        may_be_uneven: whether blocks may be shared out unevenly over so many ranks, [pipes].
     """
 
     counts: Floats
     sizes: Floats
+    may_be_uneven: NDArray[np.bool_]
 
 
 @lru_cache(maxsize=1024)
@@ -95,7 +98,7 @@ def full_ranks(names: tuple[str, ...], blocks: tuple[str, ...], sizes: tuple[int
     """Those of all pipelines of some sizes, whatever their schedule; `names` is the order of sections."""
     rows = [(size, *row) for size in sizes for row in _full_counts(names, blocks, size)]
     table = np.array(rows, dtype=float).reshape(len(rows), len(names) + 1)
-    return FullRanks(table[:, 1:], table[:, 0])
+    return FullRanks(table[:, 1:], table[:, 0], np.array([may_be_uneven(len(blocks), int(row[0])) for row in rows]))
 
 
 @lru_cache(maxsize=1024)
@@ -136,7 +139,7 @@ def layout_memory_floors(
     sections: Mapping[str, SectionSizes],
     ranks: FullRanks,
     recipe: Recipe,
-    state: float,
+    states: tuple[Floats, Floats],
     keepings: Sequence[Keeping],
     *,
     whole: Floats | None,
@@ -147,13 +150,11 @@ def layout_memory_floors(
         sections: what they keep and hold.
         ranks: of the pipelines that the recipes have.
         recipe: one of the recipes.
-        state: bytes of a parameter with its gradient and state, on all ranks that share them.
+        states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [pipes].
         keepings: what may become of them.
-        whole: how often the model has each section, [sections], where blocks may be shared out in any way; else None.
+        whole: how often the model has each section, [sections], where blocks may be shared out unevenly; else None.
     """
-    replicas = recipe.devices / recipe.tensor / ranks.sizes
-    expert_replicas = recipe.devices / recipe.expert_tensor / recipe.expert / ranks.sizes
-    micro_batches = recipe.batch / recipe.micro_batch * recipe.context / replicas
+    micro_batches = recipe.batch / recipe.micro_batch * recipe.context * recipe.tensor * ranks.sizes / recipe.devices
     dense, expert, largest = (
         np.array([getattr(size, name) for size in sections.values()], dtype=float)
         for name in ("parameters", "expert_parameters", "largest_bytes")
@@ -167,15 +168,15 @@ def layout_memory_floors(
     if any(each.offload != "none" for each in keepings):
         buffers = [[buffer_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
         floors += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
-    states = state * ((ranks.counts @ dense) / replicas + (ranks.counts @ expert) / expert_replicas)
-    floors += (states + 2 * (has * largest).max(axis=1))[:, None]
+    held_states = states[0] * (ranks.counts @ dense) + states[1] * (ranks.counts @ expert)
+    floors += (held_states + 2 * (has * largest).max(axis=1))[:, None]
     least = floors.min(axis=0)
-    piped = ranks.sizes > 1
+    piped = ranks.may_be_uneven
     if whole is not None and piped.any():
         sizes, first = np.unique(ranks.sizes[piped], return_index=True)
-        shares = [values[piped][first] for values in (replicas, expert_replicas, micro_batches)]
-        each = state * (dense / shares[0][:, None] + expert / shares[1][:, None])
-        uneven = _uneven_floors(whole, each, kept, sizes, shares[2]) + 2 * largest.min()
+        dense_state, expert_state, turns = (values[piped][first] for values in (*states, micro_batches))
+        each = dense_state[:, None] * dense + expert_state[:, None] * expert
+        uneven = _uneven_floors(whole, each, kept, sizes, turns) + 2 * largest.min()
         least = np.minimum(least, uneven.min(axis=0))
     return whole_bytes(least)
 

@@ -13,7 +13,10 @@ each section.
    s seconds for each hand-over, w(r) of which the rank waits for: all it makes where nothing overlaps them, and with
    1F1B those between a forward and a backward.
 2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
-   replicas is fixed, that depends on the layout alone.
+   replicas is fixed, that depends on the layout alone. Of several ranks each has whole blocks: where the one with the
+   model's end, which takes a, has n of N blocks that take u each, another has at least ceil((N - n) / (P - 1)), so
+
+       T >= m min over n of max(a + n u, ceil((N - n) / (P - 1)) u).
 3. *Latency.* One micro-batch passes all stages and back: T >= sum(f + b) and all hand-overs; less the gradients of
    weights, which nothing waits for, where backwards are cut in two.
 4. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_ends.end_times`). Overlapped with its
@@ -33,9 +36,11 @@ Every bound is taken less one part in 10^9, for rounding.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +51,7 @@ from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.step import StepModel
+from passes.recipes.fold_program import AFTER
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_ends import EndWork
 from passes.recipes.price_recipe import copies_time, section_products, section_time, sharded_time
@@ -158,15 +164,13 @@ class PipeShapes:
     is_whole: NDArray[np.bool_]
     swaps: NDArray[np.bool_]
 
-    def held(self, micro_batches: int) -> Floats:
-        """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
-        return np.array(
-            [
-                np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, micro_batches, pipe.virtual_stages))
-                / pipe.virtual_stages
-                for pipe in self.pipes
-            ]
-        )
+    def where(self, mask: NDArray[np.bool_]) -> PipeShapes:
+        """Those of the pipelines that a mask leaves."""
+        if mask.all():
+            return self
+        arrays = (self.counts, self.before, self.sends)
+        pipes = tuple(compress(self.pipes, mask))
+        return PipeShapes(*(array[mask] for array in arrays), pipes, self.is_whole[mask], self.swaps[mask])
 
     def waits(self, micro_batches: int) -> Floats:
         """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""
@@ -182,13 +186,21 @@ class PipeShapes:
         return hops if overlaps else hops + self.waits(micro_batches)
 
 
-def pipe_shapes(names: Sequence[str], blocks: Sequence[str], pipes: Sequence[Pipe]) -> PipeShapes:
+@lru_cache(maxsize=4096)
+def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
+    """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
+    held = [most_in_flight(schedule_of(pipe), pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
+    return np.array(held, dtype=float) / np.array([[pipe.virtual_stages] for pipe in pipes])
+
+
+@lru_cache(maxsize=1024)
+def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> PipeShapes:
     """The shapes of pipelines; `names` is the order of sections, `blocks` the model's."""
-    parts = [pipe_shape(tuple(names), tuple(blocks), pipe) for pipe in pipes]
+    parts = [pipe_shape(names, blocks, pipe) for pipe in pipes]
     counts, before, sends = (np.stack(part) for part in zip(*parts, strict=True))
     schedules = [schedule_of(pipe) for pipe in pipes]
     return PipeShapes(
-        counts, before, sends, tuple(pipes),
+        counts, before, sends, pipes,
         np.array([[schedule in _WHOLE_BACKWARDS] for schedule in schedules]),
         np.array([[schedule == "1F1B"] for schedule in schedules]),
     )  # fmt: skip
@@ -255,9 +267,11 @@ def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Clus
     def speeds() -> Floats:
         return power_limit().speeds(np.clip(products_s / turn, _NEVER, 1.0))
 
+    speed = speeds()
     for _ in range(3):
-        turn = np.maximum(turn, speeds() * at(1.0 - 1.0 / speeds()))
-    return ROUNDING * np.minimum(at(1.0 - 1.0 / speeds()), turn / speeds())
+        turn = np.maximum(turn, speed * at(1.0 - 1.0 / speed))
+        speed = speeds()
+    return ROUNDING * np.minimum(at(1.0 - 1.0 / speed), turn / speed)
 
 
 _LONGER = 1.05
@@ -275,6 +289,35 @@ def longer_step(products_s: float, step_s: float, cluster: Cluster) -> tuple[flo
         return 0.0, math.inf
     speed = power_limit().speed(min(1.0, products_s / (_LONGER * step_s)))
     return 1.0 - 1.0 / speed, _LONGER * step_s / speed
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBlocks:
+    """How many blocks of a kind the fullest ranks of a pipeline have, however they are shared out.
+
+    Args:
+        with_end: on the rank with the model's end, any number, [ways].
+        beside: on the fullest other rank, at least, [ways].
+        kind, end: places of the kind and of the model's end among the sections.
+    """
+
+    with_end: Floats
+    beside: Floats
+    kind: int
+    end: int
+
+    def floor(self, seconds: Floats) -> float:
+        """The least that the fullest rank takes for a micro-batch, of which sections take so many seconds."""
+        each = seconds[self.kind]
+        return float(np.maximum(seconds[self.end] + self.with_end * each, self.beside * each).min())
+
+
+@lru_cache(maxsize=1024)
+def whole_blocks(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int) -> WholeBlocks:
+    """Those of a model's most frequent blocks on two ranks or more; `names` is the order of sections."""
+    name, count = Counter(blocks).most_common(1)[0]
+    with_end = np.arange(count + 1.0)
+    return WholeBlocks(with_end, np.ceil((count - with_end) / (ranks - 1)), names.index(name), names.index(AFTER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,15 +358,12 @@ EndWorkOf = Callable[[float, float, int], Sequence[EndWork]]
 def ends_of(floors: SectionFloors, counts: Floats, work_of: EndWorkOf) -> Ends:
     """The ends of ranks that have sections so often, [pipes, sections]."""
     loads = np.stack([counts @ values for values in (floors.dense, floors.expert, floors.tensors)], axis=1)
-    known: dict[tuple[float, ...], Sequence[EndWork]] = {}
-    works = []
-    for dense, expert, tensors in loads.tolist():
-        if (dense, expert, tensors) not in known:
-            known[dense, expert, tensors] = work_of(dense, expert, int(tensors))
-        works.append(known[dense, expert, tensors])
+    numbers: dict[tuple[float, ...], int] = {}
+    which = [numbers.setdefault(tuple(load), len(numbers)) for load in loads.tolist()]
+    works = [work_of(dense, expert, int(tensors)) for dense, expert, tensors in numbers]
 
     def by_sharding(part: Callable[[EndWork], float]) -> Floats:
-        return np.array([[part(work) for work in each] for each in works])
+        return np.array([[part(work) for work in each] for each in works])[which]
 
     own = (floors.forward, floors.backward, floors.forward_gain, floors.backward_gain)
     return Ends(

@@ -23,7 +23,7 @@ from passes.recipes.bound_islands import (
     share_work,
 )
 from passes.recipes.bound_memory import held_bytes, rank_floors, whole_bytes
-from passes.recipes.bound_recipes import EndWorkOf, Floats, pipe_shapes
+from passes.recipes.bound_recipes import EndWorkOf, Floats, held_by, pipe_shapes
 from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.pipeline_stages import schedule_name, share_out
 from passes.recipes.place_islands import Placement, alone, place_islands
@@ -165,7 +165,7 @@ class IslandsPricer:
         """How full the fullest device is at least, with each of some pipelines of its size, of its limit, [pipes]."""
         sizes = [pricer.sizes(recipe) for pricer in self.pricers]
         shapes = pipe_shapes(tuple(sizes[0]), self.counted.blocks, tuple(pipes))
-        placement, held = self.placement(recipe), shapes.held(recipe.micro_batches)
+        placement, held = self.placement(recipe), held_by(shapes.pipes, recipe.micro_batches)
         of_ranks, full = np.array(placement.of_ranks), np.zeros(len(pipes))
         for number, island in enumerate(placement.islands):
             mine = of_ranks == number

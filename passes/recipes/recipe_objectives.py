@@ -98,8 +98,7 @@ class Fastest:
         fits = self.pricer.memory_floors(recipe, pipes) <= self.memory_limit
         bounds = np.full(len(pipes), math.inf)
         if fits.any():
-            fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
-            bounds[fits] = self.pricer.path_floors(shardings, fitting)
+            bounds[fits] = self.pricer.path_floors(shardings, pipes, fits)
         return bounds.tolist()
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:

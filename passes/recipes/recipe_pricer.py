@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
@@ -21,18 +22,20 @@ from passes.recipes.bound_boundaries import (
     stage_loads,
     uneven_floor,
 )
-from passes.recipes.bound_memory import full_ranks, layout_memory_floors, memory_floors, rank_floors, whole_bytes
+from passes.recipes.bound_memory import FullRanks, full_ranks, layout_memory_floors, memory_floors, rank_floors
 from passes.recipes.bound_recipes import (
     Floats,
     PipeShapes,
     SectionFloor,
     SectionFloors,
+    WholeBlocks,
     path_floors,
     pipe_shapes,
     rank_paths,
     section_floor,
     stack_floors,
     step_floors,
+    whole_blocks,
 )
 from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
@@ -124,17 +127,35 @@ class RecipePricer:
     def layout_memory_floors(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, uneven: bool) -> Floats:
         """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
 
-        `uneven`: whether blocks may be shared out in any way.
+        `uneven`: whether blocks may be shared out unevenly.
         """
-        sizes = self.sizes(first)
+        ranks, state = self._full_ranks(first, most), self._state(first)
+        shares = (first.tensor, first.expert * first.expert_tensor)
+        dense, expert = (state * share * ranks.sizes / first.devices for share in shares)
+        return self._memory_floors(first, ranks, (dense, expert), keepings, uneven=uneven)
+
+    def _full_ranks(self, first: Recipe, most: int) -> FullRanks:
+        """The fullest ranks of the pipelines of a layout, with those of the first or more, to `most`."""
         pipes = tuple(
             size
             for size in divisors(first.pipeline * first.data)
             if first.pipeline <= size <= most and size <= len(self.counted.blocks) + 2
         )
-        ranks = full_ranks(tuple(sizes), self.counted.blocks, pipes)
+        return full_ranks(tuple(self.sizes(first)), self.counted.blocks, pipes)
+
+    def _memory_floors(
+        self,
+        first: Recipe,
+        ranks: FullRanks,
+        states: tuple[Floats, Floats],
+        keepings: Sequence[Keeping],
+        *,
+        uneven: bool,
+    ) -> Floats:
+        """Bounds on the memory of recipes of a layout with certain pipelines, see `bound_memory`."""
+        sizes = self.sizes(first)
         whole = self._counts_of(tuple(sizes)) if uneven else None
-        return layout_memory_floors(sizes, ranks, first, self._state(first), keepings, whole=whole)
+        return layout_memory_floors(sizes, ranks, first, states, keepings, whole=whole)
 
     def _state(self, recipe: Recipe) -> float:
         """Bytes of a parameter with its gradient and state where they are sharded most."""
@@ -144,20 +165,18 @@ class RecipePricer:
         return self._least_state
 
     def pipeline_memory_floor(self, recipe: Recipe, *, uneven: bool) -> float:
-        """Bound on the memory of all recipes with the pipeline ranks of one, and that gather as it does."""
-        keeping = Keeping(recipe.recompute, recipe.offload)
-        by_stages = self.layout_memory_floors(recipe, recipe.pipeline, [keeping], uneven=uneven)
-        return max(self.state_floor(recipe), float(by_stages[0]))
+        """Bound on the memory of all recipes with the pipeline ranks of one, and that gather as it does.
 
-    def state_floor(self, recipe: Recipe) -> float:
-        """Bound on the memory of a recipe: parameters, gradients and state on the mean of pipeline ranks."""
-        groups, counts = self.groups(recipe), self._counts(recipe)
-        sizes = list(self.sizes(recipe).values())
-        dense = counts @ np.array([size.parameters for size in sizes])
-        expert = counts @ np.array([size.expert_parameters for size in sizes])
-        pairs = ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
-        states = sum(elements * sum(state_bytes(1.0, shards, recipe).values()) for elements, shards in pairs)
-        return float(whole_bytes(np.array(states / recipe.pipeline)))
+        It is of those that shard most of them.
+        """
+        groups, ranks = self.groups(recipe), self._full_ranks(recipe, recipe.pipeline)
+        one = np.ones(len(ranks.sizes))
+        dense, expert = (
+            one * sum(state_bytes(1.0, shards, recipe).values())
+            for shards in (groups.zero.size, groups.expert_replicas.size)
+        )
+        keeping = Keeping(recipe.recompute, recipe.offload)
+        return float(self._memory_floors(recipe, ranks, (dense, expert), [keeping], uneven=uneven)[0])
 
     def layout_floor(self, first: Recipe, most: int) -> float:
         """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
@@ -190,23 +209,32 @@ class RecipePricer:
         return self._adds_faster[key]
 
     def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
-        """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, gathers, latency."""
+        """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, and latency.
+
+        `gathers`: with what it gathers, and its pipeline ranks, of which each has whole blocks; without, that of all
+        recipes of as many devices whose micro-batches take as long.
+        """
         floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
         gathers_s = self._gathers(recipe) if gathers and recipe.reduces_each else np.zeros((2, len(counts)))
-        turns = recipe.micro_batches / recipe.pipeline
-        forward, backward = turns * counts * floors.forward, turns * counts * floors.backward
-        forward_gain, backward_gain = turns * counts * floors.forward_gain, turns * counts * floors.backward_gain
-        gathered, again = turns * counts * gathers_s
-
+        whole = self._whole_blocks(recipe) if gathers and recipe.pipeline > 1 else None
         latency, latency_gain = float(counts @ (floors.work - floors.late)), float(counts @ floors.gain)
 
         def at(shares: Floats) -> Floats:
             share = shares[0]
-            busy = np.maximum(forward - share * forward_gain, gathered)
-            busy += np.maximum(backward - share * backward_gain, again)
-            return np.array([max(busy.sum(), latency - share * latency_gain) + self.model.step_overhead_s])
+            forward = np.maximum(floors.forward - share * floors.forward_gain, gathers_s[0])
+            each = forward + np.maximum(floors.backward - share * floors.backward_gain, gathers_s[1])
+            busy_s = float(counts @ each) / recipe.pipeline
+            if whole is not None:
+                busy_s = max(busy_s, whole.floor(each))
+            longest = max(recipe.micro_batches * busy_s, latency - share * latency_gain)
+            return np.array([longest + self.model.step_overhead_s])
 
+        turns = recipe.micro_batches / recipe.pipeline
         return float(step_floors(at, turns * float(counts @ floors.products), self.cluster)[0])
+
+    def _whole_blocks(self, recipe: Recipe) -> WholeBlocks:
+        """How many blocks the fullest of its pipeline ranks have."""
+        return whole_blocks(tuple(self.sections(recipe)), self.counted.blocks, recipe.pipeline)
 
     def _gathers(self, recipe: Recipe) -> Floats:
         """Seconds of gathering sections' parameters in the forward, and again with reducing after, [2, sections]."""
@@ -220,10 +248,16 @@ class RecipePricer:
             self._sharded[key] = np.array(times).T
         return self._sharded[key]
 
-    def path_floors(self, recipes: Sequence[Recipe], pipes: Sequence[Pipe]) -> Floats:
-        """Bounds on the step of recipes that differ in sharding, with each pipeline: longest paths and their ends."""
+    def path_floors(
+        self, recipes: Sequence[Recipe], pipes: Sequence[Pipe], mask: NDArray[np.bool_] | None = None
+    ) -> Floats:
+        """Bounds on the step of recipes that differ in sharding, with each pipeline that a mask leaves.
+
+        They are those of longest paths and their ends.
+        """
         recipe = recipes[0]
         floors, shapes = self.section_floors(recipe), self._shapes(recipe, tuple(pipes))
+        shapes = shapes if mask is None else shapes.where(mask)
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
         paths = rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
 

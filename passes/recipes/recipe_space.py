@@ -143,6 +143,9 @@ class RecipeSpace:
     islands: tuple[int, ...] = ()
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
+    _by_ranks: dict[tuple[int, int, Share], tuple[Pipe, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         unknown = [name for name in (*self.only, *self.pinned) if name not in SEARCHED]
@@ -231,17 +234,23 @@ class RecipeSpace:
     def _island_ranks(self, ranks: int) -> tuple[int, ...]:
         return tuple(size * ranks // self.devices for size in self.islands)
 
-    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> list[Pipe]:
+    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> tuple[Pipe, ...]:
         """Pipelines of so many ranks, whose islands have such shares of the blocks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
-        return [
+        key = (ranks, micro_batches, share)
+        if key not in self._by_ranks:
+            self._by_ranks[key] = self._allowed_pipes(*key)
+        return self._by_ranks[key]
+
+    def _allowed_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
+        return tuple(
             pipe
             for pipe in self._known_pipes(ranks, micro_batches, share)
             if self._allows("schedule", pipe.schedule or None)
             and self._allows("virtual_stages", pipe.virtual_stages)
             and self._allows("split_ends", pipe.split_ends)
             and (self.has_uneven if pipe.uneven else self._allows("stage_blocks", None))
-        ]
+        )
 
     def _known_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
         if self.islands:
@@ -338,7 +347,7 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
             pipe = Pipe(ranks, schedule, virtual, split_ends)
             if virtual <= most and admits(schedule_of(pipe), ranks, micro_batches, virtual):
                 found.append(pipe)
-    if 0 < _ways(blocks, ranks) <= _MOST_WAYS:
+    if may_be_uneven(blocks, ranks):
         known = ("gpipe", "1f1b", "zero-bubble")
         pipes = [Pipe(ranks, schedule, uneven=True) for schedule in known]
         found += [pipe for pipe in pipes if admits(schedule_of(pipe), ranks, micro_batches)]
@@ -396,9 +405,9 @@ def _named(schedule: str, ranks: int, virtual: int, counts: tuple[int, ...]) -> 
     return Pipe(ranks, schedule, virtual, uneven=True, stage_blocks=counts)
 
 
-def _ways(blocks: int, stages: int) -> int:
-    """In how many ways blocks are shared out over two or more stages, of which all but the ends have one."""
-    return math.comb(blocks + 1, stages - 1)
+def may_be_uneven(blocks: int, ranks: int) -> bool:
+    """Whether blocks may be shared out unevenly: on two ranks or more, all but the ends with a block, in few ways."""
+    return ranks > 1 and 0 < math.comb(blocks + 1, ranks - 1) <= _MOST_WAYS
 
 
 @lru_cache(maxsize=1024)

@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipes.bound_boundaries import Boundaries
@@ -317,11 +318,11 @@ class _Search:
             shardings = [self._recipe(child) for child in self._sharded(node)]
             bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes)
             for pipe, pipe_bound in zip(pipes, bounds, strict=True):
-                self._push(pipe_bound, replace(node, pipe=pipe))
+                self._push(pipe_bound, node, pipe=pipe)
         for pipe in known:
             if pipe.is_open:
                 least = max(bound, node.branch.objective.uneven(self._recipe(node), pipe))
-                self._push(least, replace(node, pipe=pipe))
+                self._push(least, node, pipe=pipe)
 
     def _split_boundaries(self, bound: float, node: _Node) -> None:
         """Open a set of pipelines with each sharding, then with the blocks of one stage after the other."""
@@ -330,11 +331,11 @@ class _Search:
             self._price(node)
         elif node.boundaries is None:
             boundaries = node.branch.objective.boundaries(self._recipe(node), node.pipe, has_ends=False)
-            self._push(max(bound, boundaries.floor), replace(node, boundaries=boundaries))
+            self._push(max(bound, boundaries.floor), node, boundaries=boundaries)
         elif node.sharding is None:
             for child in self._sharded(node):
                 boundaries = node.branch.objective.boundaries(self._recipe(child), node.pipe, has_ends=True)
-                self._push(max(bound, boundaries.floor), replace(child, boundaries=boundaries))
+                self._push(max(bound, boundaries.floor), child, boundaries=boundaries)
         else:
             self._split_stage(bound, node, node.pipe)
 
@@ -358,11 +359,12 @@ class _Search:
         sharding = node.sharding or node.exchanges or Sharding(1)
         return node.branch.space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
 
-    def _push(self, bound: float, node: _Node) -> bool:
-        """Open a node whose bound is no worse than the best recipe; whether it is."""
+    def _push(self, bound: float, node: _Node, **choice: Any) -> bool:
+        """Open a node, with some more of the choice, whose bound is no worse than the best recipe; whether it is."""
         self.nodes += 1
         if math.isinf(bound) or (self.best is not None and bound > self.best[0]):
             return False
+        node = replace(node, **choice) if choice else node
         number = next(self.numbers)
         entry = (bound, False, (-node.depth,), number, node)
         if node.pipe is not None and node.pipe.uneven and not node.share:
