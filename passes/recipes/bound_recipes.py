@@ -168,9 +168,9 @@ class PipeShapes:
         """Those of the pipelines that a mask leaves."""
         if mask.all():
             return self
-        arrays = (self.counts, self.before, self.sends)
         pipes = tuple(compress(self.pipes, mask))
-        return PipeShapes(*(array[mask] for array in arrays), pipes, self.is_whole[mask], self.swaps[mask])
+        counts, before, sends = self.counts[mask], self.before[mask], self.sends[mask]
+        return PipeShapes(counts, before, sends, pipes, self.is_whole[mask], self.swaps[mask])
 
     def waits(self, micro_batches: int) -> Floats:
         """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""

@@ -7,7 +7,8 @@ for the time of a step under a memory limit (`recipe_objectives.Fastest`; bounds
    ends; left out unpriced where the stages of a full rank exceed the memory limit with any pipeline
    (`passes.recipes.bound_memory`);
 2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 and -3, over which group): the mean
-   again, with that; left out where parameters, gradients and state alone exceed the limit;
+   again, with that, or what the fullest rank takes as each has whole blocks; left out where its stages, with that
+   sharding, exceed the limit;
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
    those and the micro-batches that it holds do. Where blocks are not shared out evenly, the least of all ways
    (`passes.recipes.bound_boundaries`);

@@ -3,8 +3,8 @@
 Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 5]; also a table of `planning_time`.
 
 Specs of a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill, and recipes for a step of 512
-sequences on 64 of them. Each search runs in a process of its own; seconds are those of a clock, so the machine
-should be idle, and medians of the turns.
+sequences on 64 of them. Each search runs in a process of its own. Seconds are medians of the turns: of the search, by a
+clock, so that the machine should be idle; and of one thread's processor from the module to the plan, tracing and all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -28,43 +28,59 @@ from tests.benchmarks import deep_models, recipe_time
 LAYERS = (16, 32, 64, 128)
 
 
-def _specs(layers: int) -> float:
-    """Seconds of the search over specs."""
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What planning took: its search, by a clock; and all of it, of the processor."""
+
+    search: float
+    processor: float
+
+
+def _specs(layers: int) -> Seconds:
+    """Of a plan of specs."""
     shape = replace(deep_models.LLAMA_8B, layers=layers)
     case = deep_models.Case(shape, Mesh({"data": 8, "model": 8}), 32, "b200")
-    return deep_models.measure(str(layers), case).search_s
+    measured = deep_models.measure(str(layers), case)
+    return Seconds(measured.search_s, measured.cpu_s)
 
 
-def _recipes(layers: int) -> float:
-    """Seconds of the search over recipes."""
+def _recipes(layers: int) -> Seconds:
+    """Of a plan of a recipe."""
     task = recipe_time.Task(lambda: recipe_time.llama(4096, 14336, layers, 32), 8192, 8, 512, "b200")
-    return recipe_time.time_task(str(layers), task, 60.0).search_wall_s
+    timed = recipe_time.time_task(str(layers), task, 60.0)
+    return Seconds(timed.search_wall_s, timed.cpu_s)
 
 
-SEARCHES: Mapping[str, Callable[[int], float]] = {"specs": _specs, "recipes": _recipes}
+SEARCHES: Mapping[str, Callable[[int], Seconds]] = {"specs": _specs, "recipes": _recipes}
 
 
 def table(layers: Sequence[int], turns: int) -> Table:
     """Seconds by search and depth, and what each depth takes over the one before."""
-    result = Table("search", *(f"{depth} layers" for depth in layers), title="Seconds of searches, and over the last")
+    result = Table("seconds", *(f"{depth} layers" for depth in layers), title="Seconds of plans, and over the last")
     for search in SEARCHES:
         rounds = [[_apart(search, depth) for depth in layers] for _ in range(turns)]
-        medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
-        ratios = [f" ({after / before:.3f})" for before, after in pairwise(medians)]
-        cells = (f"{seconds:.2f}{ratio}" for seconds, ratio in zip(medians, ["", *ratios], strict=True))
-        result.add_row(search, *cells)
+        by_depth = list(zip(*rounds, strict=True))
+        result.add_row(f"{search}, search", *_cells([[each.search for each in turn] for turn in by_depth]))
+        result.add_row(f"{search}, processor", *_cells([[each.processor for each in turn] for turn in by_depth]))
     return result
 
 
-def _apart(search: str, layers: int) -> float:
+def _cells(by_depth: Sequence[Sequence[float]]) -> list[str]:
+    """Medians by depth, each with what it is over the one before."""
+    medians = [statistics.median(turns) for turns in by_depth]
+    ratios = [f" ({after / before:.3f})" for before, after in pairwise(medians)]
+    return [f"{seconds:.2f}{ratio}" for seconds, ratio in zip(medians, ["", *ratios], strict=True)]
+
+
+def _apart(search: str, layers: int) -> Seconds:
     """In a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.depth_time", "--one", search, "--layers", str(layers)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    return Seconds(**json.loads(output.splitlines()[-1]))
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table, or with `--one` the seconds of one search."""
+    """Print the table, or with `--one` the seconds of one plan."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.depth_time")
     parser.add_argument("--layers", nargs="+", type=int, default=LAYERS)
     parser.add_argument("--turns", type=int, default=5)
@@ -72,7 +88,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.one:
         torch.set_num_threads(1)
-        sys.stdout.write(json.dumps(SEARCHES[options.one](options.layers[0])) + "\n")
+        sys.stdout.write(json.dumps(asdict(SEARCHES[options.one](options.layers[0]))) + "\n")
     else:
         Console(width=140).print(table(options.layers, options.turns))
 
