@@ -335,7 +335,7 @@ def prove(
     if not isinstance(target, Plan):
         check_target(target, mesh)
     target = one_kind(target)
-    fixed = target if isinstance(target, Plan) else None
+    fixed = _of_specs(target) if isinstance(target, Plan) else None
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
     check_optimizer(optimizer, max_grad_norm=max_grad_norm)
@@ -462,11 +462,21 @@ def _update_for(
 
 
 def _read_plan(plan: Plan | str | Path | None) -> Plan | None:
-    if plan is None or isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, (str, Path)):
+    if plan is None:
+        return None
+    if not isinstance(plan, (Plan, str, Path)):
         raise PlanMismatchError(f"plan={plan!r} is a {type(plan).__name__}; pass a Plan, or the path of a saved one.")
-    return Plan.load(plan)
+    return _of_specs(plan if isinstance(plan, Plan) else Plan.load(plan))
+
+
+def _of_specs(plan: Plan) -> Plan:
+    """A plan that can be lowered; a recipe's says where values lie for one block of each kind, of one sequence."""
+    if plan.recipe is not None:
+        raise PlanMismatchError(
+            f"The plan is that of a recipe ({plan.recipe.words}), which is for reading and comparing. Leave plan= out: "
+            "print(plan) says on which mesh compile searches the specs itself."
+        )
+    return plan
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -94,16 +94,17 @@ def check_plan(
             break
         nearby = _train_nearby(model, name, training, number)
         report = replace(report, comparisons=tuple(item.beside(nearby, exact) for item in report.comparisons))
-    return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, inputs))
+    return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, training))
 
 
-def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, inputs: Inputs) -> str:
-    """Code that fails as the program of a call that differs."""
+def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, training: _Training) -> str:
+    """Code that fails as the program of a call that differs; of several micro-batches, on the first."""
     sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
     program = sharded.program
     if program is None or program.plan is None:
         raise AssertionError("what differs has been compiled, by a plan")
-    leaves = enumerate(pytree.tree_leaves(((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})))
+    whole, called = training.whole_step, (training.args, training.kwargs)
+    leaves = enumerate(pytree.tree_leaves(called if whole is None else whole.cut(*called)[0]))
     given = {("input", f"input:{index}"): leaf for index, leaf in leaves if isinstance(leaf, torch.Tensor)}
     given |= {("parameter", name): parameter.detach() for name, parameter in model.named_parameters()}
     given |= {("buffer", name): buffer for name, buffer in model.named_buffers()}

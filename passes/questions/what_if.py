@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from autoshard.errors import DoesNotFitError, InvalidSpecError
+from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError
 from autoshard.ir.explanation import Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -28,6 +28,9 @@ MORE = 1.1
 """How much more of each resource `limits` tries."""
 
 _MORE = f"{MORE - 1:.0%}".replace("%", " %")
+
+ONLY_RECIPES = ("zero-2", "context", "expert", "pipeline", "recompute", "offload")
+"""What only plans of recipes can be asked about by `why_not`."""
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{_MORE} more memory", "twice the memory", "memory without limit"
 FASTER_NETWORK = f"{_MORE} faster network"
@@ -75,7 +78,13 @@ def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature
 
     Raises:
         InvalidSpecError: no such feature.
+        NotAvailableError: only plans of recipes can be asked about it.
     """
+    if feature in ONLY_RECIPES:
+        raise NotAvailableError(
+            f"why_not({feature!r}): this plan is of specs on a mesh, which has no such choice; recipes do. Plan with "
+            f"autoshard.plan(model, cluster, ..., global_batch=) and ask that plan; of this one, {', '.join(ROLES)}."
+        )
     if feature not in ROLES:
         raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(ROLES)}.")
     axes = [axis for axis, size in planning.space.mesh.axes if size > 1]

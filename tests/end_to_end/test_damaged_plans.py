@@ -24,6 +24,10 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
 
 
+def total(y: torch.Tensor) -> torch.Tensor:
+    return y.sum()
+
+
 @pytest.fixture(scope="module")
 def data() -> dict[str, Any]:
     return autoshard.compile(small(), MESH, example_inputs=(X,)).plan.to_json()
@@ -88,3 +92,13 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 def test_a_plan_that_is_a_number() -> None:
     with pytest.raises(PlanMismatchError, match=r"plan=3 is a int; pass a Plan, or the path of a saved one"):
         autoshard.compile(small(), MESH, plan=3)
+
+
+def test_the_plan_of_a_recipe() -> None:
+    """It is for reading, and says where compile searches."""
+    recipe = autoshard.Recipe(data=2, tensor=2)
+    priced = autoshard.price(small(), autoshard.Cluster("h100_sxm", 1, 4), recipe, example_inputs=(X,), loss_fn=total)
+    with pytest.raises(PlanMismatchError, match=r"that of a recipe \(data 2, tensor 2; .*\), which is for reading"):
+        autoshard.compile(small(), MESH, plan=priced)
+    with pytest.raises(PlanMismatchError, match=r"that of a recipe"):
+        autoshard.prove(small(), priced, example_inputs=(X,))

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh, P, PlanMismatchError, VerificationError
-from autoshard.testing import check_calls, check_plan
+from autoshard.testing import WholeStep, check_calls, check_plan
 from autoshard.testing.plans import most_split_plan
 from autoshard.testing.programs import run_code
 from autoshard.tracing import trace
@@ -80,6 +81,16 @@ def test_a_failure_is_printed_as_a_few_calls(tmp_path: Path) -> None:
         text=True, check=False,
     )  # fmt: skip
     assert "VerificationError: values on Mesh(data=2) that differ from one device:" in ran.stderr
+
+
+def test_a_failure_of_micro_batches_is_shrunk_on_the_first() -> None:
+    """The program is that of one micro-batch, and so are the inputs that it is run on."""
+    whole = WholeStep(partial(torch.optim.SGD, lr=0.1), micro_batches=2)
+    model, inputs = Model(), (torch.randn(8, 8),)
+    first = whole.cut(inputs, {})[0][0]
+    plan = most_split_plan(trace(model, first, update=whole.update(model)), MESH)
+    report = check_plan(model, MESH, inputs, plan=plan, whole_step=whole)
+    assert "torch.ops.autoshard_tests.turned.default(" in report.small_failure
 
 
 def test_what_is_equal_is_not_shrunk() -> None:

@@ -15,6 +15,7 @@ from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import plan_of_choice, solve
 from passes.questions.explain import PlanAlternatives
 from passes.questions.roles import ROLES, restrict, role_of
+from passes.recipes.recipe_alternatives import FEATURES
 from tests.passes.questions.test_explain import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
@@ -106,9 +107,14 @@ def test_without_a_limit_memory_is_no_question(free: Plan) -> None:
 
 
 def test_what_cannot_be_asked_is_said(free: Plan) -> None:
-    """An unknown feature; a plan without its model."""
+    """An unknown feature; what only recipes have; a plan without its model."""
     with pytest.raises(InvalidSpecError, match="data, zero-1, fsdp, tensor"):
         free.why_not("magic")
+    for feature in FEATURES.keys() - ROLES.keys():
+        with pytest.raises(
+            NotAvailableError, match=f"why_not\\('{feature}'\\): this plan is of specs .* global_batch="
+        ):
+            free.why_not(feature)
     alone = replace(free, alternatives=None)
     for ask in (lambda: alone.why_not("tensor"), alone.limits):
         with pytest.raises(NotAvailableError, match="has no model at hand"):
