@@ -44,7 +44,8 @@ def price(
     The recipe fixes specs of parameters, inputs and what passes between blocks; all others follow by propagation.
 
     Args:
-        model: any module; it may be on meta. Its blocks are the entries of its module lists.
+        model: any module, in the dtype of its products; it may be on meta. Its blocks are the entries of its module
+            lists.
         cluster: as many devices as the recipe needs; of a joined one, those of the islands that it passes.
         recipe: the expert's plan.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,6 +53,7 @@ def search_plan(
     from passes.recipes.recipe_constraints import pin
     from passes.recipes.recipe_shortage import shortage
 
+    model = _narrowed(model, precision)
     base, pinned = pin(base_recipe(model, optimizer, precision, global_batch), constraints or {})
     counted = priced_model(model, example_inputs, loss_fn).counted
     problem = problem_of(counted, cluster, base, memory_budget, pinned)
@@ -129,6 +131,19 @@ def base_recipe(
     )
 
 
+_NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
+
+
+def _narrowed(model: nn.Module, precision: str | None) -> nn.Module:
+    """A model in float32 as its products see it: a copy on meta in 16 bits. Its own parameters are master weights."""
+    dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
+    if dtypes != {torch.float32} or precision not in _NARROW:
+        return model
+    on_meta: dict[int, Any] = {id(item): nn.Parameter(item.detach().to("meta")) for item in model.parameters()}
+    on_meta |= {id(item): item.to("meta") for item in model.buffers()}
+    return copy.deepcopy(model, on_meta).to(_NARROW[precision])
+
+
 _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}
 """In which precisions a model of a dtype is priced, its own first."""
 
@@ -140,8 +155,8 @@ def _precision(model: nn.Module, asked: str | None) -> str:
     if not common or (asked is not None and asked not in common):
         raise NotAvailableError(
             f"precision={asked!r} cannot be planned with global_batch= for a model with parameters of "
-            f"{', '.join(sorted(map(str, dtypes)))}: a recipe's products run in the model's own dtype, or in f8 where "
-            "that has 16 bits; master weights are float32. Cast the model first: model.bfloat16()."
+            f"{', '.join(sorted(map(str, dtypes)))}: a recipe's products run in the model's own dtype, in f8 where it "
+            "has 16 bits, and in 16 bits or f8 where all are float32. Cast the model first: model.bfloat16()."
         )
     return asked or common[0]
 

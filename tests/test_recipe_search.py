@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -18,7 +19,7 @@ CLUSTER = Cluster("h100_sxm", 1, 4)
 
 def _plan(cluster: Cluster = CLUSTER, **arguments) -> Plan:
     given = {"optimizer": "adamw", "global_batch": 16, "example_inputs": tokens(), **arguments}
-    return autoshard.plan(MODEL, cluster, **given)
+    return autoshard.plan(given.pop("model", MODEL), cluster, **given)
 
 
 def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
@@ -99,8 +100,18 @@ def test_optimizers_are_those_of_recipes() -> None:
             _plan(optimizer=optimizer)
 
 
+def test_a_model_in_float32_is_planned_in_16_bits() -> None:
+    """As `model.bfloat16()` is, by default; its parameters are the master weights, and stay as they are."""
+    wide = copy.deepcopy(MODEL).float()
+    assert _plan(model=wide).predicted == _plan(precision="bf16").predicted
+    assert _plan(model=wide, precision="f32").recipe.precision == "f32"
+    assert {(item.dtype, item.device.type) for item in wide.parameters()} == {
+        (torch.float32, next(MODEL.parameters()).device.type)
+    }
+
+
 def test_products_run_in_the_models_own_dtype() -> None:
-    """A model in 32 bits is not planned in 16."""
+    """A model in 16 bits is not planned in 32."""
     wide = _plan().recipe
     assert wide is not None
     assert _plan(precision="f8").recipe == dataclasses.replace(wide, precision="f8")
