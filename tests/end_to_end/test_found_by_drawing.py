@@ -10,6 +10,7 @@ from autoshard.testing import check_plan
 from autoshard.testing.plans import most_split_plan
 from autoshard.testing.programs import run_source
 from autoshard.tracing import trace
+from tests.end_to_end.drawn_pairs import runs_in_bf16
 
 _HEAD = """
 import torch
@@ -52,6 +53,21 @@ model = Drawn()
 inputs = (torch.randn(4, 4, 8),)
 """
 
+_WIDENED = """
+class Drawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 8))
+        self.layer = nn.{layer}
+
+    def forward(self, x):
+        return self.layer(x + self.table)
+
+torch.manual_seed(0)
+model = Drawn()
+inputs = (torch.randn(4, 8),)
+"""
+
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("mesh", [Mesh({"data": 4}), Mesh({"data": 2, "model": 2})], ids=str)
@@ -67,3 +83,12 @@ def test_the_rounding_of_a_mean_near_zero_is_no_difference() -> None:
     """In bfloat16 one device is off by a rounding that is small by chance; the mesh adds a bias by itself."""
     program = run_source(_HEAD + _MEAN_NEAR_ZERO)
     check_plan(program.model, Mesh({"data": 1}), program.inputs, precision="bf16").raise_if_different()
+
+
+@pytest.mark.parametrize(
+    "layer", ["BatchNorm1d(8, track_running_stats=False)", "LSTM(8, 4, bias=False)", "LayerNorm(8)"]
+)
+def test_what_one_device_cannot_run_in_bfloat16_is_not_drawn(layer: str) -> None:
+    """A float32 buffer makes a batch norm's and an LSTM's input float32, beside weights in bfloat16."""
+    program = run_source(_HEAD + _WIDENED.format(layer=layer))
+    assert runs_in_bf16(program) == layer.startswith("LayerNorm")
