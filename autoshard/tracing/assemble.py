@@ -22,6 +22,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.tracing.calling import Call
 from autoshard.tracing.joint import JointGraph
+from autoshard.tracing.lazy_module import lazy_module
 from autoshard.tracing.provenance import attribute_nodes
 from autoshard.tracing.simplify import Copier
 
@@ -219,7 +220,7 @@ def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
         if node in live:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in roots))
-    return fx.GraphModule(copier.graph_module, graph)
+    return lazy_module(copier.graph_module, graph)
 
 
 def _check_operators(program: Program) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.ir.program import InputKind, InputSlot
+from autoshard.tracing.lazy_module import lazy_module
 
 _ATEN = torch.ops.aten
 _IDENTITIES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default})
@@ -44,7 +45,7 @@ class Copier:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._results = frozenset(source.graph.output_node().all_input_nodes)
         self.graph = fx.Graph()
-        self.graph_module = fx.GraphModule(torch.nn.Module(), self.graph)
+        self.graph_module = lazy_module(torch.nn.Module(), self.graph)
         self.graph = self.graph_module.graph
 
     def node(self, original: fx.Node) -> fx.Node:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from autoshard.kernels.triton_adam import adam_updates_, why_not_adam_updates
 from autoshard.runtime.write_in_place import root_of
+from autoshard.tracing.lazy_module import lazy_module
 from passes.verification.verify_in_place import written_operands
 
 _UPDATE: Any = torch.ops.autoshard.adam_update_.default
@@ -41,7 +42,7 @@ def bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = dict(node.meta)
-    return fx.GraphModule(graph_module, graph)
+    return lazy_module(graph_module, graph)
 
 
 def _add_bucket(graph: fx.Graph, bucket: Sequence[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> None:

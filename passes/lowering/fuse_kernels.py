@@ -33,6 +33,7 @@ from torch._ops import OpOverload
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, find_kernel, kernels_of
+from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.count_launches import is_launch, may_alias, sends
 from passes.lowering.match_form import Match, Pattern, find_matches, root_operator, trace_form
 from passes.preparation.number_values import Numbering, number_graph
@@ -76,7 +77,7 @@ def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.Grap
         name = names.get(node, node.name)
         copied = environment[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copied.meta = dict(node.meta)
-    return fx.GraphModule(graph_module, graph)
+    return lazy_module(graph_module, graph)
 
 
 def _drop_views(graph: fx.Graph) -> None:

@@ -20,6 +20,7 @@ from torch import fx
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.kernels.generated.define import GeneratedKernel, define_kernels
 from autoshard.kernels.generated.group import Group
+from autoshard.tracing.lazy_module import lazy_module
 from cost_models.device import Device
 from passes.lowering.choose_groups import ChosenGroup, choose_groups, is_view
 from passes.verification.expand_kernels import STANDS_FOR
@@ -94,7 +95,7 @@ class _Rewriting:
             if node in last or not (node in self.owners or is_view(node)):
                 self._need(node)
         self.graph.eliminate_dead_code()
-        return fx.GraphModule(self.phase, self.graph)
+        return lazy_module(self.phase, self.graph)
 
     def _need(self, node: fx.Node) -> fx.Node | None:
         """What holds a node's value; written now if it is not yet. None for members that only their group reads."""

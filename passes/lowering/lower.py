@@ -25,6 +25,7 @@ from autoshard.ir.reshard import StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.hub import hub
+from autoshard.tracing.lazy_module import lazy_module
 from passes.strategies.enumerate_strategies import resolve, rule_of
 from passes.strategies.local_tracer import LocalTracer
 from passes.strategies.match_strategy import match_strategy
@@ -107,7 +108,7 @@ class _Lowering:
                 self._emit_result(index)
         self.tracer.like = None
         self.graph.output(tuple(self.results[index] for index in range(len(self.program.outputs))))
-        module = fx.GraphModule(constants, self.graph)
+        module = lazy_module(constants, self.graph)
         return LoweredProgram(
             self.program,
             self.plan.mesh,

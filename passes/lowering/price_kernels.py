@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from autoshard.ir.kernels import Kernels, KernelUse
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
+from autoshard.tracing.lazy_module import lazy_module
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
 from cost_models.operators import work
@@ -198,7 +199,7 @@ def _written_out(call: fx.Node) -> fx.Graph:
     for node, placeholder in operands.items():
         placeholder.meta["val"] = node.meta["val"]
     graph.node_copy(call, operands.__getitem__).meta = dict(call.meta)
-    expanded = expand_kernels(fx.GraphModule({}, graph)).graph
+    expanded = expand_kernels(lazy_module({}, graph)).graph
     mode: Any = next(node.meta["val"].fake_mode for node in call.all_input_nodes)
     for node in expanded.nodes:
         if node.op == "call_function":

@@ -15,6 +15,7 @@ from torch import fx
 
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.tracing.lazy_module import lazy_module
 
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
@@ -126,7 +127,7 @@ def _extract(
             _copy(node, graph, environment)
     graph.output(tuple(environment[node] for node in results))
     graph.eliminate_dead_code()
-    return fx.GraphModule(lowered.graph_module, graph)
+    return lazy_module(lowered.graph_module, graph)
 
 
 def _copy(node: fx.Node, graph: fx.Graph, environment: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoshard.ir.program import Program
+from autoshard.tracing.lazy_module import lazy_module
 
 _INHERITED = ("phase", "module", "source")
 
@@ -24,7 +25,7 @@ def copy_program(program: Program) -> Program:
     names = {node.name: copied.name for node, copied in environment.items()}
     if any(old != new for old, new in names.items()):
         _restore_names(environment)
-    return dataclasses.replace(program, graph_module=fx.GraphModule(program.graph_module, graph))
+    return dataclasses.replace(program, graph_module=lazy_module(program.graph_module, graph))
 
 
 def _restore_names(environment: dict[fx.Node, fx.Node]) -> None:

@@ -9,6 +9,7 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.kernels.triton_adam import adam_updates_
+from autoshard.tracing.lazy_module import lazy_module
 
 _UPDATE: Any = torch.ops.autoshard.adam_update_.default
 
@@ -33,4 +34,4 @@ def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
             )
         for operands in zip(*tensors, strict=True):
             graph.create_node("call_function", _UPDATE, (*operands, scale, hyper, decoupled, maximize))
-    return fx.GraphModule(graph_module, graph)
+    return lazy_module(graph_module, graph)

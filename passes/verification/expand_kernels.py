@@ -22,6 +22,7 @@ from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.generated.group import Group
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, KERNELS
+from autoshard.tracing.lazy_module import lazy_module
 
 FORM = "form"
 """Name of the metadata of a fused kernel's node that holds the index of its form."""
@@ -65,7 +66,7 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
             copied = environment[node] = graph.node_copy(node, environment.__getitem__)
             if isinstance(node.target, OpOverload):
                 copied.target = _ORIGINALS.get(node.target, node.target)
-    return fx.GraphModule(graph_module, graph)
+    return lazy_module(graph_module, graph)
 
 
 def _check_operands(node: fx.Node, *computed: Collection[fx.Node]) -> None:
