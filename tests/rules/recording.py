@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +100,9 @@ def record(function: Callable[[], Any], keep: Callable[[Any], bool] = has_sound_
 
 MESHES = (Mesh({"a": 2}), Mesh({"a": 4}), Mesh({"a": 2, "b": 2}), Mesh({"a": 3}), Mesh({"a": 2, "b": 3}))
 """What the shapes of our own samples divide by; those of threes cut most of them unevenly."""
+
+MESH_PAIRS = st.sampled_from([(MESHES[0], mesh) for mesh in MESHES[1:]])
+"""For tests that draw calls: the smallest mesh, which splits what can be split, and one drawn anew for each call."""
 
 DATABASE_MESHES = (Mesh({"a": 5}), Mesh({"a": 2}))
 """What the shapes of PyTorch's samples divide by, and what cuts them unevenly."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
-from tests.rules.recording import MESHES, check_recorded, check_splits
+from tests.rules.recording import MESH_PAIRS, MESHES, check_recorded, check_splits
 
 ops = torch.ops.autoshard
 _MESHES = (*MESHES, Mesh({"a": 4, "b": 2}))
@@ -62,12 +63,17 @@ def test_attention(mask: str | None, p: float, is_causal: bool) -> None:
     check_splits(ops.attention_backward.default, *_backward_args(args))
 
 
-@given(g=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 4]), s=st.sampled_from([1, 2, 4, 6]))
-def test_grouped_heads(g: int, group: int, s: int) -> None:
+@given(
+    g=st.sampled_from([1, 2, 4]),
+    group=st.sampled_from([1, 2, 4]),
+    s=st.sampled_from([1, 2, 4, 6]),
+    pair=st.sampled_from([(_MESHES[0], mesh) for mesh in _MESHES[1:]]),
+)
+def test_grouped_heads(g: int, group: int, s: int, pair: Sequence[Mesh]) -> None:
     """Query heads are split with their key heads, or beyond them once each key head is alone."""
     args = _attention_args(2, g, g * group, s, 4, p=0.25, is_causal=True)
-    check_splits(ops.attention.default, *args, meshes=_MESHES)
-    check_splits(ops.attention_backward.default, *_backward_args(args), meshes=_MESHES)
+    check_splits(ops.attention.default, *args, meshes=pair)
+    check_splits(ops.attention_backward.default, *_backward_args(args), meshes=pair)
 
 
 def test_heads_can_be_split() -> None:
@@ -87,11 +93,11 @@ def test_packed_sequences(keys: int, queries: int) -> None:
     check_splits(ops.packed_attention_backward.default, out, q, k, v, out, lse, *rest, meshes=_MESHES)
 
 
-@given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3))
-def test_dropout(shape: list[int]) -> None:
+@given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3), MESH_PAIRS)
+def test_dropout(shape: list[int], pair: Sequence[Mesh]) -> None:
     """The mask of a piece is a piece of the mask."""
     x = torch.randn(*shape, dtype=torch.float64)
-    check_splits(ops.dropout.default, x, torch.tensor(11), 0.5, 2, [0] * len(shape), shape)
+    check_splits(ops.dropout.default, x, torch.tensor(11), 0.5, 2, [0] * len(shape), shape, meshes=pair)
 
 
 def test_attention_of_pytorch_on_a_cpu() -> None:

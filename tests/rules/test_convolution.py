@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from autoshard.ir.spec import P
 from autoshard.rules import strategies
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import bound_rule
-from tests.rules.recording import check_database, check_splits, tensor
+from tests.rules.recording import MESH_PAIRS, check_database, check_splits, tensor
 
 aten = torch.ops.aten
 
@@ -25,8 +26,16 @@ aten = torch.ops.aten
     channels=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
     transposed=st.booleans(),
     biased=st.booleans(),
+    pairs=st.tuples(MESH_PAIRS, MESH_PAIRS),
 )
-def test_convolution(space: int, groups: int, channels: tuple[int, int], transposed: bool, biased: bool) -> None:
+def test_convolution(
+    space: int,
+    groups: int,
+    channels: tuple[int, int],
+    transposed: bool,
+    biased: bool,
+    pairs: tuple[Sequence[Mesh], Sequence[Mesh]],
+) -> None:
     """Any number of groups and of channels in a group."""
     inner, outer = channels
     x = tensor(4, groups * inner, *[4] * space)
@@ -34,10 +43,11 @@ def test_convolution(space: int, groups: int, channels: tuple[int, int], transpo
     weight = tensor(*weight_channels, *[2] * space)
     bias = tensor(groups * outer) if biased else None
     options: tuple[Any, ...] = ([1] * space, [0] * space, [1] * space, transposed, [0] * space, groups)
-    check_splits(aten.convolution.default, x, weight, bias, *options)
+    check_splits(aten.convolution.default, x, weight, bias, *options, meshes=pairs[0])
     grad = tensor(*aten.convolution(x, weight, bias, *options).shape)
+    options = (*options, [True, True, biased])
     sizes = [groups * outer] if biased else None
-    check_splits(aten.convolution_backward.default, grad, x, weight, sizes, *options, [True, True, biased])
+    check_splits(aten.convolution_backward.default, grad, x, weight, sizes, *options, meshes=pairs[1])
 
 
 @given(st.data())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
-from tests.rules.recording import check_call, check_database, check_recorded, check_splits, tensor
+from tests.rules.recording import MESH_PAIRS, check_call, check_database, check_recorded, check_splits, tensor
 
 aten = torch.ops.aten
 
@@ -19,13 +22,16 @@ aten = torch.ops.aten
     shape=st.lists(st.sampled_from([2, 3, 4]), max_size=2),
     padding=st.sampled_from([-1, 1]),
     by_frequency=st.booleans(),
+    pair=MESH_PAIRS,
 )
-def test_embedding(rows: int, width: int, shape: list[int], padding: int, by_frequency: bool) -> None:
+def test_embedding(
+    rows: int, width: int, shape: list[int], padding: int, by_frequency: bool, pair: Sequence[Mesh]
+) -> None:
     """The table is split by rows (pieces add up) and by columns, the indices by any dim; the gradient likewise."""
     indices = tensor(*shape, integers=rows)
-    check_splits(aten.embedding.default, tensor(rows, width), indices, padding)
+    check_splits(aten.embedding.default, tensor(rows, width), indices, padding, meshes=pair)
     grad = tensor(*shape, width)
-    check_splits(aten.embedding_dense_backward.default, grad, indices, rows, padding, by_frequency)
+    check_splits(aten.embedding_dense_backward.default, grad, indices, rows, padding, by_frequency, meshes=pair)
 
 
 def test_a_vocabulary_may_be_split() -> None:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
-from tests.rules.recording import check_database, check_recorded, check_splits
+from tests.rules.recording import MESH_PAIRS, check_database, check_recorded, check_splits
 
 aten = torch.ops.aten
 ops = torch.ops.autoshard
 
 
-@given(rows=st.sampled_from([2, 4, 6]), classes=st.sampled_from([4, 8, 12]), smoothing=st.sampled_from([0.0, 0.1]))
-def test_cross_entropy(rows: int, classes: int, smoothing: float) -> None:
+@given(
+    rows=st.sampled_from([2, 4, 6]),
+    classes=st.sampled_from([4, 8, 12]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    pair=MESH_PAIRS,
+)
+def test_cross_entropy(rows: int, classes: int, smoothing: float, pair: Sequence[Mesh]) -> None:
     """Rows and classes are split, with ignored targets and smoothing."""
     logits = 3 * torch.randn(rows, classes, dtype=torch.float64)
     target = torch.randint(0, classes, (rows,))
     target[0] = -100
-    check_splits(ops.cross_entropy.default, logits, target, -100, smoothing)
+    check_splits(ops.cross_entropy.default, logits, target, -100, smoothing, meshes=pair)
     _, lse = ops.cross_entropy(logits, target, -100, smoothing)
     grad = torch.randn(rows, dtype=torch.float64)
-    check_splits(ops.cross_entropy_backward.default, grad, logits, target, lse, -100, smoothing)
+    check_splits(ops.cross_entropy_backward.default, grad, logits, target, lse, -100, smoothing, meshes=pair)
 
 
 def test_cross_entropy_of_infinite_logits() -> None:

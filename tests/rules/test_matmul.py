@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
 from autoshard.rules.matmul import scaled_mm
-from tests.rules.recording import check_database, check_splits, tensor
+from tests.rules.recording import MESH_PAIRS, check_database, check_splits, tensor
 
 aten = torch.ops.aten
 _SIZES = st.sampled_from([1, 2, 4, 6])
 
 
-@given(b=_SIZES, m=_SIZES, k=_SIZES, n=_SIZES)
-def test_products(b: int, m: int, k: int, n: int) -> None:
+@given(b=_SIZES, m=_SIZES, k=_SIZES, n=_SIZES, pairs=st.tuples(*[MESH_PAIRS] * 4))
+def test_products(b: int, m: int, k: int, n: int, pairs: tuple[Sequence[Mesh], ...]) -> None:
     """All shapes of products, with and without an addend."""
-    check_splits(aten.mm.default, tensor(m, k), tensor(k, n))
-    check_splits(aten.bmm.default, tensor(b, m, k), tensor(b, k, n))
-    check_splits(aten.addmm.default, tensor(n), tensor(m, k), tensor(k, n))
-    check_splits(aten.matmul.default, tensor(b, 1, m, k), tensor(2, k, n))
+    check_splits(aten.mm.default, tensor(m, k), tensor(k, n), meshes=pairs[0])
+    check_splits(aten.bmm.default, tensor(b, m, k), tensor(b, k, n), meshes=pairs[1])
+    check_splits(aten.addmm.default, tensor(n), tensor(m, k), tensor(k, n), meshes=pairs[2])
+    check_splits(aten.matmul.default, tensor(b, 1, m, k), tensor(2, k, n), meshes=pairs[3])
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ FORMULAS = PlanFormulas(_traced, REQUEST, _laptop, 2.0)
 PROGRAM = _traced(REQUEST)
 
 
+@lru_cache
 def _at(batch: int, length: int) -> Program:
     tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
     return _traced(replace(REQUEST, args=(tokens, tokens)))
