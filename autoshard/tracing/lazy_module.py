@@ -6,13 +6,12 @@ ten, each read node by node by the next pass and never run: that was a tenth of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
-def lazy_module(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:
+def lazy_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """As `fx.GraphModule(root, graph)`; `recompile()` says that the graph was changed, as ever."""
     return _LazyGraphModule(root, graph)

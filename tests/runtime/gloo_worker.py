@@ -29,21 +29,21 @@ ORDERED = (
 UNORDERED = (torch.complex64, torch.float8_e4m3fn, torch.uint16)
 
 
-def program(source: PartitionSpec, target: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype) -> fx.GraphModule:
+def program(source: PartitionSpec, target: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Graph:
     """The program that reshards its input."""
     graph = fx.Graph()
     proxy = fx.Proxy(graph.placeholder("value"), GraphAppendingTracer(graph))
     steps = plan_reshard(source, target, shape, MESH)
     graph.output((emit_reshard(proxy, steps, shape, MESH, dtype=dtype).node,))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph
 
 
-def bind_groups(graph_module: fx.GraphModule, group_name: str) -> None:
+def bind_groups(graph: fx.Graph, group_name: str) -> fx.GraphModule:
     """Put the process group's name where the axis is named."""
-    for node in graph_module.graph.nodes:
+    for node in graph.nodes:
         if "c10d" in str(node.target) and node.args[-1] == "data":
             node.args = (*node.args[:-1], group_name)
-    graph_module.recompile()
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def compare(source: PartitionSpec, target: PartitionSpec, dtype: torch.dtype, rank: int) -> None:
@@ -51,9 +51,9 @@ def compare(source: PartitionSpec, target: PartitionSpec, dtype: torch.dtype, ra
     for shape in ((3, 5), (4, 4)):
         value = torch.arange(shape[0] * shape[1]).reshape(shape).remainder(7).to(dtype)
         inputs = shard_all(value, source, MESH)
-        graph_module = program(source, target, shape, dtype)
-        expected: Tensor = simulate(graph_module, MESH, [inputs])[0][rank]
-        bind_groups(graph_module, dist.group.WORLD.group_name)
+        graph = program(source, target, shape, dtype)
+        expected: Tensor = simulate(graph, MESH, [inputs])[0][rank]
+        graph_module = bind_groups(graph, dist.group.WORLD.group_name)
         with running_at({"data": rank}):
             (found,) = graph_module(inputs[rank])
         assert found.dtype == expected.dtype
