@@ -29,7 +29,7 @@ from torch import Tensor
 
 from autoshard.kernels.attention import attention
 from autoshard.kernels.kernel import Kernel, Specimen, block_specimen
-from autoshard.kernels.launch import launch, refuse_dtypes, require
+from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_product import precision_of, product
 
@@ -243,7 +243,7 @@ class Packing:
 
     def blocks(self, rows: int, size: int) -> int:
         """No fewer blocks of `size` rows than all sequences have, whatever their lengths."""
-        return triton.cdiv(rows, size) + self.sequences
+        return cdiv(rows, size) + self.sequences
 
 
 def rows_adjacent(x: Tensor) -> Tensor:
@@ -367,7 +367,7 @@ def grid_of(
     """A grid of blocks of rows (those of all sequences, where there are several), and of heads."""
 
     def grid(blocks: Mapping[str, int]) -> tuple[int, int]:
-        count = triton.cdiv(rows, blocks[block]) if packing is None else packing.blocks(rows, blocks[block])
+        count = cdiv(rows, blocks[block]) if packing is None else packing.blocks(rows, blocks[block])
         return count, heads
 
     return grid

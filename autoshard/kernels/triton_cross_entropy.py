@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, Specimen, specimen
-from autoshard.kernels.launch import as_rows, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 
 _MAX_BLOCK = 4096
@@ -166,7 +166,7 @@ def cross_entropy_into(
         logits.device,
         *(logits, target, loss, lse, worth, rows, columns, chunk.first, chunk.classes, logits.stride(0)),
         *(ignore_index, label_smoothing),
-        follow=lambda blocks: {"STEPS": triton.cdiv(columns, blocks["BLOCK_C"])},
+        follow=lambda blocks: {"STEPS": cdiv(columns, blocks["BLOCK_C"])},
         changes=() if worth is None else (lse, worth),
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, Kernel, block_specimen, specimen
-from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require
+from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import piece, piece_tile
 
@@ -198,7 +198,7 @@ def sum_rows(
     grad, block = as_rows(grad_output, columns), piece_tile(columns).columns
     launch(
         embedding_backward_kernel,
-        lambda blocks: (num_weights, triton.cdiv(columns, blocks["BLOCK_C"])),
+        lambda blocks: (num_weights, cdiv(columns, blocks["BLOCK_C"])),
         grad.device,
         *(grad, *tokens_by_row(indices, first, size, num_weights), out, columns, grad.stride(0)),
         padding_idx - first if padding_idx >= 0 else -1,

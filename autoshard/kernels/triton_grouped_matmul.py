@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import Kernel, block_specimen
-from autoshard.kernels.launch import launch, refuse_dtypes, require
+from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_product import precision_of, product
 
@@ -154,7 +154,7 @@ def _grouped_matmul(
     is_by_rows = mat2.dim() == 3
 
     def grid(blocks: Mapping[str, int]) -> tuple[int, ...]:
-        sides = triton.cdiv(rows, blocks["BLOCK_M"]), triton.cdiv(columns, blocks["BLOCK_N"])
+        sides = cdiv(rows, blocks["BLOCK_M"]), cdiv(columns, blocks["BLOCK_N"])
         return (sides[0] + groups, sides[1]) if is_by_rows else (*sides, groups)
 
     kernel = grouped_rows_kernel if is_by_rows else grouped_depth_kernel

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.launch import as_rows, launch, over_rows, row_tile
+from autoshard.kernels.launch import as_rows, cdiv, launch, over_rows, row_tile
 
 # Backward programs that each sum the weight gradients of many rows; fixed, so that no device changes the sum.
 SUMMING_PROGRAMS = 256
@@ -229,7 +229,7 @@ def norm_backward(
         HAS_GRAD=grad is not None,
         HAS_GRAD_WEIGHT=grad_weight is not None,
         HAS_GRAD_BIAS=grad_bias is not None,
-        follow=lambda blocks: {"STEPS": triton.cdiv(count, blocks["BLOCK_R"] * programs)},
+        follow=lambda blocks: {"STEPS": cdiv(count, blocks["BLOCK_R"] * programs)},
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,

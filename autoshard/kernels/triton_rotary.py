@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import Form, FusedKernel, block_specimen
-from autoshard.kernels.launch import launch, refuse_dtypes, require
+from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
 from autoshard.kernels.library import define
 
 _aten = torch.ops.aten
@@ -116,7 +116,7 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, i
     (batch, heads, length, size), groups = q.shape, k.shape[1]
     launch(
         rotary_kernel,
-        lambda blocks: (triton.cdiv(length, blocks["BLOCK_S"]), heads + groups, batch),
+        lambda blocks: (cdiv(length, blocks["BLOCK_S"]), heads + groups, batch),
         q.device,
         *(q, k, cos, sin, q_out, k_out, length, heads, groups, *q.stride()[:3], *k.stride()[:3]),
         length * size if cos.shape[0] > 1 else 0,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
-from autoshard.kernels.launch import as_rows, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
+from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
 from autoshard.kernels.triton_activations import piece, piece_tile
 
@@ -138,7 +138,7 @@ def _split_cross_entropy(
         logits.device,
         *(x, top.contiguous(), indices.contiguous(), _bytes(elsewhere), total, expected),
         *(rows, columns, x.stride(0), factor),
-        follow=lambda blocks: {"STEPS": triton.cdiv(columns, blocks["BLOCK_C"])},
+        follow=lambda blocks: {"STEPS": cdiv(columns, blocks["BLOCK_C"])},
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         num_warps=tile.num_warps,

@@ -166,7 +166,7 @@ def _class_of(argument: object) -> str:
     if isinstance(argument, Tensor):
         return str(argument.dtype)
     if isinstance(argument, int):
-        return f"{triton.next_power_of_2(argument)}{'' if argument % 16 else ', a multiple of 16'}"
+        return f"{1 << max(0, argument - 1).bit_length()}{'' if argument % 16 else ', a multiple of 16'}"
     return type(argument).__name__
 
 

@@ -3,7 +3,7 @@
     python tests/kernels/compile_candidates.py sm_90 sample
     python tests/kernels/compile_candidates.py sm_80,sm_90,gfx942 all gpt,llama
 
-compiles the candidates at the usual sizes; "sample" takes one of every fourth kernel. Of models, their generated
+compiles the candidates at the usual sizes; "sample" takes one of every sixth kernel. Of models, their generated
 kernels' too.
 """
 
@@ -49,10 +49,10 @@ def _generated(families: Sequence[str]) -> Iterator[list[tuple[str, Specimen]]]:
 
 
 def _sample(found: Sequence[list[tuple[str, Specimen]]]) -> Iterator[list[tuple[str, Specimen]]]:
-    """Of every fourth kernel, at one of its sizes, one candidate: another one from kernel to kernel."""
+    """Of every sixth kernel, at one of its sizes, one candidate: another one from kernel to kernel."""
     of_kernel = {choices[0][1].name: choices for choices in found if choices}
-    for index, choices in enumerate(list(of_kernel.values())[::4]):
-        yield [choices[(4 * index) % len(choices)]]
+    for index, choices in enumerate(list(of_kernel.values())[::6]):
+        yield [choices[(6 * index) % len(choices)]]
 
 
 def main(architectures: str, which: str, families: str = "") -> None:
