@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.ir.kernels import Kernels
+from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import NodePlan
+from autoshard.ir.plan_parts import NodePlan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import names_alike
@@ -31,6 +31,7 @@ from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options, constrained_outputs
 from passes.planning.cover import cover
 from passes.planning.exact_memory import exact_peak
+from passes.planning.kernel_prices import find_fusion
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
@@ -43,7 +44,7 @@ from passes.recomputation.recompute_search import solve_jointly, with_again
 from passes.solver.assignment import Solution
 from passes.solver.search_control import ALL_PLANS, SearchControl
 from passes.strategies.elided import find_elided
-from passes.strategies.enumerate_strategies import EnumerateStrategies
+from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices, StepPrice
 
@@ -76,7 +77,7 @@ class PlanOptions:
         runtime: what the prediction is of: what runs today, or a runtime that overlaps (`passes.prediction.predict`).
         recompute: whether values of the forward may be computed again in the backward where memory is short.
         offload: whether, then, they may also lie in the host's memory until the backward.
-        with_kernels: whether the prediction is of the program with Triton kernels; the search goes by operators.
+        with_kernels: whether calls are priced within the Triton kernels that run in place of them.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 
@@ -115,6 +116,7 @@ class Decision:
 
 
 _PREPARED = "autoshard: as traced, and prepared"
+_KERNELS = "autoshard: its kernels on one device"
 
 
 def prepare(program: Program) -> Program:
@@ -197,10 +199,51 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     """
     space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
     sharded_outputs = constrained_outputs(program, options.constraints)
-    elided = find_elided(space)
+    elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
     liveness = with_elided(find_lifetimes(space, ratio, sharded_outputs, options.micro_batches), elided, space)
-    return build_problem(space, Prices(cluster, mesh), liveness, fold_blocks(space), elided)
+    kernels = _kernels_known(space, cluster) if options.with_kernels else NO_KERNELS
+    fusion = find_fusion(space, kernels, prices)
+    return build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
+
+
+def _kernels_known(space: SearchSpace, cluster: Cluster) -> Kernels:
+    """`kernels_on_one_device`, found once for all meshes, and kept with the prepared graph."""
+    program, device = space.program, cluster.device
+    of_program, of_device, kernels = program.graph_module.meta.get(_KERNELS, (None, None, NO_KERNELS))
+    if of_program is not program or of_device != device:
+        kernels = kernels_on_one_device(space, cluster)
+        program.graph_module.meta[_KERNELS] = (program, device, kernels)
+    return kernels
+
+
+def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> Kernels:
+    """The Triton kernels with which a program would run where every value is whole, for its search.
+
+    Without those that compute anew what is dear: they save memory, not time, and depend on the specs.
+    """
+    from autoshard.kernels.registry import FUSED
+    from passes.lowering.price_kernels import price_kernels
+
+    whole = Plan(
+        mesh=space.mesh,
+        program_digest=space.program.digest(),
+        inputs={},
+        nodes={
+            name: NodePlan(site.strategies[0].inputs, site.strategies[0].outputs)
+            for name, site in space.sites.items()
+            if site.node is not None
+        },
+        outputs={result_key(slot): PartitionSpec() for slot in space.program.outputs},
+        parameters={},
+        predicted=Prediction(0.0, 0, {}, {}),
+        objective=0.0,
+        lower_bound=None,
+        search_time_s=0.0,
+        hardware=cluster.name,
+    )
+    cheap = tuple(kernel for kernel in FUSED if kernel.readers_of_anew is None)
+    return price_kernels(Lower(whole)(space.program), cluster.device, fused=cheap)
 
 
 def _run(passes: Sequence[Callable[[Any], Any]], program: Any, on_pass: OnPass | None = None) -> Any:

@@ -47,12 +47,18 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class FuseKernels:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Args:
+        kernels: what may stand in for groups, in the order in which they are looked for.
+    """
+
+    kernels: Sequence[FusedKernel] = FUSED
 
     def __call__(self, lowered: LoweredProgram) -> LoweredProgram:
         """The program with kernels, over a graph of its own."""
         fusion = _Fusion(_copy(lowered.graph_module, {}))
-        for kernel in FUSED:
+        for kernel in self.kernels:
             for form in range(len(kernel.forms)):
                 fusion.apply(kernel, form)
         for node in fusion.graph_module.graph.nodes:

@@ -20,6 +20,8 @@ from torch import Tensor, fx
 
 from autoshard.ir.kernels import Kernels, KernelUse
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
+from autoshard.kernels.kernel import FusedKernel
+from autoshard.kernels.registry import FUSED
 from autoshard.tracing.lazy_module import lazy_module
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
@@ -38,15 +40,21 @@ _Source = tuple[str, str | None]
 """What a local call is part of: a traced node's call; or the reshard of its value for a reader."""
 
 
-def price_kernels(lowered: LoweredProgram, device: Device, counts: Mapping[str, int] | None = None) -> Kernels:
+def price_kernels(
+    lowered: LoweredProgram,
+    device: Device,
+    counts: Mapping[str, int] | None = None,
+    fused: Sequence[FusedKernel] = FUSED,
+) -> Kernels:
     """The kernels of a program, in the order of its phases; the times without them are left to who predicts.
 
     Args:
         lowered: the lowered program, without kernels.
         device: what it runs on.
         counts: node of the traced program to how often it runs, where that is not once.
+        fused: the hand-written kernels that may stand in for groups.
     """
-    return _Pricing(lowered, device, counts or {}).run(SplitPhases()(FuseKernels()(lowered)))
+    return _Pricing(lowered, device, counts or {}).run(SplitPhases()(FuseKernels(fused)(lowered)))
 
 
 @dataclass(slots=True)

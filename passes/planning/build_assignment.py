@@ -2,11 +2,13 @@
 
 One variable per class; its options are the strategies of the class. A node's time counts once per member. Links between
 the same places of two classes become one edge, whose costs count once per link; links within one class become costs of
-its variable. Memory rows are made for single program points, on demand.
+its variable. What runs in kernels is priced so (`kernel_prices`). Memory rows are made for single program points, on
+demand.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ from passes.memory.liveness import Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables
 from passes.memory.memory_usage import Item, MemoryUsage, Table
 from passes.memory.transients import Transients
+from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, Seam, part_times, seam_table
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
 from passes.strategies.enumerate_strategies import (
@@ -49,6 +52,7 @@ class PlanningProblem:
         assignment: the problem, without memory rows.
         memory: what takes how many bytes.
         elided: what the program leaves out.
+        fusion: the kernels within which its calls are priced.
         derived: what other passes find out about the problem, whatever the choice, and keep with it.
     """
 
@@ -61,6 +65,7 @@ class PlanningProblem:
     assignment: Assignment
     memory: MemoryTables
     elided: Elided = NOTHING_ELIDED
+    fusion: Fusion = NOTHING_FUSED
     derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
@@ -138,8 +143,9 @@ def build_problem(
     liveness: Liveness,
     representatives: Mapping[str, str],
     elided: Elided = NOTHING_ELIDED,
+    fusion: Fusion = NOTHING_FUSED,
 ) -> PlanningProblem:
-    """The assignment problem of a search space whose alike sites are tied."""
+    """The assignment problem of a search space whose alike sites are tied; `fusion` has calls priced within kernels."""
     representatives = tie(representatives, elided)
     counts = elided.site_counts()
     numbers: dict[str, int] = {}
@@ -148,13 +154,13 @@ def build_problem(
     for name, number in classes.items():
         members[number].append(name)
     sites = space.sites
-    costs = [_call_times(group, sites, counts, prices) for group in members]
-    tables: dict[tuple[_Places, int], Floats] = {}
+    costs = [_call_times(group, sites, counts, prices, fusion) for group in members]
+    tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
-    for key, (link, count) in _alike_links(space, classes, elided).items():
-        places = (_places_of(sites[link.tail], sites[link.head], link), count)
+    for key, (link, seams) in _alike_links(space, classes, elided, fusion).items():
+        places = (_places_of(sites[link.tail], sites[link.head], link), *seams.items())
         if places not in tables:
-            tables[places] = _link_table(space, prices, link) * count
+            tables[places] = _link_table(space, prices, link, seams)
         tail, _, head, _ = key
         if tail == head:
             costs[tail] = costs[tail] + np.diagonal(tables[places])
@@ -164,34 +170,43 @@ def build_problem(
     assignment = Assignment(tuple(costs), tuple(edges))
     memory = MemoryTables(space, Transients(space.mesh, prices.step_price))
     groups = tuple(map(tuple, members))
-    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided)
+    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided, fusion)
 
 
-def _call_times(group: Sequence[str], sites: Mapping[str, Site], counts: Mapping[str, int], prices: Prices) -> Floats:
+def _call_times(
+    group: Sequence[str], sites: Mapping[str, Site], counts: Mapping[str, int], prices: Prices, fusion: Fusion
+) -> Floats:
     """Seconds of all calls of a variable by its option."""
-    times = [
-        prices.call_times(sites[names[0]], sites[names[0]].strategies) * sum(counts.get(name, 1) for name in names)
-        for names in _by_call(group, sites)
-    ]
+    times = []
+    for names in _by_call(group, sites, fusion):
+        site, part = sites[names[0]], fusion.parts.get(names[0])
+        if part is None:
+            once = prices.call_times(site, site.strategies)
+        else:
+            once = part_times(site, part, site.strategies, prices)
+        times.append(once * sum(counts.get(name, 1) for name in names))
     return np.sum(times, axis=0)
 
 
-def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
-    """The sites of a variable by what they call: its own, and copies to the host and back."""
+def _by_call(group: Sequence[str], sites: Mapping[str, Site], fusion: Fusion) -> Iterable[list[str]]:
+    """The sites of a variable by what they call, its own, and copies to the host and back, and by their kernels."""
     found: dict[Any, list[str]] = {}
     for name in group:
         node = sites[name].node
-        found.setdefault(node.target if node is not None and node.target in TRANSFERS else None, []).append(name)
+        target = node.target if node is not None and node.target in TRANSFERS else None
+        found.setdefault((target, fusion.parts.get(name)), []).append(name)
     return found.values()
 
 
-def _alike_links(space: SearchSpace, classes: Mapping[str, int], elided: Elided) -> dict[_EdgeKey, tuple[Link, int]]:
-    """One link for each pair of places that links join, and how many there are."""
+def _alike_links(
+    space: SearchSpace, classes: Mapping[str, int], elided: Elided, fusion: Fusion
+) -> dict[_EdgeKey, tuple[Link, Counter[Seam | None]]]:
+    """One link for each pair of places that links join, and how many there are, by their seams."""
     counts = elided.link_counts()
-    found: dict[_EdgeKey, tuple[Link, int]] = {}
+    found: dict[_EdgeKey, tuple[Link, Counter[Seam | None]]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
-        found[key] = (link, counts.get(index, 1) + (found[key][1] if key in found else 0))
+        found.setdefault(key, (link, Counter()))[1][fusion.seam(link)] += counts.get(index, 1)
     return found
 
 
@@ -202,11 +217,16 @@ def _places_of(tail: Site, head: Site, link: Link) -> _Places:
     return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
-def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
+def _link_table(space: SearchSpace, prices: Prices, link: Link, seams: Mapping[Seam | None, int]) -> Floats:
+    """Seconds of all links between two places; `seams` says how many there are with each."""
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
     table = prices.reshard_table(tail.results[link.result], sources, targets)
-    return without_sums(table, sources, targets) if link.keeps_sums else table
+    table = (without_sums(table, sources, targets) if link.keeps_sums else table) * sum(seams.values())
+    for seam, number in seams.items():
+        if seam is not None:
+            table = table + number * seam_table(tail, head, link, seam, prices)
+    return table
 
 
 def _accumulate(into: dict[Any, Floats], key: Any, sizes: Floats) -> None:

@@ -18,7 +18,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster, NodeType
 from cost_models.topology import Link
-from passes.pipeline import PlanOptions, planning_problem, solve
+from passes.pipeline import PlanOptions, plan_of_choice, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.prediction.predict import predict
@@ -44,11 +44,16 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
         found = solve(planning, options, allowed)
     except DoesNotFitError as error:
         return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
-    predicted = predict(found.planning, found.solution.choice, options.runtime)
+    cost, bound = found.solution.cost, found.solution.lower_bound
+    if options.with_kernels:
+        cluster = planning.prices.cluster
+        predicted = plan_of_choice(found.planning, found.solution.choice, cost, bound, cluster, options).predicted
+    else:
+        predicted = predict(found.planning, found.solution.choice, options.runtime)
     return Outcome(
         fits=True,
-        objective=found.solution.cost,
-        lower_bound=found.solution.lower_bound,
+        objective=cost,
+        lower_bound=bound,
         step_time_s=predicted.step_time_s,
         peak_memory_bytes=predicted.peak_memory_bytes,
         breakdown=predicted.breakdown,
@@ -56,15 +61,14 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
 
 
 def outcome_of(plan: Plan) -> Outcome:
-    """What a plan costs itself; without kernels, as the plans that it is compared with are priced."""
-    kernels = plan.predicted.kernels
+    """What a plan costs itself."""
     return Outcome(
         fits=True,
         objective=plan.objective,
         lower_bound=plan.lower_bound,
-        step_time_s=kernels.step_time_without_s if kernels.uses else plan.predicted.step_time_s,
+        step_time_s=plan.predicted.step_time_s,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
-        breakdown=kernels.breakdown_without if kernels.uses else plan.predicted.breakdown,
+        breakdown=plan.predicted.breakdown,
     )
 
 

@@ -201,7 +201,8 @@ def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
         return planning
     space, originals = _space_with(planning.space, again)
     representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
-    return build_problem(space, planning.prices, planning.liveness.of(space), representatives)
+    fusion = planning.fusion.of_copies(space, originals)
+    return build_problem(space, planning.prices, planning.liveness.of(space), representatives, fusion=fusion)
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:

@@ -23,7 +23,6 @@ from passes.lowering.price_kernels import price_kernels
 from passes.pipeline import PlanOptions, plan_of_choice, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.segment_step import segment_step
-from passes.questions.what_if import outcome_of
 from tests.benchmarks.fused_counts import count_both, count_generated, llama_block, llama_block_program
 from tests.passes.blocks import h100s
 from tests.passes.deep import alike, batch
@@ -139,13 +138,16 @@ def test_elided_blocks_have_their_kernels(tmp_path: Path) -> None:
     assert autoshard.plan(model, CLUSTER, **arguments).explain("blocks.9.up.bias").kernels == found.kernels
 
 
-def test_explanations_compare_plans_without_kernels() -> None:
-    """What the chosen spec costs is priced as the others are, whatever the backend."""
-    plain, fused = (make_plan(backend=backend) for backend in ("eager", "triton"))
-    assert plain.predicted.kernels == NO_KERNELS
-    assert fused.predicted.step_time_s < plain.predicted.step_time_s
-    assert outcome_of(fused).step_time_s == pytest.approx(outcome_of(plain).step_time_s)
-    assert outcome_of(fused).breakdown == pytest.approx(outcome_of(plain).breakdown)
+def test_explanations_compare_plans_with_their_kernels() -> None:
+    """Each alternative is priced as planning with it as a constraint is, with kernels."""
+    arguments: Mapping[str, Any] = {"mesh": Mesh({"x": 2}), "example_inputs": (torch.ones(8, 16),), "backend": "triton"}
+    plan = autoshard.plan(Scaled(), CLUSTER, **arguments)
+    found = plan.explain("scale")
+    assert found.chosen.step_time_s == plan.predicted.step_time_s < plan.predicted.kernels.step_time_without_s
+    item = found.others[0]
+    again = autoshard.plan(Scaled(), CLUSTER, **arguments, constraints={"scale": item.spec})
+    assert item.objective == pytest.approx(again.objective)
+    assert item.step_time_s == pytest.approx(again.predicted.step_time_s)
 
 
 def test_products_within_kernels_are_priced() -> None:
