@@ -149,8 +149,8 @@ class _Finding:
     Args:
         owners: member to its kernel.
         incoming: site to the links of its operands.
-        found: member to the operands and results of its part.
-        written: values of members that go through memory.
+        reads: member to what its part reads.
+        written: values that go through memory.
     """
 
     space: SearchSpace
