@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,11 +11,17 @@ import torch
 
 import autoshard
 from autoshard import Cluster, DoesNotFitError, NotAvailableError, Plan, Recipe, RecipeError
+from autoshard.cluster import JoinedCluster
+from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
-from tests.passes.decoders import dense, tokens
-from tests.passes.islands import JOINED
+from passes.recipes.joined_problem import JoinedProblem
+from passes.recipes.recipe_space import Only, RecipeSpace
+from passes.recipes.search_recipes import FoundRecipe
+from tests.passes.decoders import dense, priced_dense, tokens
+from tests.passes.islands import JOINED, THREE
 
 MODEL = dense(6)
+COUNTED = priced_dense(4).counted
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +88,109 @@ def test_islands_of_one_name_are_all_searched() -> None:
 
 
 def test_what_fits_nowhere_is_an_error() -> None:
-    """With the least memory of the fullest device."""
-    options = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 2}
-    with pytest.raises(DoesNotFitError, match="the smallest needs") as error:
-        autoshard.plan(MODEL, JOINED, memory_budget=1000, **options)
-    assert error.value.smallest_bytes > 1000
+    """With the least memory of the fullest device, and how many nodes would do: with those it fits."""
+    options = {"optimizer": "adamw", "global_batch": 8, "constraints": {"context": 1}}
+    with pytest.raises(DoesNotFitError, match="the smallest needs") as raised:
+        autoshard.plan(MODEL, JOINED, example_inputs=tokens(), memory_budget=1000, **options)
+    least = raised.value.smallest_bytes
+    fitting = autoshard.plan(MODEL, JOINED, example_inputs=tokens(), memory_budget=least, **options)
+    assert fitting.predicted.peak_memory_bytes <= least
+    with pytest.raises(DoesNotFitError, match="2 times as many nodes on each island would do"):
+        autoshard.plan(MODEL, JOINED, example_inputs=tokens(), memory_budget=least - 1, **options)
+    twice = JoinedCluster([PricedCluster(island.node, 2, 1) for island in JOINED.islands])
+    more = autoshard.plan(MODEL, twice, example_inputs=tokens(), memory_budget=least - 1, **options)
+    assert more.predicted.peak_memory_bytes < least
+
+
+def problem(cluster: JoinedCluster = JOINED) -> JoinedProblem:
+    """The search for a step of eight sequences, one or two in a micro-batch."""
+    limits = tuple(float(island.device.memory_bytes) for island in cluster.islands)
+    return JoinedProblem(COUNTED, cluster, Recipe(global_batch=8), limits, pinned={"micro_batch": (1, 2)})
+
+
+def test_three_islands_are_no_slower_than_two() -> None:
+    """Each of them, with all their orders."""
+    whole, kinds = problem(THREE).best_of_all()
+    assert whole.is_complete
+    assert len(kinds) == 3
+    assert whole.objective == whole.lower_bound == problem(THREE).best().objective
+    assert len(problem(THREE).routes) == 15
+    for places in combinations(range(3), 2):
+        two = problem(JoinedCluster([THREE.islands[place] for place in places]))
+        assert whole.objective <= two.best().objective
+
+
+def test_what_is_told_meanwhile_holds() -> None:
+    """No bound is above the best recipe of all islands, whichever is searched; the best so far is no faster."""
+    told: list[FoundRecipe] = []
+    whole, kinds = problem().best_of_all(watch=told.append)
+    assert whole.objective < min(each.objective for each in kinds.values())
+    assert all(each.lower_bound <= whole.objective <= each.objective for each in told)
+    assert told[-1].objective == whole.objective
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_ctrl_c_keeps_the_best_recipe(share: float) -> None:
+    """Among the islands alone, or among choices of both; with a bound of all."""
+    told: list[FoundRecipe] = []
+    whole, _ = problem().best_of_all(watch=told.append)
+    left = 1 + round(share * (sum(each.recipe is not None for each in told) - 1))
+
+    def watch(found: FoundRecipe) -> None:
+        nonlocal left
+        left -= found.recipe is not None
+        if left == 0:
+            raise KeyboardInterrupt
+
+    stopped, _ = problem().best_of_all(watch=watch)
+    assert stopped.recipe is not None
+    assert stopped.was_interrupted
+    assert not stopped.is_complete
+    assert stopped.lower_bound <= whole.objective <= stopped.objective
+    assert stopped.objective == problem().time_s(stopped.recipe)
+
+
+def test_ctrl_c_before_any_recipe_ends_the_search() -> None:
+    """There is nothing to keep."""
+
+    class Stopped(JoinedProblem):
+        def space(self, route: tuple[int, ...], only: Only | None = None) -> RecipeSpace:
+            raise KeyboardInterrupt
+
+    whole = problem()
+    with pytest.raises(KeyboardInterrupt):
+        Stopped(COUNTED, whole.cluster, whole.base, whole.memory_limits).best_of_all()
+
+
+def test_a_search_that_ends_early_has_a_bound() -> None:
+    """With the recipe that was known, or none."""
+    nothing, _ = problem().best_of_all(time_budget_s=0.0)
+    assert (nothing.recipe, nothing.is_complete, nothing.lower_bound) == (None, False, 0.0)
+    known = Recipe(global_batch=8, islands=(1,))
+    early = problem().best(known=known, time_budget_s=0.0)
+    assert (early.recipe, early.objective) == (known, problem().time_s(known))
+    assert early.lower_bound <= problem().best().objective
+    with pytest.raises(NotAvailableError, match="ended before any recipe was priced"):
+        autoshard.plan(
+            MODEL, JOINED, example_inputs=tokens(), optimizer="adamw", global_batch=4, time_budget_s=0.0
+        )  # fmt: skip
+
+
+def test_a_known_recipe_of_another_cluster_is_where_a_search_begins() -> None:
+    """The same recipe is found, with fewer sets of recipes looked at."""
+    found = problem().best()
+    slower_network = JoinedCluster(JOINED.islands, network="infiniband_hdr200")
+    again, warm = problem(slower_network).best(), problem(slower_network).best(known=found.recipe)
+    assert (again.recipe, again.objective) == (warm.recipe, warm.objective)
+    assert warm.nodes <= again.nodes
+
+
+def test_the_bar_shows_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error."""
+    options = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 4, "progress": True}
+    found = autoshard.plan(MODEL, JOINED, **options)
+    assert found.gap == 0.0
+    assert "at least" in capsys.readouterr().err
 
 
 def test_specs_are_planned_on_one_kind_of_device() -> None:
