@@ -40,7 +40,8 @@ from passes.preparation.insert_hubs import InsertHubs
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.recompute import InsertRecompute
 from passes.recomputation.recompute_problem import Again
-from passes.recomputation.recompute_search import solve_jointly, with_again
+from passes.recomputation.recompute_search import solve_jointly
+from passes.recomputation.with_again import with_again
 from passes.solver.assignment import Solution
 from passes.solver.search_control import ALL_PLANS, SearchControl
 from passes.strategies.elided import find_elided

@@ -32,7 +32,7 @@ from passes.pipeline import PlanOptions, plan_of_choice, prepare
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RecomputeOptions, find_options
 from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
-from passes.recomputation.recompute_search import host_bytes, with_again
+from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Assignment
 from passes.strategies.enumerate_strategies import EnumerateStrategies, Site, operands_of
 from passes.strategies.price import Prices

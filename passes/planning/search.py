@@ -106,7 +106,7 @@ class Search:
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
         choices = [solution.choice for solution in start]
-        return (self._exactly if _pairs(problem) <= EXACT_PAIRS else self._by_duals)(planning, problem, choices)
+        return (self._exactly if is_small(problem) else self._by_duals)(planning, problem, choices)
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
@@ -136,13 +136,28 @@ class Search:
                 found = self._by_duals(planning, problem, start)
                 return dataclasses.replace(found, lower_bound=min(found.cost, max(found.lower_bound, bound)))
             if solution is None:
-                raise self.does_not_fit(planning, _smallest_limit(planning, problem, points))
-            new = _over_limit(planning, solution, problem.limit) - points
+                frugal = self.frugal(planning, problem)
+                raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
+            new = _over_limit(planning, solution.choice, problem.limit) - points
             if not new:
                 return solution
             if not self.is_exact:
                 return self._by_duals(planning, problem, start)
             bound = max(bound, solution.lower_bound)
+            points |= new
+            problem = _with_rows(planning, problem, new)
+
+    def frugal(self, planning: Searchable, problem: Assignment) -> tuple[int, ...] | None:
+        """The choice of the smallest peak, None if none is allowed: by rounds like those for the cheapest one."""
+        points: set[int] = set()
+        while True:
+            found = smallest_peak(problem)
+            if found is None:
+                return None
+            peak, choice = found
+            new = _over_limit(planning, choice, peak) - points
+            if not new:
+                return choice
             points |= new
             problem = _with_rows(planning, problem, new)
 
@@ -157,8 +172,9 @@ class Search:
         )
 
 
-def _pairs(problem: Assignment) -> int:
-    return sum(edge.cost.size for edge in problem.edges)
+def is_small(problem: Assignment) -> bool:
+    """Whether a problem is to be solved exactly."""
+    return sum(edge.cost.size for edge in problem.edges) <= EXACT_PAIRS
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
@@ -169,36 +185,27 @@ def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignme
     return dataclasses.replace(problem, costs=tuple(costs))
 
 
-def _over_limit(planning: Searchable, solution: Solution, limit: float) -> set[int]:
-    """The points of the highest peaks over the limit: of each run of points over it, the highest."""
-    used = planning.usage(solution.choice)
+def _over_limit(planning: Searchable, choice: Sequence[int], limit: float) -> set[int]:
+    return set(highest_over(planning.usage(choice), limit))
+
+
+_MOST_PEAKS = 4
+"""Points whose rows are added at a time."""
+
+
+def highest_over(used: np.ndarray, limit: float) -> list[int]:
+    """The points of the highest peaks over a limit: of each run of points over it, the highest."""
     over = np.flatnonzero(used > limit)
     if not len(over):
-        return set()
+        return []
     runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
-    peaks = sorted((int(run[np.argmax(used[run])]) for run in runs), key=lambda point: -used[point])
-    return set(peaks[:4])
+    peaks = (int(run[np.argmax(used[run])]) for run in runs)
+    return sorted(peaks, key=lambda point: -used[point])[:_MOST_PEAKS]
 
 
 def _with_rows(planning: Searchable, problem: Assignment, points: set[int]) -> Assignment:
     rows = tuple(planning.memory_row(point) for point in sorted(points))
     return dataclasses.replace(problem, rows=(*problem.rows, *rows))
-
-
-def _smallest_limit(planning: Searchable, problem: Assignment, points: set[int]) -> float:
-    """The smallest limit under which a choice exists, by the same rounds with the peak as the objective."""
-    while True:
-        peak = smallest_peak(problem)
-        if not np.isfinite(peak):
-            return peak
-        fitting = solve_milp(dataclasses.replace(problem, limit=peak))
-        if fitting is None:
-            return peak
-        new = _over_limit(planning, fitting, peak) - points
-        if not new:
-            return peak
-        points = points | new
-        problem = _with_rows(planning, problem, new)
 
 
 def _largest(planning: Searchable) -> str:

@@ -73,7 +73,7 @@ class RecomputeProblem:
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Masks of options of the problem without recomputation as masks of these: whatever the keeping."""
-        return {variable: np.tile(mask, len(self._keepings(variable))) for variable, mask in allowed.items()}
+        return {variable: np.tile(mask, len(self.keepings(variable))) for variable, mask in allowed.items()}
 
     def without_keepings(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The choice of strategies: one of the problem without recomputation."""
@@ -82,7 +82,7 @@ class RecomputeProblem:
 
     def again(self, choice: Sequence[int]) -> Again:
         """What a choice recomputes and offloads, in program order: where that makes memory, and something reads it."""
-        made = self._made_again(choice)
+        made = self.made_again(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
             readers[link.tail].append(link)
@@ -99,12 +99,12 @@ class RecomputeProblem:
                     offloaded.append(OffloadedNode(*place))
         return Again(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
-    def _made_again(self, choice: Sequence[int]) -> dict[str, Keeping]:
+    def made_again(self, choice: Sequence[int]) -> dict[str, Keeping]:
         """What is there again; without views to recompute of what is held as it lies, which are held with it."""
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
         found: dict[str, Keeping] = {}
         for name in self.options.anchors:
-            keeping = self._keeping(name, choice)
+            keeping = self.keeping(name, choice)
             is_held = (
                 keeping in RECOMPUTED
                 and self.space.sites[name].is_alias
@@ -121,11 +121,13 @@ class RecomputeProblem:
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
 
-    def _keeping(self, name: str, choice: Sequence[int]) -> Keeping:
+    def keeping(self, name: str, choice: Sequence[int]) -> Keeping:
+        """What becomes of a site's value under a choice."""
         variable = self.planning.classes[name]
-        return self._keepings(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
+        return self.keepings(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
 
-    def _keepings(self, variable: int) -> tuple[Keeping, ...]:
+    def keepings(self, variable: int) -> tuple[Keeping, ...]:
+        """What may become of the values of a variable."""
         return self.options.keepings.get(variable, _AS_READ)
 
 

@@ -5,7 +5,9 @@ twice, and copies to and from the host. So a choice of strategies that is optima
 fits as it is, is optimal with them too; only where it does not fit is the larger problem built (`solve_jointly`). That
 a choice be optimal among those that fit would not be enough: one of cheaper strategies may fit with recomputation.
 
-What fits is decided by the exact count of the program that will run (`fitting`).
+What fits is decided by the exact count of the program that will run. Small problems are searched by that count, to the
+optimum of all that fits (`search_exactly`); large ones, and programs that leave blocks out, until what is found fits
+(`fitting`).
 
 With offload the problem is larger still, and contains that without. Where its solution may be far from the best, or
 holds more in the host's memory than there is, the search is repeated without offload, and the cheaper of what fits is
@@ -16,37 +18,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 import numpy as np
-from torch import fx
 
 from autoshard.errors import DoesNotFitError
-from autoshard.ir.mesh import Mesh
-from autoshard.ir.spec import PartitionSpec
-from autoshard.kernels.offload import to_host
-from autoshard.rules.enumeration import Choice, Split, Strategy
-from passes.planning.build_assignment import PlanningProblem, build_problem
-from passes.planning.search import Search, restrict
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search, is_small, restrict
+from passes.planning.search_exactly import ExactPlanning, cheapest_that_fits
+from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution, bounded, fitting
-from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
-from passes.recomputation.recompute_problem import Again, build_recompute_problem
+from passes.recomputation.recompute_problem import build_recompute_problem
+from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
-from passes.strategies.enumerate_strategies import (
-    Link,
-    SearchSpace,
-    Site,
-    leaves_program,
-    operands_of,
-    resolve,
-    rule_of,
-    specs_of,
-)
-from passes.strategies.price import local_bytes
 
 
 def solve_jointly(
@@ -124,12 +111,9 @@ def _solve(
     if not options.keepings:
         return _alone(planning, search, allowed, start, deadline)
     problem = build_recompute_problem(planning, options)
-    start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
-    def attempt(limit: float) -> JointSolution:
-        """The cheapest choice that fits in a limit by the problem's count."""
-        within = dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit)
-        found = within(problem, problem.widen(allowed), start)
+    def joint(found: Solution) -> JointSolution:
+        """What a choice of the problem stands for."""
         again, choice = problem.again(found.choice), problem.without_keepings(found.choice)
         running = with_again(planning, again)
         return JointSolution(
@@ -140,6 +124,16 @@ def _solve(
             options.candidates(OFFLOADED),
             host_bytes(running, choice),
         )
+
+    if is_small(problem.assignment):
+        with suppress(TimeoutError):
+            return joint(cheapest_that_fits(ExactRecompute(problem), search, problem.widen(allowed), deadline))
+    start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
+
+    def attempt(limit: float) -> JointSolution:
+        """The cheapest choice that fits in a limit by the problem's count."""
+        within = dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit)
+        return joint(within(problem, problem.widen(allowed), start))
 
     found, least = fitting(attempt, search.memory_limit_bytes)
     if found is not None:
@@ -164,6 +158,9 @@ def _alone(
 
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
+    if is_small(planning.assignment) and not planning.elided.sites:
+        with suppress(TimeoutError):
+            return JointSolution(planning, cheapest_that_fits(ExactPlanning(planning), search, allowed, deadline))
     found, least = fitting(attempt, search.memory_limit_bytes)
     if found is None:
         raise search.does_not_fit(planning, least)
@@ -189,83 +186,3 @@ def _without(
     quick = DualSearch(search.tolerance, _ROUNDS, search.time_budget_s, control=search.control)
     found = quick(problem, planning.usage, planning.memory_row, [solution.choice for solution in start])
     return [] if found is None else [found]
-
-
-def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
-    """The problem of the program that recomputes and offloads; its variables and options are those of `planning`.
-
-    What is recomputed, and copies to and from the host, have the variable of their original, so a choice of `planning`
-    is one of the result.
-    """
-    if not again:
-        return planning
-    space, originals = _space_with(planning.space, again)
-    representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
-    fusion = planning.fusion.of_copies(space, originals)
-    return build_problem(space, planning.prices, planning.liveness.of(space), representatives, fusion=fusion)
-
-
-def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Bytes that the host holds for each rank at the end of the forward."""
-    space = planning.space
-    copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
-    specs = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies)
-    return float(sum(local_bytes(site.results[0], spec, space.mesh) for site, spec in specs))
-
-
-def _space_with(space: SearchSpace, again: Again) -> tuple[SearchSpace, dict[str, str]]:
-    """The search space with clones and copies, which have the specs of their originals; and the original of each."""
-    program = InsertRecompute(again.recomputed, again.offloaded)(space.program)
-    incoming: dict[str, list[Link]] = defaultdict(list)
-    for link in space.links:
-        if not leaves_program(space.sites[link.head], link):
-            incoming[link.head].append(link)
-    transfers = _Transfers(space)
-    sites, links, originals = {}, [], {}
-    for node in program.graph.nodes:
-        moved, original = moved_by(node), original_of(node) or node.name
-        if moved is not None:
-            owner, result = resolve(space.program.nodes[moved])
-            originals[node.name] = owner.name
-            sites[node.name] = transfers.site(node, space.sites[owner.name], result)
-            tail, result = resolve(operands_of(node)[0])
-            links.append(Link(tail.name, result, node.name, 0))
-        elif original in space.sites:
-            originals[node.name] = original
-            sites[node.name] = dataclasses.replace(
-                space.sites[original], name=node.name, node=node, phase=node.meta["phase"]
-            )
-            for link in incoming[original]:
-                tail, result = resolve(operands_of(node)[link.operand])
-                links.append(dataclasses.replace(link, tail=tail.name, result=result, head=node.name))
-    for name, site in space.sites.items():
-        if site.node is None:
-            sites[name], originals[name] = site, name
-    links += [link for link in space.links if leaves_program(space.sites[link.head], link)]
-    return dataclasses.replace(space, program=program, sites=sites, links=tuple(links)), originals
-
-
-@dataclass(slots=True)
-class _Transfers:
-    """Sites of copies to and from the host: each option leaves the value as an option of its owner has it."""
-
-    space: SearchSpace
-    strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
-    calls: dict[object, int] = field(default_factory=dict)
-
-    def site(self, node: fx.Node, owner: Site, result: int) -> Site:
-        key = (id(owner.strategies), result)
-        if key not in self.strategies:
-            self.strategies[key] = tuple(
-                Strategy((spec,), (spec,), _choices(spec, self.space.mesh)) for spec in specs_of(owner, result)
-            )
-        value = owner.results[result]
-        highest = max(site.call for site in self.space.sites.values())
-        number = self.calls.setdefault((node.target, value, *key), highest + 1 + len(self.calls))
-        return Site(node.name, node, node.meta["phase"], self.strategies[key], (value,), rule_of(node), number)
-
-
-def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
-    """What each axis does for a copy of a value under a spec; see `autoshard.rules.offload`."""
-    dims = (spec.dim_of(axis) for axis in mesh.axis_names)
-    return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -19,7 +19,7 @@ The objective is scaled so that the solver's absolute tolerances do not matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import highspy
@@ -62,15 +62,15 @@ def solve_milp(
     return Solution(full, cost, min(cost, reduced.constant + bound))
 
 
-def smallest_peak(problem: Assignment, *, time_limit_s: float = 60.0) -> float:
-    """The smallest memory limit under which some choice of finite cost exists, bytes (`inf` if there is none)."""
+def smallest_peak(problem: Assignment, *, time_limit_s: float = 60.0) -> tuple[float, tuple[int, ...]] | None:
+    """The smallest memory limit under which a choice of finite cost exists, bytes, and that choice; None for none."""
     model = _Model(problem, minimise_peak=True)
     if not model.run(time_limit_s):
-        return float("inf")
+        return None
     choice = model.choice()
     if not np.isfinite(problem.cost_of(choice)):
-        return float("inf")
-    return max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0)
+        return None
+    return max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0), choice
 
 
 _GoesOn = Callable[[float], bool]
@@ -140,6 +140,7 @@ class _Model:
         self._columns, self._rows = _Columns(), _Rows()
         self._scale = 1.0 if minimise_peak else _cost_scale(problem)
         self._limit = problem.limit
+        self._unit = _most_bytes(problem.rows) if minimise_peak else max(1.0, problem.limit)
         use = 0.0 if minimise_peak else self._scale
         self._first = [self._columns.add(_keep_infinite(cost, use), integer=True) for cost in problem.costs]
         self._add_choices()
@@ -179,7 +180,7 @@ class _Model:
         return column
 
     def _add_row(self, row: MemoryRow, flows: list[_Flow]) -> None:
-        unit = 2.0**30
+        unit = self._unit
         index = [
             np.zeros(0, dtype=int),
             *(self._first[v] + np.arange(len(a)) for v, a in row.variables.items()),
@@ -263,6 +264,16 @@ def _options(time_limit_s: float) -> dict[str, bool | int | float]:
         "primal_feasibility_tolerance": 1e-9,
         "mip_feasibility_tolerance": 1e-9,
     }
+
+
+def _most_bytes(rows: Sequence[MemoryRow]) -> float:
+    """As many bytes as any row may have: what rows are scaled by, so that the solver's tolerances are below a byte."""
+    tables = ([*row.variables.values(), *row.edges.values()] for row in rows)
+    most = (
+        abs(row.constant) + sum(float(np.abs(table).max()) for table in of_row)
+        for row, of_row in zip(rows, tables, strict=True)
+    )
+    return max(most, default=1.0) or 1.0
 
 
 def _cost_scale(problem: Assignment) -> float:

@@ -27,7 +27,8 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Keeping, find_options
 from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again, RecomputeProblem, build_recompute_problem
-from passes.recomputation.recompute_search import solve_jointly, with_again
+from passes.recomputation.recompute_search import solve_jointly
+from passes.recomputation.with_again import with_again
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
 
 LINE = Mesh({"x": 2})

@@ -87,10 +87,12 @@ def test_reductions_keep_the_optimum(problem: Assignment) -> None:
 @given(assignments())
 def test_the_smallest_peak_is_the_least_limit_that_admits_a_choice(problem: Assignment) -> None:
     """At the smallest peak a choice fits, a byte below none does."""
-    peak = smallest_peak(problem)
-    if not np.isfinite(peak):
+    found = smallest_peak(problem)
+    if found is None:
         assert solve_exhaustive(Assignment(problem.costs, problem.edges)) is None
         return
+    peak, choice = found
+    assert peak == max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0)
     at_peak = Assignment(problem.costs, problem.edges, problem.rows, peak)
     assert solve_exhaustive(at_peak) is not None
     if problem.rows:

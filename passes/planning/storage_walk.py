@@ -1,0 +1,289 @@
+"""What makes storages, gives views of them and uses them, in the order of a program, under one choice.
+
+Each storage knows its uses, and by which views these came to it: so it can be told of which other choices it is true
+(`exact_rows`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.spec import PartitionSpec
+from autoshard.kernels.optimizers import IN_PLACE
+from autoshard.rules.hub import hub
+from passes.memory.elided_lifetimes import Key
+from passes.memory.liveness import GRADIENT, UPDATE
+from passes.memory.memory_tables import differs, is_on_host, traced_value
+from passes.memory.transients import LocalForm, Moved, Transients
+from passes.planning.build_assignment import PlanningProblem
+from passes.preparation.insert_hubs import is_gradient_hub
+from passes.strategies.enumerate_strategies import Site, leaves_program
+from passes.strategies.price import local_bytes
+
+_PART_OF = {InputKind.PARAMETER: "parameters", InputKind.STATE: "optimizer state"}
+_WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A use of a storage, up to a point, by what the link of an index carries.
+
+    `path`: the links by which views led there, none of which reshards.
+    """
+
+    point: int
+    link: int
+    path: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory that values lie in: what made it, and its uses and the last one so far."""
+
+    key: Key
+    part: str
+    size: int
+    birth: int
+    death: int
+    uses: list[Use] = field(default_factory=list)
+
+    def use(self, use: Use) -> None:
+        """Note a use."""
+        self.uses.append(use)
+        self.death = max(self.death, use.point)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Where a value lies on each rank.
+
+    Args:
+        storage: its memory.
+        is_strided: its dims lie in memory in another order than they come.
+        path: the links by which views led from what made the storage here.
+    """
+
+    storage: Storage
+    is_strided: bool = False
+    path: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A reshard of a value on the link of an index."""
+
+    point: int
+    link: int
+    value: Local
+    moved: Moved
+
+    @property
+    def storage(self) -> Storage:
+        """What is resharded lies there."""
+        return self.value.storage
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A call that runs another local form, and its operands."""
+
+    site: Site
+    form: LocalForm
+    point: int
+    operands: tuple[Local, ...]
+
+
+@dataclass(slots=True)
+class Walk:
+    """Follows the program, and notes what makes a storage and what uses it."""
+
+    planning: PlanningProblem
+    choice: Sequence[int]
+    handing: Transients
+    storages: dict[Key, Storage] = field(default_factory=dict)
+    reshards: list[Reshard] = field(default_factory=list)
+    handings: list[Reshard] = field(default_factory=list)
+    rewritten: list[Rewritten] = field(default_factory=list)
+    values: dict[tuple[str, int], Local] = field(default_factory=dict)
+    into: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    out_of: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    kinds: dict[str, InputKind] = field(default_factory=dict)
+    differing: dict[tuple[PartitionSpec, PartitionSpec], bool] = field(default_factory=dict)
+    is_step: bool = False
+
+    def run(self) -> None:
+        """Walk through all sites in order."""
+        space = self.planning.space
+        self.kinds = {slot.node: InputKind(slot.kind) for slot in space.program.inputs}
+        self.is_step = bool(space.program.outputs_of(OutputKind.PARAMETER_UPDATE))
+        for index, link in enumerate(space.links):
+            leaving = leaves_program(space.sites[link.head], link)
+            (self.out_of[link.tail] if leaving else self.into[link.head]).append(index)
+        for name, site in space.sites.items():
+            if site.is_input:
+                self._enter(site)
+            elif site.node is not None:
+                self._call(site)
+            for index in self.out_of[name]:
+                self._leave(index)
+        if self.planning.liveness.micro_batches > 1:
+            self._add_sums()
+
+    def _add_sums(self) -> None:
+        """Sums of gradients over micro-batches: that so far, and beside both addends the new one."""
+        for name, point in self.planning.liveness.adding.items():
+            size = self._local_bytes(self.planning.space.sites[name], 0)
+            self._new((name, "sum so far"), "gradients", size, 0, point)
+            self._new((name, "new sum"), "gradients", size, point, point)
+
+    def _enter(self, site: Site) -> None:
+        """An input is there throughout."""
+        part = _PART_OF.get(self.kinds[site.name], "inputs")
+        size, end = self._local_bytes(site, 0), self.planning.liveness.points - 1
+        self.values[site.name, 0] = Local(self._new((site.name, 0), part, size, 0, end))
+
+    def _call(self, site: Site) -> None:
+        """Operands are resharded; then the call makes storages for its results, or views what it is given."""
+        point = self.planning.liveness.calls[site.name]
+        operands = [self._arriving(index) for index in self.into[site.name]]
+        for index, operand in zip(self.into[site.name], operands, strict=True):
+            operand.storage.use(Use(point, index, operand.path))
+        strategy = self.planning.strategy(site.name, self.choice)
+        form = self.planning.memory.transients.local_form(site, strategy)
+        if form is not None:
+            self.rewritten.append(Rewritten(site, form, point, tuple(operands)))
+            made = {number: self._made(site, number, size) for number, size in form.made.items()}
+            where = form.results
+        elif site.is_alias:
+            made, where = {}, viewed_operands(site)
+        else:
+            made = {
+                n + len(operands): self._made(site, n, self._local_bytes(site, n)) for n in range(len(site.results))
+            }
+            where = tuple(made)
+        for result, number in enumerate(where):
+            is_strided = self._is_strided(site, result, operands)
+            if number in made:
+                local = Local(made[number], is_strided)
+            else:
+                path = (*operands[number].path, self.into[site.name][number])
+                local = Local(operands[number].storage, is_strided, path)
+            self.values[site.name, result] = local
+        if is_gradient_hub(site.node):
+            _mark_gradient(self.values[site.name, 0].storage)
+
+    def _is_strided(self, site: Site, result: int, operands: Sequence[Local]) -> bool:
+        """Whether a result lies strided: a view does as in the trace; others where an operand does that did there."""
+        if traced_value(site, result).is_contiguous():
+            return False
+        traced = [traced_of(self.planning, index).is_contiguous() for index in self.into[site.name]]
+        is_view = site.is_alias and site.node is not None and site.node.target is not hub
+        return is_view or all(traced) or any(operand.is_strided for operand in operands)
+
+    def _arriving(self, index: int) -> Local:
+        """Where a link's value is when it arrives: where it was, or in a copy."""
+        reshard = self._reshard(index)
+        if reshard is not None:
+            return Local(self._copy(index, reshard))
+        link = self.planning.space.links[index]
+        return self.values[link.tail, link.result]
+
+    def _reshard(self, index: int) -> Reshard | None:
+        """The reshard on a link, if there is one; a use of what is resharded."""
+        link = self.planning.space.links[index]
+        source = self.planning.strategy(link.tail, self.choice).outputs[link.result]
+        head = self.planning.strategy(link.head, self.choice)
+        target = head.outputs[0] if link.operand < 0 else head.inputs[link.operand]
+        if not self._differs(source, target):
+            return None
+        value = self.values[link.tail, link.result]
+        moved = Moved(traced_of(self.planning, index), source, target, value.is_strided, value.storage.size)
+        reshard = Reshard(self.planning.liveness.reshards[index], index, value, moved)
+        value.storage.use(Use(reshard.point, index, value.path))
+        self.reshards.append(reshard)
+        return reshard
+
+    def _differs(self, source: PartitionSpec, target: PartitionSpec) -> bool:
+        if (source, target) not in self.differing:
+            self.differing[source, target] = bool(differs((source,), (target,), self.planning.space.mesh)[0, 0])
+        return self.differing[source, target]
+
+    def _copy(self, index: int, reshard: Reshard) -> Storage:
+        size, point = self.planning.memory.transients.bytes_of_copy(reshard.moved), reshard.point + 1
+        return self._new((index, "copy"), "activations", size, point, point)
+
+    def _made(self, site: Site, number: int, size: int) -> Storage:
+        point = self.planning.liveness.calls[site.name]
+        return self._new((site.name, number), "activations", size, point, point)
+
+    def _leave(self, index: int) -> None:
+        """A result stays as it is returned; what is updated is written over, so that nothing stays of it."""
+        link = self.planning.space.links[index]
+        if self.planning.space.sites[link.tail].phase == UPDATE:
+            self._reshard(index)
+            return
+        value = self._arriving(index)
+        if self.planning.space.sites[link.head].node is None:
+            self._hand_out(index, value)
+        elif self.kinds[link.head] is InputKind.BUFFER:
+            value.storage.use(Use(self.planning.liveness.forward_end, index, value.path))
+        else:
+            value.storage.use(Use(self.planning.liveness.points - 1, index, value.path))
+            _mark_gradient(value.storage)
+
+    def _hand_out(self, index: int, value: Local) -> None:
+        """An output stays as it lies to the end of the forward; and behind that, whole, where a call hands it out."""
+        liveness, link = self.planning.liveness, self.planning.space.links[index]
+        spec = self.planning.strategy(link.head, self.choice).inputs[0]
+        value.storage.use(Use(liveness.forward_end, index, value.path))
+        if self.is_step:
+            return
+        if link.head in liveness.sharded_outputs or not self._differs(spec, _WHOLE):
+            value.storage.use(Use(liveness.points - 1, index, value.path))
+            return
+        traced, point = traced_of(self.planning, index), liveness.handing[index]
+        moved = Moved(traced, spec, _WHOLE, value.is_strided, value.storage.size)
+        self.handings.append(Reshard(point, index, value, moved))
+        size = self.handing.bytes_of_copy(moved)
+        self._new((index, "whole"), "activations", size, point + 1, liveness.points - 1)
+
+    def _local_bytes(self, site: Site, result: int) -> int:
+        if is_on_host(site):
+            return 0
+        spec = self.planning.strategy(site.name, self.choice).outputs[result]
+        return local_bytes(site.results[result], spec, self.planning.space.mesh)
+
+    def _new(self, key: Key, part: str, size: int, birth: int, death: int) -> Storage:
+        self.storages[key] = Storage(key, part, size, birth, death)
+        return self.storages[key]
+
+
+def walk_through(planning: PlanningProblem, choice: Sequence[int]) -> Walk:
+    """The walk through a program under one choice."""
+    walk = Walk(planning, choice, Transients(planning.space.mesh))
+    walk.run()
+    return walk
+
+
+def viewed_operands(site: Site) -> tuple[int, ...]:
+    """The operand that each result of a view, or of an update in place, shares its memory with."""
+    assert site.node is not None, "results of the program are no calls"
+    if site.node.target in IN_PLACE:
+        return tuple(number for number in range(len(site.results) + 1) if number != GRADIENT)
+    return (0,) * len(site.results)
+
+
+def _mark_gradient(storage: Storage) -> None:
+    if storage.part == "activations":
+        storage.part = "gradients"
+
+
+def traced_of(planning: PlanningProblem, index: int) -> torch.Tensor:
+    """The value that a link carries, as the trace has it."""
+    link = planning.space.links[index]
+    return traced_value(planning.space.sites[link.tail], link.result)

@@ -1,0 +1,109 @@
+"""The planning problem of a program that recomputes and offloads: it has more sites than that of the one without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec
+from autoshard.kernels.offload import to_host
+from autoshard.rules.enumeration import Choice, Split, Strategy
+from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
+from passes.recomputation.recompute_problem import Again
+from passes.strategies.enumerate_strategies import (
+    Link,
+    SearchSpace,
+    Site,
+    leaves_program,
+    operands_of,
+    resolve,
+    rule_of,
+    specs_of,
+)
+from passes.strategies.price import local_bytes
+
+
+def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
+    """The problem of the program that recomputes and offloads; its variables and options are those of `planning`.
+
+    What is recomputed, and copies to and from the host, have the variable of their original, so a choice of `planning`
+    is one of the result.
+    """
+    if not again:
+        return planning
+    space, originals = space_with(planning.space, again)
+    representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
+    fusion = planning.fusion.of_copies(space, originals)
+    return build_problem(space, planning.prices, planning.liveness.of(space), representatives, fusion=fusion)
+
+
+def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
+    """Bytes that the host holds for each rank at the end of the forward."""
+    space = planning.space
+    copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
+    specs = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies)
+    return float(sum(local_bytes(site.results[0], spec, space.mesh) for site, spec in specs))
+
+
+def space_with(space: SearchSpace, again: Again) -> tuple[SearchSpace, dict[str, str]]:
+    """The search space with clones and copies, which have the specs of their originals; and the original of each."""
+    program = InsertRecompute(again.recomputed, again.offloaded)(space.program)
+    incoming: dict[str, list[Link]] = defaultdict(list)
+    for link in space.links:
+        if not leaves_program(space.sites[link.head], link):
+            incoming[link.head].append(link)
+    transfers = _Transfers(space)
+    sites, links, originals = {}, [], {}
+    for node in program.graph.nodes:
+        moved, original = moved_by(node), original_of(node) or node.name
+        if moved is not None:
+            owner, result = resolve(space.program.nodes[moved])
+            originals[node.name] = owner.name
+            sites[node.name] = transfers.site(node, space.sites[owner.name], result)
+            tail, result = resolve(operands_of(node)[0])
+            links.append(Link(tail.name, result, node.name, 0))
+        elif original in space.sites:
+            originals[node.name] = original
+            sites[node.name] = dataclasses.replace(
+                space.sites[original], name=node.name, node=node, phase=node.meta["phase"]
+            )
+            for link in incoming[original]:
+                tail, result = resolve(operands_of(node)[link.operand])
+                links.append(dataclasses.replace(link, tail=tail.name, result=result, head=node.name))
+    for name, site in space.sites.items():
+        if site.node is None:
+            sites[name], originals[name] = site, name
+    links += [link for link in space.links if leaves_program(space.sites[link.head], link)]
+    return dataclasses.replace(space, program=program, sites=sites, links=tuple(links)), originals
+
+
+@dataclass(slots=True)
+class _Transfers:
+    """Sites of copies to and from the host: each option leaves the value as an option of its owner has it."""
+
+    space: SearchSpace
+    strategies: dict[tuple[int, int], tuple[Strategy, ...]] = field(default_factory=dict)
+    calls: dict[object, int] = field(default_factory=dict)
+
+    def site(self, node: fx.Node, owner: Site, result: int) -> Site:
+        key = (id(owner.strategies), result)
+        if key not in self.strategies:
+            self.strategies[key] = tuple(
+                Strategy((spec,), (spec,), _choices(spec, self.space.mesh)) for spec in specs_of(owner, result)
+            )
+        value = owner.results[result]
+        highest = max(site.call for site in self.space.sites.values())
+        number = self.calls.setdefault((node.target, value, *key), highest + 1 + len(self.calls))
+        return Site(node.name, node, node.meta["phase"], self.strategies[key], (value,), rule_of(node), number)
+
+
+def _choices(spec: PartitionSpec, mesh: Mesh) -> tuple[Choice, ...]:
+    """What each axis does for a copy of a value under a spec; see `autoshard.rules.offload`."""
+    dims = (spec.dim_of(axis) for axis in mesh.axis_names)
+    return tuple(None if dim is None else Split(f"d{dim}") for dim in dims)

@@ -1,0 +1,176 @@
+"""The search of small problems: equal to trying every plan, with recomputation and offload, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
+from autoshard.testing.programs import programs
+from autoshard.tracing import trace
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.exact_memory import exact_memory, exact_peak
+from passes.planning.search import Search
+from passes.recomputation.exact_recompute import ExactRecompute
+from passes.recomputation.recompute_options import find_options
+from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
+from passes.recomputation.recompute_search import solve_jointly
+from passes.recomputation.with_again import with_again
+from passes.solver.assignment import Assignment
+from tests.passes.blocks import blocks_program, perceptron_program, problem_of
+from tests.passes.recomputation.test_recompute_problem import chains, drawn_choice, joint, sines
+
+LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
+
+
+def changed(problem: Assignment, choice: Sequence[int], generator: np.random.Generator) -> tuple[int, ...]:
+    """A choice of finite cost that differs in few variables."""
+    while True:
+        found = list(choice)
+        for variable in generator.integers(0, len(choice), int(generator.integers(1, 6))):
+            found[variable] = int(generator.integers(len(problem.costs[variable])))
+        if np.isfinite(problem.cost_of(found)):
+            return tuple(found)
+
+
+def check_rows(problem: RecomputeProblem, generator: np.random.Generator, points: int) -> None:
+    """A row is exact for its choice, and no other takes less than it says: neither a drawn one nor one beside it."""
+    exact, edges = ExactRecompute(problem), problem.assignment.edges
+    choices = [drawn_choice(problem, int(seed)) for seed in generator.integers(0, 1000, 3)]
+    for choice in choices:
+        counted = exact.counted(choice)
+        used = counted.used()
+        for point in {*generator.integers(0, len(used), points).tolist(), int(used.argmax())}:
+            row = counted.row(point)
+            assert row.bytes_of(choice, edges) == pytest.approx(used[point], abs=0.5)
+            for other in (*choices, *(changed(problem.assignment, choice, generator) for _ in range(3))):
+                assert row.bytes_of(other, edges) <= exact.counted(other).used().max() + 0.5
+
+
+@pytest.mark.parametrize("mesh", [LINE, SQUARE])
+def test_a_row_is_exact_for_its_choice_and_true_of_all(mesh: Mesh) -> None:
+    """Whatever is resharded, recomputed and offloaded."""
+    check_rows(joint(problem_of(perceptron_program(64), mesh)), np.random.default_rng(0), points=6)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.data())
+def test_rows_of_drawn_programs(data: st.DataObject) -> None:
+    """Uneven dims and rewritten calls too."""
+    drawn = data.draw(programs(max_blocks=1, uneven=data.draw(st.booleans())))
+    planning = problem_of(trace(drawn.model, drawn.inputs), data.draw(st.sampled_from([LINE, SQUARE, THREE])))
+    check_rows(joint(planning), np.random.default_rng(data.draw(st.integers(0, 99))), points=4)
+
+
+@pytest.mark.slow
+def test_rows_with_optimizer_state() -> None:
+    """Of programs of several blocks."""
+    planning = problem_of(blocks_program(), LINE, state_bytes_per_parameter_byte=2.0)
+    check_rows(joint(planning), np.random.default_rng(0), points=6)
+
+
+def test_the_count_is_that_of_the_program_that_runs() -> None:
+    """At every point."""
+    problem = joint(problem_of(perceptron_program(64), LINE))
+    for seed in range(3):
+        choice = drawn_choice(problem, seed)
+        running = with_again(problem.planning, problem.again(choice))
+        used = exact_memory(running, problem.without_keepings(choice)).used()
+        assert np.array_equal(ExactRecompute(problem).counted(choice).used(), used)
+
+
+def cheaper_than(problem: Assignment, cost: float) -> Iterator[tuple[int, ...]]:
+    """All choices that cost less, one variable after the other: costs are never negative."""
+    before: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]
+    for edge in problem.edges:
+        pair = (edge.tail, edge.cost) if edge.tail < edge.head else (edge.head, edge.cost.T)
+        before[max(edge.tail, edge.head)].append(pair)
+    left = [*np.cumsum([float(costs.min()) for costs in problem.costs[::-1]])[::-1][1:], 0.0]
+
+    def extend(choice: tuple[int, ...], spent: float) -> Iterator[tuple[int, ...]]:
+        variable = len(choice)
+        if variable == len(problem.costs):
+            yield choice
+            return
+        total = spent + problem.costs[variable] + sum(table[choice[other]] for other, table in before[variable])
+        for option in np.flatnonzero(total + left[variable] < cost):
+            yield from extend((*choice, int(option)), float(total[option]))
+
+    return extend((), 0.0)
+
+
+def searched(planning: PlanningProblem) -> RecomputeProblem:
+    """The problem of the search."""
+    return build_recompute_problem(planning, find_options(planning.space, planning.classes, offload=True))
+
+
+def check_optimal(planning: PlanningProblem, limit: float) -> None:
+    """What is found fits, and nothing cheaper does; what cannot fit is said, with the least memory that would do."""
+    problem = searched(planning)
+    exact = ExactRecompute(problem)
+    try:
+        found = solve_jointly(planning, Search(limit), {}, ())
+    except DoesNotFitError as error:
+        smallest = error.smallest_bytes
+        assert limit < smallest == solve_jointly(planning, Search(smallest), {}, ()).peak_bytes()
+        return
+    assert found.peak_bytes() <= limit
+    assert found.solution.lower_bound == pytest.approx(found.solution.cost, rel=1e-8)
+    seen = set()
+    for choice in cheaper_than(problem.assignment, found.solution.cost * (1 - 1e-9)):
+        plan = problem.without_keepings(choice), problem.again(choice)
+        if plan not in seen:
+            seen.add(plan)
+            assert exact.counted(choice).used().max() > limit
+
+
+@settings(max_examples=2)
+@given(chains(), st.sampled_from([0.3, 0.8, 0.99]))
+def test_the_search_equals_trying_every_plan(program: Program, share: float) -> None:
+    """With a memory limit, recomputation and offload, each plan counted exactly in the program that runs."""
+    planning = problem_of(program, LINE)
+    check_optimal(planning, float(int(share * exact_peak(planning, Search()(planning).choice))))
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.one_of(chains(), st.just(sines(1))), st.integers(0, 999), st.booleans())
+def test_at_the_memory_of_any_plan_and_a_byte_below(program: Program, seed: int, fits: bool) -> None:
+    """Where the least difference in the count is one in the plan."""
+    planning = problem_of(program, LINE)
+    problem = searched(planning)
+    exact, free = ExactRecompute(problem), Search()(planning)
+    near = changed(problem.assignment, free.choice, np.random.default_rng(seed))
+    check_optimal(planning, float(exact.counted(near).used().max()) - (not fits))
+
+
+def test_a_plan_that_the_tables_count_too_large_is_found() -> None:
+    """Where copies that depend on three variables were counted twice, it was refused, and a slower one taken."""
+    planning = problem_of(sines(2), LINE)
+    limit = float(int(0.8 * exact_peak(planning, Search()(planning).choice)))
+    found, tabled = solve_jointly(planning, Search(limit), {}, ()), Search(limit)(searched(planning))
+    assert found.peak_bytes() <= limit
+    assert found.solution.cost < 0.995 * tabled.cost
+
+
+def test_a_search_that_runs_out_of_time_falls_back_on_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it finds then fits all the same, and is no cheaper."""
+    planning = problem_of(sines(1), LINE)
+    limit = float(int(0.8 * exact_peak(planning, Search()(planning).choice)))
+    best = solve_jointly(planning, Search(limit), {}, ()).solution.cost
+    monkeypatch.setattr("passes.recomputation.recompute_search.cheapest_that_fits", out_of_time)
+    for recompute in (False, True):
+        found = solve_jointly(planning, Search(limit), {}, (), recompute=recompute)
+        assert found.peak_bytes() <= limit
+        assert found.solution.cost >= best * (1 - 1e-9)
+
+
+def out_of_time(*_: object) -> None:
+    raise TimeoutError
