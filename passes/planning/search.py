@@ -106,7 +106,7 @@ class Search:
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
         choices = [solution.choice for solution in start]
-        return (self._exactly if is_small(problem) else self._by_duals)(planning, problem, choices)
+        return (self._exactly if _pairs(problem) <= EXACT_PAIRS else self._by_duals)(planning, problem, choices)
 
     def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
@@ -172,9 +172,8 @@ class Search:
         )
 
 
-def is_small(problem: Assignment) -> bool:
-    """Whether a problem is to be solved exactly."""
-    return sum(edge.cost.size for edge in problem.edges) <= EXACT_PAIRS
+def _pairs(problem: Assignment) -> int:
+    return sum(edge.cost.size for edge in problem.edges)
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:

@@ -148,6 +148,18 @@ class ExactSearch:
         return not rows
 
 
+MOST_PAIRS = 4_000
+"""Pairs of options over all edges up to which problems are searched so: of twice as many it took up to 20 s."""
+
+_SHARE = 0.5
+"""The part of the time that is left which is spent so; the rest is for a search by tables."""
+
+
+def is_searched_exactly(problem: Assignment) -> bool:
+    """Whether a problem is small enough."""
+    return sum(edge.cost.size for edge in problem.edges) <= MOST_PAIRS
+
+
 def cheapest_that_fits(
     exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float
 ) -> Solution:
@@ -157,7 +169,7 @@ def cheapest_that_fits(
         exact: the problem.
         search: with a memory limit.
         allowed: variable to a mask of its options; absent variables are free.
-        deadline: of `time.monotonic`.
+        deadline: of `time.monotonic`, for all that is searched.
 
     Raises:
         DoesNotFitError: no choice fits; says the smallest limit that one would fit in.
@@ -165,7 +177,8 @@ def cheapest_that_fits(
     """
     assert search.memory_limit_bytes is not None, "without a limit nothing is counted"
     problem = dataclasses.replace(restrict(exact.assignment, allowed), limit=float(search.memory_limit_bytes))
-    exactly = ExactSearch(exact, problem, deadline, search.control)
+    now = time.monotonic()
+    exactly = ExactSearch(exact, problem, now + _SHARE * (deadline - now), search.control)
     found = exactly.cheapest()
     if found is None:
         frugal = search.frugal(exact.tables, problem)

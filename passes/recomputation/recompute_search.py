@@ -25,8 +25,8 @@ import numpy as np
 
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.search import Search, is_small, restrict
-from passes.planning.search_exactly import ExactPlanning, cheapest_that_fits
+from passes.planning.search import Search, restrict
+from passes.planning.search_exactly import ExactPlanning, cheapest_that_fits, is_searched_exactly
 from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution, bounded, fitting
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
@@ -125,7 +125,7 @@ def _solve(
             host_bytes(running, choice),
         )
 
-    if is_small(problem.assignment):
+    if is_searched_exactly(problem.assignment):
         with suppress(TimeoutError):
             return joint(cheapest_that_fits(ExactRecompute(problem), search, problem.widen(allowed), deadline))
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
@@ -158,7 +158,7 @@ def _alone(
 
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
-    if is_small(planning.assignment) and not planning.elided.sites:
+    if is_searched_exactly(planning.assignment) and not planning.elided.sites:
         with suppress(TimeoutError):
             return JointSolution(planning, cheapest_that_fits(ExactPlanning(planning), search, allowed, deadline))
     found, least = fitting(attempt, search.memory_limit_bytes)
