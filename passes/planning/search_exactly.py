@@ -148,8 +148,8 @@ class ExactSearch:
         return not rows
 
 
-MOST_PAIRS = 4_000
-"""Pairs of options over all edges up to which problems are searched so: of twice as many it took up to 20 s."""
+MOST_PAIRS = 1_500
+"""Pairs of options over all edges up to which problems are searched so: of five times as many it took up to 20 s."""
 
 _SHARE = 0.5
 """The part of the time that is left which is spent so; the rest is for a search by tables."""
