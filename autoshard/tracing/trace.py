@@ -27,6 +27,7 @@ from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error
+from autoshard.tracing.python_state import python_state, refuse_counting
 from autoshard.tracing.update import append_update
 
 _LOGGER = logging.getLogger(__name__)
@@ -64,16 +65,19 @@ def trace(
         The program; see `autoshard.ir.program`.
 
     Raises:
-        TraceError: the call cannot be captured; the reason of each rung is listed.
+        TraceError: the call cannot be captured; the reason of each rung is listed. Or the model computes with a
+            number that each call changes.
     """
     call = take_apart(tuple(args), dict(kwargs or {}))
     casts = None if compute_dtype is None else Casts.of(model, compute_dtype)
     options = TraceOptions(
         grad=grad, all_tangents=all_tangents, call=_model_call(model, args, loss_fn, casts), casts=casts
     )
+    before = python_state(model)
     joint = _capture(model, call, options)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
+    refuse_counting(model, before, program, lambda: assemble_program(_capture(model, call, options), model, call))
     return program if update is None else append_update(program, update)
 
 
