@@ -21,7 +21,7 @@ from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel
 
 if TYPE_CHECKING:
-    from passes.recipes.price_model import PricedModel
+    from passes.sections.price_model import PricedModel
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
@@ -102,8 +102,8 @@ def priced_model(
 
 
 def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
-    from passes.recipes.fold_program import fold_program
-    from passes.recipes.price_model import PricedModel
+    from passes.sections.fold_program import fold_program
+    from passes.sections.price_model import PricedModel
 
     short = tracing.shorten(model)
 

@@ -19,11 +19,11 @@ from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
 
 if TYPE_CHECKING:
-    from passes.recipes.joined_problem import JoinedProblem
-    from passes.recipes.price_model import CountedModel
-    from passes.recipes.recipe_problem import RecipeProblem
-    from passes.recipes.recipe_space import Only
-    from passes.recipes.search_recipes import Watch
+    from passes.recipe_search.joined_problem import JoinedProblem
+    from passes.recipe_search.recipe_problem import RecipeProblem
+    from passes.recipe_search.recipe_space import Only
+    from passes.recipe_search.search_recipes import Watch
+    from passes.sections.price_model import CountedModel
 
 
 def search_plan(
@@ -48,10 +48,10 @@ def search_plan(
         NotAvailableError: an optimizer or precision that recipes do not have, a constraint on a value's spec, or time
             ran out before any was priced.
     """
-    from passes.recipes.joined_problem import JoinedProblem
-    from passes.recipes.recipe_alternatives import RecipeAlternatives
-    from passes.recipes.recipe_constraints import pin
-    from passes.recipes.recipe_shortage import shortage
+    from passes.recipe_search.joined_problem import JoinedProblem
+    from passes.recipe_search.recipe_alternatives import RecipeAlternatives
+    from passes.recipe_search.recipe_constraints import pin
+    from passes.recipe_search.recipe_shortage import shortage
 
     model = _narrowed(model, precision)
     base, pinned = pin(base_recipe(model, optimizer, precision, global_batch), constraints or {})
@@ -88,8 +88,8 @@ def problem_of(
     Raises:
         RecipeError: islands are constrained, and the cluster is of one kind.
     """
-    from passes.recipes.joined_problem import JoinedProblem
-    from passes.recipes.recipe_problem import RecipeProblem
+    from passes.recipe_search.joined_problem import JoinedProblem
+    from passes.recipe_search.recipe_problem import RecipeProblem
 
     if isinstance(cluster, JoinedCluster):
         islands = cluster.islands
@@ -112,7 +112,7 @@ def recipe_problem(
     pinned: Only | None = None,
 ) -> RecipeProblem:
     """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
-    from passes.recipes.recipe_problem import RecipeProblem
+    from passes.recipe_search.recipe_problem import RecipeProblem
 
     counted = priced_model(model, example_inputs, loss_fn).counted
     return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})

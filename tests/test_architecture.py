@@ -36,6 +36,9 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.recomputation": _PROGRAMS,
     "passes.verification": _PROVEN,
     "passes.lowering": (*_PROVEN, "passes.verification"),
+    "passes.counting": (*_PROGRAMS[:3], "passes.recomputation", "passes.lowering", "passes"),
+    "passes.sections": _PROGRAMS[:3],
+    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting"),
 }
 
 # What each part may import of us, besides itself.

@@ -1,1 +1,1 @@
-"""Recipes: priced, bounded, searched and explained."""
+"""Recipes counted and priced, and the plan of one."""

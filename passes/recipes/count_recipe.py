@@ -20,12 +20,12 @@ from cost_models.formulas import Size, ceil_div, product_of, value_at
 from cost_models.operators import work
 from cost_models.work import Kind, MatmulShape, TensorInfo
 from passes.counting.count_plan import ring_bytes
-from passes.recipes.count_sections import Kernel, Phase, Section, Sized
-from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.price_ends import GRADIENT_BYTES
 from passes.recipes.price_memory import kept_bytes, state_bytes
-from passes.recipes.price_sections import EXPERT
-from passes.recipes.propagate_axis import MoveKind
+from passes.sections.count_sections import Kernel, Phase, Section, Sized
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_sections import EXPERT
+from passes.sections.propagate_axis import MoveKind
 
 _KINDS = {
     MoveKind.GATHER: ReshardKind.ALL_GATHER,

@@ -16,7 +16,7 @@ from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.schedule_times import pipeline_times
 from cost_models.stages import Pipeline, StageTimes
-from passes.recipes.fold_program import AFTER, BEFORE
+from passes.sections.fold_program import AFTER, BEFORE
 
 _SCHEDULES = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",

@@ -17,13 +17,13 @@ from cost_models.power import power_limit
 from cost_models.schedule_orders import stage_ranks
 from cost_models.stages import StageTimes
 from cost_models.step import StepModel
-from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.pipeline_stages import Stage, rank_sections, run_stages, schedule_name
 from passes.recipes.place_islands import Placement, crossing_time
 from passes.recipes.price_ends import end_times
 from passes.recipes.price_memory import MemoryPrice, rank_memory
 from passes.recipes.price_recipe import SectionTime, StepPrice, load_of, section_products, section_time, send_time
-from passes.recipes.price_sections import SectionPrice
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_sections import SectionPrice
 
 Prices = Sequence[Mapping[str, SectionPrice]]
 """By island, the price of each section there."""

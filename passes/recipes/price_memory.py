@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from autoshard.ir.recipe import Recipe
 from cost_models.memory import MOMENTS, communicator_bytes, context_bytes
-from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.pipeline_stages import Stage, rank_sections
 from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
-from passes.recipes.price_sections import SectionPrice, SectionSizes
 from passes.recipes.recipe_groups import Groups
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_sections import SectionPrice, SectionSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from cost_models.step import StepModel
-from passes.recipes.fold_program import AFTER, BEFORE
 from passes.recipes.pipeline_stages import Stage, rank_sections, run_stages
 from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times
 from passes.recipes.price_memory import block_bytes
-from passes.recipes.price_sections import EXPERT, Busy, PhasePrice, SectionPrice
 from passes.recipes.recipe_groups import Groups, in_pieces, slowdown, sorting_time, traffic_time
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_sections import EXPERT, Busy, PhasePrice, SectionPrice
 
 HOST = "the host"
 """What copies to the host and back count as in a step's communication."""

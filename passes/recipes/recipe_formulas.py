@@ -19,9 +19,9 @@ from cost_models.formulas import Point, Size, published, size_symbol
 from passes.counting.fit_sizes import InputDims, InputSize, Observation, fit_numbers, input_sizes, resize
 from passes.counting.formulas import block_symbols, cannot_resize, check_fixed, check_name, no_formulas, symbol_names
 from passes.recipes.count_recipe import RecipeCounting, count_section
-from passes.recipes.count_sections import Phase, Section, Sized
-from passes.recipes.fold_program import AFTER, BEFORE
-from passes.recipes.price_model import PricedModel, RecipeKind
+from passes.sections.count_sections import Phase, Section, Sized
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_model import PricedModel, RecipeKind
 
 AXES = ("data", "context", "tensor", "expert", "pipeline")
 BATCH, MICRO_BATCH = "batch", "micro_batch"

@@ -19,8 +19,8 @@ from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
-from passes.recipes.price_sections import EXPERT, Traffic
-from passes.recipes.propagate_axis import MoveKind
+from passes.sections.price_sections import EXPERT, Traffic
+from passes.sections.propagate_axis import MoveKind
 
 
 @dataclass(frozen=True, slots=True)

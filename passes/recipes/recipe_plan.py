@@ -20,16 +20,16 @@ from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel, fitted
-from passes.recipes.combine_layouts import combined
 from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.place_islands import place_islands
 from passes.recipes.price_ends import WEIGHT_BYTES
 from passes.recipes.price_islands import PlacedStep
 from passes.recipes.price_memory import MemoryPrice, host_bytes, memory_price
-from passes.recipes.price_model import CountedModel, PricedModel, RecipeKind
 from passes.recipes.price_recipe import HOST, StepPrice, model_flops, step_price
-from passes.recipes.propagate_axis import AxisLayout
 from passes.recipes.recipe_groups import recipe_groups
+from passes.sections.combine_layouts import combined
+from passes.sections.price_model import CountedModel, PricedModel, RecipeKind
+from passes.sections.propagate_axis import AxisLayout
 
 
 def recipe_plan(

@@ -42,10 +42,10 @@ from cost_models.intervals import (
 from cost_models.step import StepModel, fitted
 from passes.recipes.pipeline_stages import Stage
 from passes.recipes.price_memory import beside_tensors
-from passes.recipes.price_model import RecipeKind
 from passes.recipes.price_recipe import step_price
 from passes.recipes.recipe_groups import recipe_groups
 from passes.recipes.recipe_plan import predict_recipe
+from passes.sections.price_model import RecipeKind
 from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
 from tests.benchmarks.section_table import SectionTable

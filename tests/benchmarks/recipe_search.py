@@ -30,10 +30,10 @@ import torch
 
 from autoshard import Cluster, Recipe
 from autoshard.pricing import priced_model
-from passes.recipes.price_model import CountedModel
+from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_space import SEARCHED
 from passes.recipes.recipe_plan import predict_recipe
-from passes.recipes.recipe_problem import RecipeProblem
-from passes.recipes.recipe_space import SEARCHED
+from passes.sections.price_model import CountedModel
 from tests.benchmarks.decoder import Decoder, DecoderShape
 from tests.benchmarks.published_runs import Row, cluster_of, model_shape, read_rows, recipe_of
 from tests.benchmarks.recipe_report import report

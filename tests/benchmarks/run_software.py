@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoshard import Recipe
-from passes.recipes.recipe_space import SEARCHED, Only
+from passes.recipe_search.recipe_space import SEARCHED, Only
 
 _WHOLE_BLOCKS: Only = {"recompute": ("none", "full")}
 _OF_2021: Only = {**_WHOLE_BLOCKS, "context": (1,), "sequence_parallel": (False,)}

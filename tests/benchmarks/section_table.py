@@ -18,19 +18,19 @@ from pathlib import Path
 import torch
 
 from autoshard.pricing import priced_model
-from passes.recipes.count_sections import Section
-from passes.recipes.price_model import CountedModel, RecipeKind
+from passes.sections.count_sections import Section
+from passes.sections.price_model import CountedModel, RecipeKind
 from tests.benchmarks.decoder import Decoder, DecoderShape
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sections"
 _CODE = (
     "passes/preparation/canonicalize.py",
-    "passes/recipes/fold_program.py",
-    "passes/recipes/propagate_axis.py",
-    "passes/recipes/count_sections.py",
-    "passes/recipes/trace_values.py",
-    "passes/recipes/route_tokens.py",
+    "passes/sections/fold_program.py",
+    "passes/sections/propagate_axis.py",
+    "passes/sections/count_sections.py",
+    "passes/sections/trace_values.py",
+    "passes/sections/route_tokens.py",
     "tests/benchmarks/decoder.py",
 )
 

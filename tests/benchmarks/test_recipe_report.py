@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe, RecipeError
-from passes.recipes.price_model import CountedModel
+from passes.recipe_search.recipe_space import RecipeSpace
 from passes.recipes.recipe_plan import predict_recipe
-from passes.recipes.recipe_space import RecipeSpace
+from passes.sections.price_model import CountedModel
 from tests.benchmarks.published_runs import read_rows, recipe_of
 from tests.benchmarks.recipe_report import factors, measured_pairs, report, step_factors
 from tests.benchmarks.recipe_runs import Compared, Priced, Reason, lower, read_lines, write_line

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Recipe, RecipeError
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.joined import JoinedCluster
-from passes.recipes.joined_problem import JoinedProblem
-from passes.recipes.price_model import CountedModel
+from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipes.recipe_plan import predict_recipe
+from passes.sections.price_model import CountedModel
 from tests.end_to_end.test_every_recipe import BASES, LEAST_TOKENS, clusters, models
 from tests.passes.every_placed_recipe import every_placed_price
 from tests.passes.every_recipe import every_recipe

@@ -19,8 +19,8 @@ from autoshard.pricing import priced_model
 from autoshard.recipe_search import recipe_problem
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
-from passes.recipes.price_model import CountedModel
-from passes.recipes.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.sections.price_model import CountedModel
 from tests.passes.decoders import dense, priced_sparse, tokens
 from tests.passes.every_recipe import every_price
 

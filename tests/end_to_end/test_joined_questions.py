@@ -15,16 +15,16 @@ from autoshard.cluster import JoinedCluster
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
-from passes.recipes.explain_recipe import Value, find_value, spec_of, value_costs, value_memory, value_places
-from passes.recipes.fold_program import AFTER, BEFORE
-from passes.recipes.joined_problem import JoinedProblem
+from passes.recipe_search.explain_recipe import Value, find_value, spec_of, value_costs, value_memory, value_places
+from passes.recipe_search.joined_problem import JoinedProblem
+from passes.recipe_search.recipe_alternatives import FEATURES, RecipeAlternatives
 from passes.recipes.pipeline_stages import rank_sections, share_out
 from passes.recipes.place_islands import place_islands
 from passes.recipes.price_ends import end_work
-from passes.recipes.price_model import RecipeKind
 from passes.recipes.price_recipe import sharded_time
-from passes.recipes.recipe_alternatives import FEATURES, RecipeAlternatives
 from passes.recipes.recipe_groups import traffic_time
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_model import RecipeKind
 from tests.passes.decoders import dense, tokens
 from tests.passes.islands import slower
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard import tracing
-from passes.recipes.fold_program import FoldedProgram, fold_program
-from passes.recipes.price_model import PricedModel
+from passes.sections.fold_program import FoldedProgram, fold_program
+from passes.sections.price_model import PricedModel
 
 SEQUENCE, HIDDEN, VOCAB = 32, 64, 96
 

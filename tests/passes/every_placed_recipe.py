@@ -19,7 +19,7 @@ from cost_models.step import fitted
 from passes.recipes.pipeline_stages import even_blocks, name_of_schedule, share_out
 from passes.recipes.place_islands import place_islands
 from passes.recipes.price_islands import PlacedStep
-from passes.recipes.price_model import CountedModel
+from passes.sections.price_model import CountedModel
 from tests.passes.every_recipe import axes_of, every_recipe, zeros_of
 
 

@@ -1,7 +1,7 @@
 """Every recipe of a small model on a small cluster, field by field: the oracle of the search over recipes.
 
-It knows nothing of `passes.recipes.recipe_space`: the rules of docs/recipes.md are written down once more, and whatever
-`Recipe` and pricing take beside them is a recipe. Things that have several names come several times.
+It knows nothing of `passes.recipe_search.recipe_space`: the rules of docs/recipes.md are written down once more, and
+whatever `Recipe` and pricing take beside them is a recipe. Things that have several names come several times.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import product
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import RECOMPUTE, SCHEDULES, Recipe
 from cost_models.hardware import Cluster
-from passes.recipes.price_model import CountedModel
 from passes.recipes.recipe_plan import predict_recipe
+from passes.sections.price_model import CountedModel
 
 HEADS = EXPERTS = 4
 """Of the models of `tests.passes.decoders`; all else that axes split is a multiple of it."""

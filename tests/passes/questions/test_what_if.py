@@ -15,7 +15,7 @@ from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import plan_of_choice, solve
 from passes.questions.explain import PlanAlternatives
 from passes.questions.roles import ROLES, restrict, role_of
-from passes.recipes.recipe_alternatives import FEATURES
+from passes.recipe_search.recipe_alternatives import FEATURES
 from tests.passes.questions.test_explain import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})

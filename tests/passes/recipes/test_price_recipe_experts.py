@@ -13,12 +13,12 @@ from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_memory import memory_price
-from passes.recipes.price_model import PricedModel
 from passes.recipes.price_recipe import sharded_time, step_price
-from passes.recipes.price_sections import Traffic
-from passes.recipes.propagate_axis import MoveKind
 from passes.recipes.recipe_groups import recipe_groups, sorting_time, traffic_time
 from passes.recipes.recipe_plan import predict_recipe
+from passes.sections.price_model import PricedModel
+from passes.sections.price_sections import Traffic
+from passes.sections.propagate_axis import MoveKind
 from tests.benchmarks.experts import Experts, MixtureOfExperts
 from tests.passes.decoders import Decoder, folded, priced_sparse
 

@@ -12,8 +12,8 @@ import torch
 
 import autoshard
 from autoshard import Cluster, FormulaError, Plan, Recipe
-from passes.recipes.price_model import PricedModel
 from passes.recipes.price_recipe import model_flops
+from passes.sections.price_model import PricedModel
 from tests.passes.decoders import Decoder, dense, sparse
 
 RECIPES = (

@@ -1,0 +1,1 @@
+"""Recipes searched, bounded and explained."""

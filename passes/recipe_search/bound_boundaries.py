@@ -1,0 +1,249 @@
+"""Lower bounds over all ways to share blocks out over the stages of a pipeline, one stage on each rank.
+
+Let cost(r, i, j) be a bound on what rank r takes, and with it the whole step, if it has the blocks [i, j): its path
+with its ends (`bound_recipes`, 1 and 4), infinite where it does not fit; or its memory. Of all ways to share
+B blocks out over ranks r to P - 1, from block i on, none has a lower greatest cost than
+
+    E(r, i) = min over j of max(cost(r, i, j), E(r + 1, j)),      E(P - 1, i) = cost(P - 1, i, B),
+
+which is found by dynamic programming from the last rank to the first. E(0, 0) bounds the set of all; where the first
+r stages are chosen and end at i, max(cost(r, i, j), E(r + 1, j)) bounds those whose next stage ends at j.
+
+*Without a table.* Let c(r) be the work of rank r's stage for a micro-batch, f + b, of which later ranks wait for e(r)
+(f, and b where backwards are whole), and m micro-batches. A step of T seconds has T >= m c(r) + sum_{q < r} e(q) for
+all r, so for weights y(r) that sum to one
+
+    T >= sum_q m y(q) c(q) + Y(q) e(q),   Y(q) = sum_{r > q} y(r).
+
+With e = p c for all blocks together and y(q) = (K - p Y(q)) / m, K = p / (1 - (1 - p / m)^P), all ranks count alike for
+blocks with that p; for each kind of block the least of all ranks is taken.
+
+*Clock.* On a device with a power limit a step runs products the faster the longer it is. So parts of a set are bounded
+by their costs at the clock of steps somewhat longer than the set's bound, but by no more than what such a step takes at
+that clock (`passes.recipe_search.bound_recipes`, 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.step import StepModel
+from passes.recipe_search.bound_recipes import (
+    ROUNDING,
+    EndWorkOf,
+    Floats,
+    PipeShapes,
+    SectionFloors,
+    ends_of,
+    latencies,
+    longer_step,
+    mean_products,
+    step_floors,
+)
+from passes.sections.fold_program import AFTER, BEFORE
+
+FIRST, MIDDLE, LAST = range(3)
+"""Kinds of stages: with what comes before the blocks, with neither end, with what comes after."""
+
+_NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoads:
+    """What stages may have: a range of blocks, and an end.
+
+    Args:
+        counts: how often each has each section, equal ones once, [loads, sections].
+        has: whether a stage of a kind may have a load, [kinds, loads].
+        places: which of them a stage of a kind with the blocks [begin, end) has, -1 for none, [kinds, blocks + 1,
+            blocks + 1].
+        before: how often sections come before a stage that begins there, [blocks + 1, sections].
+    """
+
+    counts: Floats
+    has: NDArray[np.bool_]
+    places: NDArray[np.int64]
+    before: Floats
+
+
+@lru_cache(maxsize=256)
+def stage_loads(names: tuple[str, ...], blocks: tuple[str, ...]) -> StageLoads:
+    """The loads of a model's stages; `names` is the order of sections."""
+    rows = np.zeros((len(blocks) + 1, len(names)))
+    for row, name in zip(rows[1:], blocks, strict=True):
+        row[names.index(name)] = 1.0
+    passed = rows.cumsum(axis=0)
+    counts = np.stack([passed[None] - passed[:, None]] * 3)
+    counts[FIRST, ..., names.index(BEFORE)] += 1
+    counts[LAST, ..., names.index(AFTER)] += 1
+    begins, ends = np.indices(counts.shape[1:3])
+    allowed = np.stack([(begins == 0) & (ends >= begins), ends > begins, ends == len(blocks)])
+    distinct, which = np.unique(counts[allowed], axis=0, return_inverse=True)
+    places = np.full(allowed.shape, _NOWHERE)
+    places[allowed] = which.ravel()
+    has = np.zeros((len(places), len(distinct)), dtype=bool)
+    has[np.nonzero(allowed)[0], which.ravel()] = True
+    before = passed.copy()
+    before[:, names.index(BEFORE)] += 1
+    return StageLoads(distinct, has, places, before)
+
+
+def _kind(rank: int, ranks: int) -> int:
+    """The kind of a pipeline rank's stage."""
+    return FIRST if rank == 0 else LAST if rank == ranks - 1 else MIDDLE
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bounds on what ranks take by the blocks that they have.
+
+    Args:
+        loads: what they may have.
+        begins: the part that the rank's first block decides, of all but the first rank, [blocks + 1].
+        ranks: the part that the rank and its load decide, [ranks, loads].
+    """
+
+    loads: StageLoads
+    begins: Floats
+    ranks: Floats
+
+    def of(self, rank: int, begins: slice = slice(None), ends: slice = slice(None)) -> Floats:
+        """Those of a rank, [begins, ends]."""
+        kind = _kind(rank, len(self.ranks))
+        own = np.append(self.ranks[rank], np.inf)[self.loads.places[kind, begins, ends]]
+        return own if kind == FIRST else self.begins[begins, None] + own
+
+    def least(self) -> Floats:
+        """E of the module's docstring, [ranks + 1, blocks + 1]; the first stage begins at 0, the last ends at B."""
+        size = len(self.loads.before)
+        least = np.full((len(self.ranks) + 1, size), np.inf)
+        least[-1, -1] = -np.inf
+        for rank in reversed(range(len(self.ranks))):
+            kind = _kind(rank, len(self.ranks))
+            begins, ends = slice(1 if kind == FIRST else None), slice(-1 if kind == LAST else None, None)
+            least[rank, begins] = np.maximum(self.of(rank, begins, ends), least[rank + 1, ends]).min(axis=1)
+        return least
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """Bounds on a set of pipelines that share blocks out in any way, and on its parts.
+
+    Args:
+        floor: of the whole set; infinite where none fits.
+        costs, least: of its ranks, in the unit of `bound`.
+        bound: what the greatest cost of a pipeline's ranks says of the pipeline.
+    """
+
+    floor: float
+    costs: Costs
+    least: Floats
+    bound: Callable[[Floats], Floats]
+
+    def next_stage(self, stage_blocks: Sequence[int]) -> Floats:
+        """Where the first stages have so many blocks: bounds by the number of blocks of the next one."""
+        rank, begin = len(stage_blocks), sum(stage_blocks)
+        (costs,) = self.costs.of(rank, slice(begin, begin + 1))
+        return self.bound(np.maximum(costs, self.least[rank + 1])[begin:])
+
+
+def uneven_floor(
+    floors: SectionFloors, shapes: PipeShapes, recipe: Recipe, cluster: Cluster, model: StepModel
+) -> float:
+    """Bound on the price of a step, whatever its boundaries and ends; see "Without a table" above.
+
+    Args:
+        floors: of the sections.
+        shapes: of one of the pipelines.
+        recipe: one of the recipes.
+        cluster, model: what it is priced for.
+    """
+    micro_batches, is_whole = recipe.micro_batches, float(shapes.is_whole[0, 0])
+    ranks = shapes.counts.shape[1]
+    counts = shapes.counts[0].sum(axis=0)
+    entering = counts @ (floors.forward + is_whole * floors.backward)
+    part = min(1.0, float(entering / (counts @ floors.work)))
+    shrinking = (1.0 - part / micro_batches) ** np.arange(ranks + 1.0)[::-1]
+    later = (1.0 - shrinking) / (1.0 - shrinking[0])
+    weights, after = later[:-1] - later[1:], later[1:]
+
+    def at(shares: Floats) -> Floats:
+        forward, backward = (
+            seconds - shares * gain
+            for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
+        )
+        turns = micro_batches * weights[:, None] * (forward + backward)
+        each = (turns + after[:, None] * (forward + is_whole * backward)).min(axis=0)
+        return np.array([counts @ each + model.step_overhead_s])
+
+    return float(step_floors(at, mean_products(floors, shapes, recipe), cluster)[0])
+
+
+def smallest_boundaries(loads: StageLoads, memory: Floats) -> Boundaries:
+    """Bounds on memory, of which each rank takes so much with each load, [ranks, loads], bytes."""
+    costs = Costs(loads, np.zeros(len(loads.before)), memory)
+    least = costs.least()
+    return Boundaries(float(least[0, 0]), costs, least, lambda greatest: greatest)
+
+
+def fastest_boundaries(
+    floors: SectionFloors,
+    loads: StageLoads,
+    fits: NDArray[np.bool_],
+    shapes: PipeShapes,
+    send_s: float,
+    recipe: Recipe,
+    work_of: EndWorkOf,
+    cluster: Cluster,
+    model: StepModel,
+) -> Boundaries:
+    """Bounds on the price of a step.
+
+    Args:
+        floors, loads: of the pipelines' sections and stages.
+        fits: whether a rank has the memory for a load, [ranks, loads].
+        shapes: of one of the pipelines.
+        send_s: of a hand-over.
+        recipe: the recipe, but for its boundaries.
+        work_of: its ends.
+        cluster, model: what it is priced for.
+    """
+    kinds = [_kind(rank, len(fits)) for rank in range(len(fits))]
+    fits = fits & loads.has[kinds]
+    fitting = fits.any(axis=0)
+    ends = ends_of(floors, loads.counts[fitting], work_of) if fitting.any() else None
+    sends_s = shapes.hand_overs(recipe.micro_batches, overlaps=recipe.overlap_pipeline)[0] * send_s
+    refused = np.where(fits, 0.0, np.inf) + sends_s[:, None]
+    latency, latency_gain = latencies(floors, shapes, send_s)
+    is_whole = shapes.is_whole[0, 0]
+
+    def costs(share: float) -> Costs:
+        forward, backward = (
+            seconds - share * gain
+            for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
+        )
+        work = recipe.micro_batches * (loads.counts @ (forward + backward))
+        if ends is not None:
+            work[fitting] += ends.least(np.full(fitting.sum(), share), recipe, model)
+        return Costs(loads, loads.before @ (forward + is_whole * backward), refused + work)
+
+    def bound(greatest: Floats, share: float) -> Floats:
+        return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s
+
+    def at(shares: Floats) -> Floats:
+        return bound(costs(float(shares[0])).least()[:1, 0], float(shares[0]))
+
+    products_s = mean_products(floors, shapes, recipe)
+    share, most = longer_step(products_s, float(at(np.zeros(1))[0]), cluster)
+    fastest = costs(share)
+    floor = float(step_floors(at, products_s, cluster)[0])
+    return Boundaries(
+        floor, fastest, fastest.least(), lambda greatest: ROUNDING * np.minimum(bound(greatest, share), most)
+    )

@@ -1,0 +1,207 @@
+"""Lower bounds on the memory of recipes, from what sections keep and hold.
+
+A schedule's fullest rank holds as many micro-batches of each of its stages as the pipeline has ranks, or all that there
+are: the first rank, and under "zbv" the last one. So where that rank's stages are known, so is a bound, whatever
+the schedule, virtual stages and sharding; and the least of all pipelines bounds a layout, before anything is priced.
+
+Where blocks are shared out in any way, with one stage on each of P ranks, rank r holds h(r) >= min(P - r, m)
+micro-batches and has n(r, k) of the N(k) sections k, each with state s(k) and, for a micro-batch, q(k). So the greatest
+memory M has
+
+    M >= sum_k n(r, k) (s(k) + h(r) q(k))  for all r,
+    Z M >= sum_k N(k) min_r (s(k) + h(r) q(k)) / (S + h(r) Q)
+
+with S = sum N s, Q = sum N q, Z = sum_r 1 / (S + h(r) Q): the rows are added with weights 1 / (S + h(r) Q). Each term
+of the minimum rises or falls with h(r), so its ends are enough.
+
+Every bound is taken less one part in 10^9, and a byte for each part, for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.recipe import Recipe
+from passes.recipe_search.bound_recipes import ROUNDING, Floats, PipeShapes, held_by, pipe_shape
+from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Pipe, may_be_uneven
+from passes.recipes.price_memory import is_offloaded, kept_bytes, state_bytes
+from passes.recipes.recipe_groups import Groups
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_sections import SectionSizes
+
+_PARTS = 8
+"""Parts of memory at most, see `passes.recipes.price_memory`."""
+
+_KINDS = {keeping: Recipe(recompute=keeping.recompute, offload=keeping.offload) for keeping in KEEPINGS}
+
+
+def memory_floors(sections: Mapping[str, SectionSizes], shapes: PipeShapes, recipe: Recipe, groups: Groups) -> Floats:
+    """Bounds on the memory of the fullest rank of each pipeline, bytes: all but what the update needs."""
+    held = held_by(shapes.pipes, recipe.micro_batches)
+    return rank_floors(sections, shapes.counts, held, recipe, groups).max(axis=1)
+
+
+def rank_floors(
+    sections: Mapping[str, SectionSizes], counts: Floats, held: Floats, recipe: Recipe, groups: Groups
+) -> Floats:
+    """Bounds on the memory of ranks that have sections so often, bytes: all but what the update needs.
+
+    Args:
+        sections: what they keep and hold.
+        counts: how often each rank has each section, [..., sections].
+        held: micro-batches that each rank holds at its peak, [...].
+        recipe, groups: what is kept, and how many ranks share.
+    """
+
+    def by_rank(values: Iterable[float]) -> Floats:
+        return counts @ np.array(list(values), dtype=float)
+
+    def largest(values: Iterable[float]) -> Floats:
+        return ((counts > 0) * np.array(list(values), dtype=float)).max(axis=-1)
+
+    kept = by_rank(held_bytes(price, name, recipe) for name, price in sections.items())
+    dense = by_rank(price.parameters for price in sections.values())
+    expert = by_rank(price.expert_parameters for price in sections.values())
+    states = [
+        elements * sum(state_bytes(1.0, shards, recipe).values())
+        for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
+    ]
+    again = largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
+    passing = held * kept + again
+    passing += largest(buffer_bytes(price, name, recipe) for name, price in sections.items())
+    passing += 2 * largest(price.largest_bytes for price in sections.values())
+    return whole_bytes(sum(states) + passing)
+
+
+@dataclass(frozen=True, slots=True)
+class FullRanks:
+    """The fullest ranks of pipelines of several sizes.
+
+    Args:
+        counts: how often each has each section, [pipes, sections].
+        sizes: ranks of its pipeline, [pipes].
+        may_be_uneven: whether blocks may be shared out unevenly over so many ranks, [pipes].
+    """
+
+    counts: Floats
+    sizes: Floats
+    may_be_uneven: NDArray[np.bool_]
+
+
+@lru_cache(maxsize=1024)
+def full_ranks(names: tuple[str, ...], blocks: tuple[str, ...], sizes: tuple[int, ...]) -> FullRanks:
+    """Those of all pipelines of some sizes, whatever their schedule; `names` is the order of sections."""
+    rows = [(size, *row) for size in sizes for row in _full_counts(names, blocks, size)]
+    table = np.array(rows, dtype=float).reshape(len(rows), len(names) + 1)
+    return FullRanks(table[:, 1:], table[:, 0], np.array([may_be_uneven(len(blocks), int(row[0])) for row in rows]))
+
+
+@lru_cache(maxsize=1024)
+def _full_counts(names: tuple[str, ...], blocks: tuple[str, ...], size: int) -> tuple[tuple[float, ...], ...]:
+    """How often the fullest rank of each pipeline of a size has each section; equal ones once."""
+    if size == 1:
+        return (tuple(pipe_shape(names, blocks, Pipe())[0][0]),)
+    found: dict[tuple[float, ...], None] = {}
+    for split_ends in (False, True):
+        most = (len(blocks) + 2 * split_ends) // size
+        for virtual in range(1, most + 1):
+            counts = pipe_shape(names, blocks, Pipe(size, "zero-bubble", virtual, split_ends))[0]
+            found[tuple(counts[0])] = None
+        if most >= 2:
+            found[tuple(pipe_shape(names, blocks, Pipe(size, "dualpipev", 2, split_ends))[0][0])] = None
+            found[tuple(pipe_shape(names, blocks, Pipe(size, "zbv", 2, split_ends))[0][-1])] = None
+    return tuple(found)
+
+
+def again_bytes(size: SectionSizes, name: str, recompute: str) -> int:
+    """Bytes that a section keeps while its backward runs, where they are computed again."""
+    if name in (BEFORE, AFTER):
+        return 0
+    return {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recompute]
+
+
+def held_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes that a micro-batch keeps of a section on the device."""
+    return 0 if is_offloaded(name, recipe) else kept_bytes(size, name, recipe)
+
+
+def buffer_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes of a section that lie on the device while they go to the host, at least."""
+    return kept_bytes(size, name, recipe) if is_offloaded(name, recipe) else 0
+
+
+def layout_memory_floors(
+    sections: Mapping[str, SectionSizes],
+    ranks: FullRanks,
+    recipe: Recipe,
+    states: tuple[Floats, Floats],
+    keepings: Sequence[Keeping],
+    *,
+    whole: Floats | None,
+) -> Floats:
+    """Bounds on the memory of the recipes of a layout, by what becomes of blocks' values, bytes.
+
+    Args:
+        sections: what they keep and hold.
+        ranks: of the pipelines that the recipes have.
+        recipe: one of the recipes.
+        states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [pipes].
+        keepings: what may become of them.
+        whole: how often the model has each section, [sections], where blocks may be shared out unevenly; else None.
+    """
+    micro_batches = recipe.batch / recipe.micro_batch * recipe.context * recipe.tensor * ranks.sizes / recipe.devices
+    dense, expert, largest = (
+        np.array([getattr(size, name) for size in sections.values()], dtype=float)
+        for name in ("parameters", "expert_parameters", "largest_bytes")
+    )
+    kinds = [_KINDS[each] for each in keepings]
+    kept = np.array([[held_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
+    again = [[again_bytes(size, name, kind.recompute) for kind in kinds] for name, size in sections.items()]
+    held, has = np.minimum(ranks.sizes, micro_batches), ranks.counts > 0
+    floors = held[:, None] * (ranks.counts @ kept)
+    floors += (has[:, :, None] * np.array(again, dtype=float)).max(axis=1)
+    if any(each.offload != "none" for each in keepings):
+        buffers = [[buffer_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
+        floors += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
+    held_states = states[0] * (ranks.counts @ dense) + states[1] * (ranks.counts @ expert)
+    floors += (held_states + 2 * (has * largest).max(axis=1))[:, None]
+    least = floors.min(axis=0)
+    piped = ranks.may_be_uneven
+    if whole is not None and piped.any():
+        sizes, first = np.unique(ranks.sizes[piped], return_index=True)
+        dense_state, expert_state, turns = (values[piped][first] for values in (*states, micro_batches))
+        each = dense_state[:, None] * dense + expert_state[:, None] * expert
+        uneven = _uneven_floors(whole, each, kept, sizes, turns) + 2 * largest.min()
+        least = np.minimum(least, uneven.min(axis=0))
+    return whole_bytes(least)
+
+
+def _uneven_floors(whole: Floats, states: Floats, kept: Floats, sizes: Floats, micro_batches: Floats) -> Floats:
+    """Bounds where blocks are shared out in any way (see the module's docstring), [sizes, keepings].
+
+    Args:
+        whole: how often the model has each section, [sections].
+        states, kept: bytes of a section, [sizes, sections], and for a micro-batch, [sections, keepings].
+        sizes, micro_batches: ranks of each pipeline, and how many micro-batches it runs, [sizes].
+    """
+    state, keeps = (states @ whole)[:, None], whole @ kept
+    ranks = np.arange(sizes.max())
+    held = np.minimum(sizes[:, None] - ranks, micro_batches[:, None])
+    weights = 1.0 / (state[:, None] + np.maximum(held, 0.0)[:, :, None] * keeps)
+    total = (weights * (held > 0)[:, :, None]).sum(axis=1)
+    most = np.minimum(sizes, micro_batches)[:, None]
+    ends = [
+        (states[:, :, None] + turns[:, :, None] * kept) / (state + turns * keeps)[:, None]
+        for turns in (np.minimum(most, 1.0), most)
+    ]
+    return (whole[:, None] * np.minimum(*ends)).sum(axis=1) / total
+
+
+def whole_bytes(floors: Floats) -> Floats:
+    """Bounds on prices of memory, of which each part is cut to whole bytes."""
+    return ROUNDING * floors - _PARTS

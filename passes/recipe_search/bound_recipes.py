@@ -1,0 +1,417 @@
+"""Lower bounds on what recipes take, from the prices of their sections: what lets a search leave most of them unpriced.
+
+Let a section take f forward and b backward (recomputation and communication that nothing hides included) for one
+micro-batch, of which p and q seconds are products and attention; m micro-batches; c(r) how often pipeline rank r has
+each section.
+
+1. *Path of a rank.* Rank r begins when a micro-batch has passed all stages before its first one, h(r), handed on each
+   time, and works without a break at best; where a schedule does not cut backwards in two, the last micro-batch's
+   backward still passes those stages:
+
+       T >= h(r) f + hops s + m c(r) (f + b) + w(r) s [ + h(r) b + hops s ],
+
+   s seconds for each hand-over, w(r) of which the rank waits for: all it makes where nothing overlaps them, and with
+   1F1B those between a forward and a backward.
+2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
+   replicas is fixed, that depends on the layout alone. Of several ranks each has whole blocks: where the one with the
+   model's end, which takes a, has n of N blocks that take u each, another has at least ceil((N - n) / (P - 1)), so
+
+       T >= m min over n of max(a + n u, ceil((N - n) / (P - 1)) u).
+3. *Latency.* One micro-batch passes all stages and back: T >= sum(f + b) and all hand-overs; less the gradients of
+   weights, which nothing waits for, where backwards are cut in two.
+4. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_ends.end_times`). Overlapped with its
+   own work x that is beside(x, e) - x; path + beside(x, e) - x rises with x, so bounds on x and path are enough. For
+   several shardings it is the least of theirs.
+5. *Clock.* The step is priced twice: at the clock of sustained products, T(1), then with products faster by
+   v(X / T(1)), X their seconds (`price_recipe.step_price`, `cost_models.power`). If L(v) bounds the step at speed v,
+   the price is at least min(L(v(X / t)), t / v(X / t)) for every t >= L(1): either T(1) <= t, and v is no larger than
+   there, or T(1) > t, and T(v) >= T(1) / v, where x / v(X / x) rises with x. A section's time at speed v is at least
+   f - (1 - 1 / v) p, as communication that a shorter product hides no longer is added, never taken away; where a
+   gather, or a copy to or from the host, that may take longer than the section runs beside it, interference shrinks
+   too, and what is taken off is (1 + interference) p.
+
+Every bound is taken less one part in 10^9, for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.power import power_limit
+from cost_models.schedule_orders import most_in_flight, stage_ranks
+from cost_models.step import StepModel
+from passes.recipe_search.recipe_space import Pipe, schedule_of
+from passes.recipes.pipeline_stages import share_out
+from passes.recipes.price_ends import EndWork
+from passes.recipes.price_recipe import copies_time, section_products, section_time, sharded_time
+from passes.recipes.recipe_groups import Groups
+from passes.sections.fold_program import AFTER
+from passes.sections.price_sections import SectionPrice
+
+Floats = NDArray[np.float64]
+
+ROUNDING = 1.0 - 1e-9
+
+_NEVER = 1e-12
+"""The least duty: products that take no time."""
+
+_WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B"})
+"""Schedules that do not cut a backward in two."""
+
+
+@dataclass(frozen=True, slots=True)
+class SectionFloors:
+    """What sections take for one micro-batch, in the order of their names, [sections].
+
+    Args:
+        forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
+        forward_gain, backward_gain: what an infinitely fast clock takes off them at most.
+        late: the part of `backward` that makes gradients of weights.
+        products: seconds of products and attention in both.
+        dense, expert, tensors: parameters, see `price_ends.RankLoad`.
+    """
+
+    forward: Floats
+    backward: Floats
+    forward_gain: Floats
+    backward_gain: Floats
+    late: Floats
+    products: Floats
+    dense: Floats
+    expert: Floats
+    tensors: Floats
+
+    @property
+    def work(self) -> Floats:
+        """Seconds of both."""
+        return self.forward + self.backward
+
+    @property
+    def gain(self) -> Floats:
+        """What an infinitely fast clock takes off both."""
+        return self.forward_gain + self.backward_gain
+
+
+class SectionFloor(NamedTuple):
+    """One section of `SectionFloors`."""
+
+    forward: float
+    backward: float
+    forward_gain: float
+    backward_gain: float
+    late: float
+    products: float
+    dense: float
+    expert: float
+    tensors: float
+
+
+def section_floor(
+    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
+) -> SectionFloor:
+    """What a section takes under a recipe."""
+    time = section_time(price, recipe, groups, cluster, model, is_block=is_block)
+    products = section_products(price, recipe, model, is_block=is_block)
+    gathers = sharded_time(price, recipe, groups, cluster, model)
+    copies = copies_time(price, recipe, cluster, is_block=is_block)
+    longest = (1.0 + model.interference) * power_limit().headroom
+    totals = (time.forward_s, time.backward_s + time.recompute_s)
+    gains = [
+        seconds if total >= longest * max(beside) else (1.0 + model.interference) * seconds
+        for total, seconds, beside in zip(totals, products, zip(gathers, copies, strict=True), strict=True)
+    ]
+    return SectionFloor(
+        forward=totals[0], backward=totals[1], forward_gain=gains[0], backward_gain=gains[1],
+        late=time.weight_gradient_s, products=sum(products),
+        dense=price.parameters, expert=price.expert_parameters, tensors=price.tensors,
+    )  # fmt: skip
+
+
+def stack_floors(floors: Sequence[SectionFloor]) -> SectionFloors:
+    """Those of all sections."""
+    columns = np.array(floors).T
+    return SectionFloors(**dict(zip(SectionFloor._fields, columns, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class PipeShapes:
+    """Where sections lie in several pipelines of as many ranks.
+
+    Args:
+        counts: how often each rank has each section, [pipes, ranks, sections].
+        before: how often they come before the rank's first stage, [pipes, ranks, sections].
+        sends: hand-overs of a micro-batch by each rank, [pipes, ranks].
+        pipes: the pipelines.
+        is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
+        swaps: whether it is 1F1B, where ranks that do not overlap hand-overs swap them, [pipes, 1].
+    """
+
+    counts: Floats
+    before: Floats
+    sends: Floats
+    pipes: tuple[Pipe, ...]
+    is_whole: NDArray[np.bool_]
+    swaps: NDArray[np.bool_]
+
+    def where(self, mask: NDArray[np.bool_]) -> PipeShapes:
+        """Those of the pipelines that a mask leaves."""
+        if mask.all():
+            return self
+        pipes = tuple(compress(self.pipes, mask))
+        counts, before, sends = self.counts[mask], self.before[mask], self.sends[mask]
+        return PipeShapes(counts, before, sends, pipes, self.is_whole[mask], self.swaps[mask])
+
+    def waits(self, micro_batches: int) -> Floats:
+        """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""
+        last = self.counts.shape[1] - 1
+        ranks = np.arange(last + 1.0)
+        steady = np.maximum(0.0, micro_batches - (last - ranks))
+        swapped = steady * (ranks < last) + np.maximum(0.0, steady - 1) * (ranks > 0)
+        return np.where(self.swaps, swapped, np.maximum(0.0, self.sends * micro_batches - 1))
+
+    def hand_overs(self, micro_batches: int, *, overlaps: bool) -> Floats:
+        """Hand-overs on each rank's path, those beside computation left out if they overlap it, [pipes, ranks]."""
+        hops = (1 + self.is_whole) * np.arange(float(self.counts.shape[1]))
+        return hops if overlaps else hops + self.waits(micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
+    """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
+    held = [most_in_flight(schedule_of(pipe), pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
+    return np.array(held, dtype=float) / np.array([[pipe.virtual_stages] for pipe in pipes])
+
+
+@lru_cache(maxsize=1024)
+def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> PipeShapes:
+    """The shapes of pipelines; `names` is the order of sections, `blocks` the model's."""
+    parts = [pipe_shape(names, blocks, pipe) for pipe in pipes]
+    counts, before, sends = (np.stack(part) for part in zip(*parts, strict=True))
+    schedules = [schedule_of(pipe) for pipe in pipes]
+    return PipeShapes(
+        counts, before, sends, pipes,
+        np.array([[schedule in _WHOLE_BACKWARDS] for schedule in schedules]),
+        np.array([[schedule == "1F1B"] for schedule in schedules]),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=8192)
+def pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, Floats]:
+    """Counts, what comes before, and hand-overs of one pipeline."""
+    plain = Recipe(
+        pipeline=pipe.pipeline, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends,
+        stage_blocks=pipe.stage_blocks if pipe.uneven else None,
+    )  # fmt: skip
+    owners = np.array(stage_ranks(schedule_of(pipe), pipe.pipeline, pipe.virtual_stages))
+    stages = np.zeros((len(owners), len(names)))
+    for stage, row in zip(share_out(blocks, plain), stages, strict=True):
+        for name, count in stage.sections:
+            row[names.index(name)] = count
+    counts = np.zeros((pipe.pipeline, len(names)))
+    np.add.at(counts, owners, stages)
+    handed = (owners[1:] != owners[:-1]).astype(float)
+    sends = np.bincount(owners[:-1], handed, pipe.pipeline) + np.bincount(owners[1:], handed, pipe.pipeline)
+    before = np.concatenate([np.zeros((1, len(names))), np.cumsum(stages, axis=0)])[: pipe.pipeline]
+    return counts, before, sends.astype(float)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The paths of ranks, [pipes, ranks]: seconds, and what an infinitely fast clock takes off them."""
+
+    seconds: Floats
+    gain: Floats
+
+    def floor(self, shares: Floats) -> Floats:
+        """The longest of each pipeline where the clock takes off such shares of that, [pipes]."""
+        return (self.seconds - shares[:, None] * self.gain).max(axis=1)
+
+
+def rank_paths(
+    floors: SectionFloors, shapes: PipeShapes, micro_batches: int, send_s: float, *, overlaps: bool
+) -> Paths:
+    """The path of each rank (see the module's docstring); hand-overs take `send_s`, beside computation or not."""
+
+    def along(forward: Floats, backward: Floats) -> Floats:
+        entering = shapes.before @ forward + shapes.is_whole * (shapes.before @ backward)
+        return entering + micro_batches * (shapes.counts @ (forward + backward))
+
+    sends_s = shapes.hand_overs(micro_batches, overlaps=overlaps) * send_s
+    seconds = along(floors.forward, floors.backward) + sends_s
+    return Paths(seconds, along(floors.forward_gain, floors.backward_gain))
+
+
+def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Cluster) -> Floats:
+    """Bounds on the prices of steps.
+
+    Args:
+        at: bounds on their times where a faster clock takes off such shares of what it can, one for each step.
+        products_s: seconds of products in each of them, as `price_recipe.products_time`.
+        cluster: whose devices may have a power limit.
+    """
+    turn = at(np.zeros(1))
+    if cluster.device.matmul.units == 1:
+        return ROUNDING * turn
+
+    def speeds() -> Floats:
+        return power_limit().speeds(np.clip(products_s / turn, _NEVER, 1.0))
+
+    speed = speeds()
+    for _ in range(3):
+        turn = np.maximum(turn, speed * at(1.0 - 1.0 / speed))
+        speed = speeds()
+    return ROUNDING * np.minimum(at(1.0 - 1.0 / speed), turn / speed)
+
+
+_LONGER = 1.05
+"""Steps that are longer than a bound by more than this are not told apart: the clock of longer steps is faster."""
+
+
+def longer_step(products_s: float, step_s: float, cluster: Cluster) -> tuple[float, float]:
+    """For steps somewhat longer than a bound at the clock of sustained products.
+
+    Returns:
+        The share of what an infinitely fast clock takes off that the clock of such a step does, and the step at that
+        clock, seconds: a bound on all longer ones. (0, infinite) without a power limit.
+    """
+    if cluster.device.matmul.units == 1 or math.isinf(step_s):
+        return 0.0, math.inf
+    speed = power_limit().speed(min(1.0, products_s / (_LONGER * step_s)))
+    return 1.0 - 1.0 / speed, _LONGER * step_s / speed
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBlocks:
+    """How many blocks of a kind the fullest ranks of a pipeline have, however they are shared out.
+
+    Args:
+        with_end: on the rank with the model's end, any number, [ways].
+        beside: on the fullest other rank, at least, [ways].
+        kind, end: places of the kind and of the model's end among the sections.
+    """
+
+    with_end: Floats
+    beside: Floats
+    kind: int
+    end: int
+
+    def floor(self, seconds: Floats) -> float:
+        """The least that the fullest rank takes for a micro-batch, of which sections take so many seconds."""
+        each = seconds[self.kind]
+        return float(np.maximum(seconds[self.end] + self.with_end * each, self.beside * each).min())
+
+
+@lru_cache(maxsize=1024)
+def whole_blocks(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int) -> WholeBlocks:
+    """Those of a model's most frequent blocks on two ranks or more; `names` is the order of sections."""
+    name, count = Counter(blocks).most_common(1)[0]
+    with_end = np.arange(count + 1.0)
+    return WholeBlocks(with_end, np.ceil((count - with_end) / (ranks - 1)), names.index(name), names.index(AFTER))
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What the ranks with the longest paths do once per step, one sharding or another, [pipes, shardings]: seconds.
+
+    `forward`, `backward` (and what a clock takes off them): the rank's own work, [pipes, 1].
+    """
+
+    reduce_s: Floats
+    gather_s: Floats
+    update_s: Floats
+    forward: Floats
+    backward: Floats
+    forward_gain: Floats
+    backward_gain: Floats
+
+    def least(self, shares: Floats, recipe: Recipe, model: StepModel) -> Floats:
+        """What the sharding that waits least waits, [pipes]; see `price_ends.end_times`."""
+        reduce_s, gather_s = self.reduce_s, self.gather_s
+        if recipe.overlap_gradients:
+            reduce_s = exposed(self.backward - shares[:, None] * self.backward_gain, reduce_s, model)
+        if recipe.overlap_parameters:
+            gather_s = exposed(self.forward - shares[:, None] * self.forward_gain, gather_s, model)
+        return (reduce_s + gather_s + self.update_s).min(axis=1)
+
+
+def exposed(computation_s: Floats, communication_s: Floats, model: StepModel) -> Floats:
+    """`StepModel.beside` less the computation."""
+    shared = model.interference * np.minimum(computation_s, communication_s)
+    return np.maximum(communication_s - computation_s, shared)
+
+
+EndWorkOf = Callable[[float, float, int], Sequence[EndWork]]
+"""The ends of a rank with so many dense and expert parameters in so many tensors, by sharding."""
+
+
+def ends_of(floors: SectionFloors, counts: Floats, work_of: EndWorkOf) -> Ends:
+    """The ends of ranks that have sections so often, [pipes, sections]."""
+    loads = np.stack([counts @ values for values in (floors.dense, floors.expert, floors.tensors)], axis=1)
+    numbers: dict[tuple[float, ...], int] = {}
+    which = [numbers.setdefault(tuple(load), len(numbers)) for load in loads.tolist()]
+    works = [work_of(dense, expert, int(tensors)) for dense, expert, tensors in numbers]
+
+    def by_sharding(part: Callable[[EndWork], float]) -> Floats:
+        return np.array([[part(work) for work in each] for each in works])[which]
+
+    own = (floors.forward, floors.backward, floors.forward_gain, floors.backward_gain)
+    return Ends(
+        by_sharding(lambda work: work.reduce_s), by_sharding(lambda work: work.gather_s),
+        by_sharding(lambda work: work.update_s), *((counts @ values)[:, None] for values in own),
+    )  # fmt: skip
+
+
+def path_floors(
+    floors: SectionFloors,
+    shapes: PipeShapes,
+    paths: Paths,
+    send_s: float,
+    recipe: Recipe,
+    work_of: EndWorkOf,
+    cluster: Cluster,
+    model: StepModel,
+) -> Floats:
+    """Bounds on the price of a step with its ends, those of the rank with the longest path, [pipes].
+
+    Args:
+        floors, shapes, paths: of the pipelines.
+        send_s: of a hand-over.
+        recipe: one of those that are bounded; they differ in sharding and pipeline.
+        work_of: the ends under each sharding.
+        cluster, model: what it is priced for.
+    """
+    ranks = paths.seconds.argmax(axis=1)
+    pipes = np.arange(len(ranks))
+    ends = ends_of(floors, shapes.counts[pipes, ranks], work_of)
+    seconds, gain = paths.seconds[pipes, ranks], paths.gain[pipes, ranks]
+    latency, latency_gain = latencies(floors, shapes, send_s)
+
+    def at(shares: Floats) -> Floats:
+        shares = np.broadcast_to(shares, seconds.shape)
+        path = seconds - shares * gain + ends.least(shares, recipe, model)
+        return np.maximum(path, latency - shares * latency_gain) + model.step_overhead_s
+
+    return step_floors(at, mean_products(floors, shapes, recipe), cluster)
+
+
+def latencies(floors: SectionFloors, shapes: PipeShapes, send_s: float) -> tuple[Floats, float]:
+    """Bounds on a micro-batch's way through each pipeline and back, [pipes], and what a clock takes off them."""
+    counts = shapes.counts[0].sum(axis=0)
+    late = ~shapes.is_whole[:, 0] * (counts @ floors.late)
+    return counts @ floors.work - late + shapes.sends.sum(axis=1) * send_s, float(counts @ floors.gain)
+
+
+def mean_products(floors: SectionFloors, shapes: PipeShapes, recipe: Recipe) -> float:
+    """Seconds of products in a step, mean over pipeline ranks: as `price_recipe.products_time`."""
+    return float((shapes.counts[0] @ floors.products).sum()) * recipe.micro_batches / recipe.pipeline

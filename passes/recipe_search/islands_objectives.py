@@ -1,0 +1,131 @@
+"""What is minimised on several islands of a joined cluster: the time of a step, or how full the fullest device is.
+
+Pipelines over islands are a set of each share of the blocks (`recipe_space.island_shares`), never an open one: bounds
+are those of `bound_islands`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.ir.recipe import Recipe
+from passes.recipe_search.bound_boundaries import Boundaries
+from passes.recipe_search.islands_pricer import IslandsPricer
+from passes.recipe_search.recipe_space import Keeping, Pipe, Share, island_shares
+
+
+@dataclass(frozen=True, slots=True)
+class IslandsFastest:
+    """The time of a step on several islands, seconds, for recipes that fit: bytes of a device of each, `limits`."""
+
+    pricer: IslandsPricer
+    limits: Sequence[float]
+
+    def is_too_large(self, recipe: Recipe) -> bool:
+        """See `recipe_objectives.Objective`."""
+        return 2 * self.pricer.largest_bytes(recipe) > max(self.limits)
+
+    def more_only_adds(self, keeping: Keeping) -> bool:
+        """See `recipe_objectives.Objective`."""
+        return True
+
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+        """See `recipe_objectives.Objective`."""
+        for keeping in keepings:
+            kind = replace(first, recompute=keeping.recompute)
+            shares = _shares(self.pricer, kind)
+            fits = (self.pricer.layout_memory(kind, most, shares) <= np.array(self.limits)).all(axis=1)
+            yield self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
+
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        known = tuple(shares)
+        fits = self.pricer.share_fullness(recipe, known, self.limits) <= 1.0
+        if not fits.any():
+            return [math.inf] * len(known)
+        return np.where(fits, self.pricer.share_floors(recipe, known), math.inf).tolist()
+
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        fits = self.pricer.fullness(recipe, pipes, self.limits) <= 1.0
+        bounds = np.full(len(pipes), math.inf)
+        if fits.any():
+            fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
+            bounds[fits] = self.pricer.path_floors(shardings, fitting)
+        return bounds.tolist()
+
+    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `recipe_objectives.Objective`."""
+        raise AssertionError("pipelines over islands are not open")
+
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+        """See `recipe_objectives.Objective`."""
+        raise AssertionError("pipelines over islands are not open")
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `recipe_objectives.Objective`."""
+        needed = self.pricer.memory_bytes(recipe)
+        fits = all(size <= limit for size, limit in zip(needed, self.limits, strict=True))
+        return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
+
+    def price(self, recipe: Recipe) -> float:
+        """See `recipe_objectives.Objective`."""
+        return self.pricer.time_s(recipe)
+
+
+@dataclass(frozen=True, slots=True)
+class IslandsSmallest:
+    """How full the fullest device of several islands is, of its limit."""
+
+    pricer: IslandsPricer
+    limits: Sequence[float]
+
+    def is_too_large(self, recipe: Recipe) -> bool:
+        """See `recipe_objectives.Objective`."""
+        return False
+
+    def more_only_adds(self, keeping: Keeping) -> bool:
+        """See `recipe_objectives.Objective`."""
+        return False
+
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+        """See `recipe_objectives.Objective`."""
+        for keeping in keepings:
+            kind = replace(first, recompute=keeping.recompute)
+            shares = _shares(self.pricer, kind)
+            yield float((self.pricer.layout_memory(kind, most, shares) / self.limits).max(axis=1).min())
+
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        return self.pricer.share_fullness(recipe, tuple(shares), self.limits).tolist()
+
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        return self.pricer.fullness(recipe, pipes, self.limits).tolist()
+
+    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `recipe_objectives.Objective`."""
+        raise AssertionError("pipelines over islands are not open")
+
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+        """See `recipe_objectives.Objective`."""
+        raise AssertionError("pipelines over islands are not open")
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `recipe_objectives.Objective`."""
+        return self.price(recipe)
+
+    def price(self, recipe: Recipe) -> float:
+        """See `recipe_objectives.Objective`."""
+        needed = self.pricer.memory_bytes(recipe)
+        return max(size / limit for size, limit in zip(needed, self.limits, strict=True))
+
+
+def _shares(pricer: IslandsPricer, first: Recipe) -> tuple[Share, ...]:
+    """All shares of the blocks with a recipe's pipeline ranks, or more."""
+    ranks = tuple(island.ranks for island in pricer.placement(first).islands)
+    return island_shares(len(pricer.counted.blocks), ranks)

@@ -1,0 +1,179 @@
+"""Price and bound recipes whose pipeline passes some islands of a joined cluster in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
+from cost_models.schedule_orders import most_in_flight
+from cost_models.step import StepModel
+from passes.recipe_search.bound_islands import (
+    PlacedFloors,
+    held_floors,
+    least_of_shares,
+    placed_path_floors,
+    rank_blocks,
+    share_floors,
+    share_table,
+    share_work,
+)
+from passes.recipe_search.bound_memory import held_bytes, rank_floors, whole_bytes
+from passes.recipe_search.bound_recipes import EndWorkOf, Floats, held_by, pipe_shapes
+from passes.recipe_search.recipe_pricer import RecipePricer
+from passes.recipe_search.recipe_space import Pipe, Share
+from passes.recipes.pipeline_stages import schedule_name, share_out
+from passes.recipes.place_islands import Placement, alone, place_islands
+from passes.recipes.price_islands import PlacedStep
+from passes.recipes.price_memory import state_bytes
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_model import CountedModel
+
+_GATHERS = 3
+"""The ZeRO stage that shards most."""
+
+
+@dataclass
+class IslandsPricer:
+    """What recipes of a model take on islands of a cluster; what they share is found once.
+
+    Args:
+        counted: the model.
+        cluster: the cluster.
+        pricers: of the islands that the pipelines pass, in order; all recipes' `islands` name these.
+        model: of the step.
+    """
+
+    counted: CountedModel
+    cluster: JoinedCluster
+    pricers: Sequence[RecipePricer]
+    model: StepModel
+    _placements: dict[tuple[object, ...], Placement] = field(default_factory=dict)
+
+    def placement(self, recipe: Recipe) -> Placement:
+        """Where a recipe lies."""
+        key = (recipe.data, recipe.context, recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.zero_group)
+        if key not in self._placements:
+            self._placements[key] = place_islands(recipe, self.cluster)
+        return self._placements[key]
+
+    def _step(self, recipe: Recipe) -> PlacedStep:
+        prices = [pricer.sections(recipe) for pricer in self.pricers]
+        return PlacedStep(self.placement(recipe), prices, share_out(self.counted.blocks, recipe), recipe)
+
+    def time_s(self, recipe: Recipe) -> float:
+        """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
+        return self._step(recipe).price(self.model).time_s
+
+    def memory_bytes(self, recipe: Recipe) -> tuple[int, ...]:
+        """The memory of the fullest rank of each island, likewise."""
+        counts = most_in_flight(schedule_name(recipe), recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
+        held = [each / recipe.virtual_stages for each in counts]
+        return tuple(memory.total for memory in self._step(recipe).memory(held))
+
+    def largest_bytes(self, recipe: Recipe) -> int:
+        """The largest value that a recipe's layout makes: some rank has twice that, beside all else."""
+        return min(pricer.largest_bytes(recipe) for pricer in self.pricers)
+
+    def _alone(self, recipe: Recipe) -> list[Recipe]:
+        """What a recipe is on each island."""
+        return [alone(recipe, island.ranks) for island in self.placement(recipe).islands]
+
+    @property
+    def _clusters(self) -> list[Cluster]:
+        return [pricer.cluster for pricer in self.pricers]
+
+    def layout_floor(self, first: Recipe, most: int, shares: tuple[Share, ...]) -> float:
+        """Bound on the step of all recipes of a layout, see `RecipePricer.layout_floor`, with any of some shares."""
+        variants = self.pricers[0].layout_variants(first, most)
+        return min(float(self.share_floors(recipe, shares, gathers=False).min()) for recipe in variants)
+
+    def layout_memory(self, first: Recipe, most: int, shares: tuple[Share, ...]) -> Floats:
+        """Bounds on the memory of all recipes of a layout, on each island's mean rank, [shares, islands]."""
+        data = first.pipeline * first.data // most
+        sharded = replace(first, pipeline=most, data=data, zero=_GATHERS, zero_group=None, whole_tensors=False)
+        return self.share_memory(sharded, shares)
+
+    def share_floors(self, recipe: Recipe, shares: tuple[Share, ...], *, gathers: bool = True) -> Floats:
+        """Bounds on the step of recipes with the ranks of one that gather as it does, by shares, [shares]."""
+        parts = self._alone(recipe)
+        floors = [
+            pricer.section_floors(part, gathers=gathers) for pricer, part in zip(self.pricers, parts, strict=True)
+        ]
+        work = share_work(floors, tuple(self.pricers[0].sections(recipe)), self.counted.blocks, share_table(shares))
+        ranks = np.array([part.pipeline for part in parts], dtype=float)
+        return share_floors(work, ranks, recipe.micro_batches, self._clusters, self.model)
+
+    def share_memory(self, recipe: Recipe, shares: tuple[Share, ...]) -> Floats:
+        """Bounds on the memory of recipes that shard no more, on each island's mean rank, [shares, islands]."""
+        names, parts = tuple(self.pricers[0].sizes(recipe)), self._section_memory(recipe)
+        held = least_of_shares([state + kept for state, kept in parts], names, self.counted.blocks, share_table(shares))
+        return whole_bytes(held / np.array(self._ranks(recipe)))
+
+    def share_fullness(self, recipe: Recipe, shares: tuple[Share, ...], limits: Sequence[float]) -> Floats:
+        """How full the fullest device is at least, of its limit, in recipes that shard no more, by shares, [shares]."""
+        if not shares:
+            return np.zeros(0)
+        mean = (self.share_memory(recipe, shares) / limits).max(axis=1)
+        is_block = [name not in (BEFORE, AFTER) for name in self.pricers[0].sizes(recipe)]
+        parts = [(state[is_block], kept[is_block]) for state, kept in self._section_memory(recipe)]
+        ranks = rank_blocks(self._ranks(recipe), recipe.micro_batches, shares)
+        return np.maximum(mean, held_floors(ranks, parts, limits))
+
+    def _section_memory(self, recipe: Recipe) -> list[tuple[Floats, Floats]]:
+        """By island, bytes of each section's parameters, gradients and state, and of what a micro-batch keeps there."""
+        found = []
+        for pricer, island in zip(self.pricers, self.placement(recipe).islands, strict=True):
+            dense, expert = (
+                sum(state_bytes(1.0, group.size, recipe).values())
+                for group in (island.groups.zero, island.groups.expert_replicas)
+            )
+            sizes = pricer.sizes(recipe)
+            states = [size.parameters * dense + size.expert_parameters * expert for size in sizes.values()]
+            kept = [held_bytes(size, name, recipe) for name, size in sizes.items()]
+            found.append((np.array(states), np.array(kept, dtype=float)))
+        return found
+
+    def _ranks(self, recipe: Recipe) -> tuple[int, ...]:
+        """Pipeline ranks of each island."""
+        return tuple(island.ranks for island in self.placement(recipe).islands)
+
+    def path_floors(self, recipes: Sequence[Recipe], pipes: Sequence[Pipe]) -> Floats:
+        """Bounds on the step of recipes that differ in sharding, with each pipeline: longest paths and their ends."""
+        recipe = recipes[0]
+        shapes = pipe_shapes(tuple(self.pricers[0].sections(recipe)), self.counted.blocks, tuple(pipes))
+        parts = [self._alone(each) for each in recipes]
+        placed = PlacedFloors(
+            [pricer.section_floors(part) for pricer, part in zip(self.pricers, parts[0], strict=True)],
+            np.array(self.placement(recipe).of_ranks),
+            np.array(self._hops_s(recipe)),
+        )
+        work_of = [_ends_on(pricer, each) for pricer, each in zip(self.pricers, zip(*parts, strict=True), strict=True)]
+        return placed_path_floors(placed, shapes, recipe, work_of, self._clusters, self.model)
+
+    def _hops_s(self, recipe: Recipe) -> list[float]:
+        """Seconds of handing a micro-batch from each pipeline rank to the next, and from the last to the first."""
+        step = PlacedStep(self.placement(recipe), [pricer.sections(recipe) for pricer in self.pricers], (), recipe)
+        ranks = range(recipe.pipeline)
+        return [step.hand_over(rank, (rank + 1) % recipe.pipeline, self.model) for rank in ranks]
+
+    def fullness(self, recipe: Recipe, pipes: Sequence[Pipe], limits: Sequence[float]) -> Floats:
+        """How full the fullest device is at least, with each of some pipelines of its size, of its limit, [pipes]."""
+        sizes = [pricer.sizes(recipe) for pricer in self.pricers]
+        shapes = pipe_shapes(tuple(sizes[0]), self.counted.blocks, tuple(pipes))
+        placement, held = self.placement(recipe), held_by(shapes.pipes, recipe.micro_batches)
+        of_ranks, full = np.array(placement.of_ranks), np.zeros(len(pipes))
+        for number, island in enumerate(placement.islands):
+            mine = of_ranks == number
+            needed = rank_floors(sizes[number], shapes.counts[:, mine], held[:, mine], recipe, island.groups)
+            full = np.maximum(full, needed.max(axis=1) / limits[number])
+        return full
+
+
+def _ends_on(pricer: RecipePricer, recipes: Sequence[Recipe]) -> EndWorkOf:
+    """The ends of a rank of an island under each of some recipes."""
+    return lambda dense, expert, tensors: [pricer.end_work(dense, expert, tensors, each) for each in recipes]

@@ -1,0 +1,217 @@
+"""What else a recipe could do, and what it then costs: `why_not`, `limits` and `explain` for plans of recipes.
+
+A feature is a restriction of the searched fields. Where the plan's recipe does without it, the fastest recipes that
+have it are searched for; where it has it, the fastest without. `limits` searches with more memory, or for hardware of
+which one part is faster; `explain` among the recipes that give a value another spec. Every figure is the price of a
+recipe that fits, and keeps the plan's own constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
+from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
+from passes.questions.what_if import MORE_MEMORY, cheapest_first, memory_worth, outcome_of
+from passes.recipe_search.explain_recipe import find_value, spec_families, spec_of, value_costs, value_memory
+from passes.recipe_search.joined_problem import JoinedProblem
+from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_space import Only
+from passes.recipe_search.richer_problems import even_limit, richer_problems
+from passes.recipes.recipe_plan import predict_recipe
+from passes.sections.price_model import PricedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that a recipe may do.
+
+    Args:
+        ways: the values of fields that do it, by a name for each way; sizes of axes are any over one.
+        without: those that do not.
+    """
+
+    ways: Mapping[str, Only]
+    without: Only
+
+    def is_used(self, recipe: Recipe) -> bool:
+        """Whether a recipe does it."""
+        return any(all(getattr(recipe, name) in values for name, values in way.items()) for way in self.ways.values())
+
+
+_MANY = range(2, 2**31)
+
+
+def _axis(name: str) -> Feature:
+    return Feature({name: {name: _MANY}}, {name: (1,)})
+
+
+def _sharding(name: str, zero: int) -> Feature:
+    others = tuple(stage for stage in range(4) if stage != zero)
+    return Feature({name: {"zero": (zero,), **({} if zero else {"data": _MANY})}}, {"zero": others})
+
+
+FEATURES: Mapping[str, Feature] = {
+    "data": _sharding("data", 0),
+    "zero-1": _sharding("zero-1", 1),
+    "zero-2": _sharding("zero-2", 2),
+    "fsdp": _sharding("fsdp", 3),
+    **{name: _axis(name) for name in ("tensor", "context", "expert", "pipeline")},
+    "recompute": Feature(
+        {
+            "recompute of attention's core": {"recompute": ("selective",)},
+            "recompute of blocks": {"recompute": ("full",)},
+        },
+        {"recompute": ("none",)},
+    ),
+    "offload": Feature({"offload of activations": {"offload": ("activations",)}}, {"offload": ("none",)}),
+}
+"""What `why_not` may be asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeAlternatives:
+    """Answers questions about the plan of the best recipe of a problem.
+
+    Args:
+        problem: whose recipe it is.
+        priced: its model.
+        time_budget_s: seconds of each search.
+    """
+
+    problem: RecipeProblem | JoinedProblem
+    priced: PricedModel
+    time_budget_s: float
+
+    def why_not(self, plan: Plan, feature: str) -> WhyNot:
+        """See `Plan.why_not`.
+
+        Raises:
+            NotAvailableError: time ran out before anything was priced.
+        """
+        if feature not in FEATURES:
+            raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(FEATURES)}.")
+        assert plan.recipe is not None, "recipes are asked about"
+        asked, missing = FEATURES[feature], self._missing(feature)
+        is_used = asked.is_used(plan.recipe)
+        ways = {f"without {feature}": asked.without} if is_used else {} if missing else asked.ways
+        found = [variant for name, only in ways.items() if (variant := self._variant(name, only=only)) is not None]
+        if not found:
+            missing = missing or f"no recipe for {self.problem.cluster.size} devices and this batch has it"
+        return WhyNot(
+            feature=feature,
+            used=f"in its recipe ({plan.recipe.words})" if is_used else "",
+            chosen=outcome_of(plan),
+            variants=tuple(sorted(found, key=cheapest_first)),
+            memory_budget=plan.memory_budget,
+            missing=missing,
+        )
+
+    def explain(self, plan: Plan, name: str) -> Explanation:
+        """See `Plan.explain`: each other spec with the fastest recipe that gives it.
+
+        Raises:
+            NotAvailableError: time ran out before anything was priced.
+        """
+        assert plan.recipe is not None, "recipes are asked about"
+        priced, problem = self.priced, self.problem
+        value = find_value(priced, name)
+        own = spec_of(priced, value, plan.recipe)
+        families = (
+            [best for only in family if (best := self._best(name, problem, only=only)) is not None]
+            for family in spec_families(priced, value, plan.recipe)
+        )
+        found = [min(family, key=lambda item: cheapest_first(item[1])) for family in families if family]
+        others = [_alternative(spec_of(priced, value, recipe), outcome, recipe) for recipe, outcome in found]
+        return Explanation(
+            name=name,
+            shape=value.shape,
+            alike=value.alike,
+            chosen=_alternative(own, outcome_of(plan), plan.recipe),
+            others=tuple(sorted(others, key=cheapest_first)),
+            memory_budget=plan.memory_budget,
+            costs=value_costs(priced, value, plan.recipe, problem.cluster, problem.model),
+            memory=value_memory(priced, value, plan.recipe, problem.cluster),
+        )
+
+    def limits(self, plan: Plan) -> Limits:
+        """See `Plan.limits`.
+
+        Raises:
+            NotAvailableError: time ran out before anything was priced.
+        """
+        chosen, limit = outcome_of(plan), even_limit(self.problem)
+        found = {name: self._variant(name, other, known=plan.recipe) for name, other in richer_problems(self.problem)}
+        more = found[MORE_MEMORY]
+        worth = None if more is None or limit is None else memory_worth(chosen, more, limit)
+        return Limits(chosen, tuple(item for item in found.values() if item is not None), plan.memory_budget, worth)
+
+    def _missing(self, feature: str) -> str:
+        """Why no recipe of the model can do something; "" where one may."""
+        problem, counted = self.problem, self.problem.counted
+        if feature == "expert" and not counted.has_experts:
+            return "the model has no experts to share out"
+        if feature == "context" and not counted.tokens:
+            return "the model's inputs are no tokens, of which ranks could share a sequence"
+        if feature in ("pipeline", "recompute", "offload") and not counted.blocks:
+            return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
+        if feature != "offload":
+            return ""
+        if isinstance(problem, JoinedProblem):
+            return "offloading has no price on a joined cluster"
+        return "" if problem.cluster.device.host_link is not None else "the device's data have no host link"
+
+    def _variant(
+        self,
+        name: str,
+        problem: RecipeProblem | JoinedProblem | None = None,
+        *,
+        only: Only | None = None,
+        known: Recipe | None = None,
+    ) -> Variant | None:
+        """The best recipe of a problem (default: the plan's) in words, see `_best`."""
+        best = self._best(name, problem or self.problem, only=only, known=known)
+        if best is None:
+            return None
+        recipe, outcome = best
+        return Variant(f"{name}: {recipe.words}", **_figures(outcome))
+
+    def _best(
+        self,
+        name: str,
+        problem: RecipeProblem | JoinedProblem,
+        *,
+        only: Only | None = None,
+        known: Recipe | None = None,
+    ) -> tuple[Recipe, Outcome] | None:
+        """The best recipe of a problem, see `RecipeProblem.best`, or the one with the least memory; None for none."""
+        found = problem.best(only=only, known=known, time_budget_s=self.time_budget_s)
+        if found.recipe is not None:
+            step = predict_recipe(problem.counted, found.recipe, problem.cluster, problem.model)
+            return found.recipe, Outcome(
+                fits=True,
+                objective=found.objective,
+                lower_bound=found.lower_bound,
+                step_time_s=step.step_time_s,
+                peak_memory_bytes=step.peak_memory_bytes,
+                breakdown=step.breakdown,
+            )
+        if not found.is_complete:
+            raise NotAvailableError(f"{self.time_budget_s:g} s ended before any recipe was priced ({name}).")
+        least = problem.smallest(only=only, time_budget_s=self.time_budget_s)
+        if least.recipe is None:
+            return None
+        return least.recipe, Outcome(fits=False, smallest_bytes=int(least.objective))
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    return {item.name: getattr(outcome, item.name) for item in fields(outcome)}
+
+
+def _alternative(spec: PartitionSpec, outcome: Outcome, recipe: Recipe) -> Alternative:
+    return Alternative(spec, recipe.words, **_figures(outcome))

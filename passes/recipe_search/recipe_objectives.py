@@ -1,0 +1,163 @@
+"""What a search over recipes minimises, with bounds for sets of them: the time of a step, or memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from autoshard.ir.recipe import Recipe
+from passes.recipe_search.bound_boundaries import Boundaries
+from passes.recipe_search.recipe_pricer import RecipePricer
+from passes.recipe_search.recipe_space import Keeping, Pipe, Share
+
+
+class Objective(Protocol):
+    """What is minimised: bounds for sets of recipes that have more and more of `recipe`, infinite if none will do."""
+
+    def is_too_large(self, recipe: Recipe) -> bool:
+        """Whether no recipe of a layout will do, nor of one with larger micro-batches."""
+        ...
+
+    def more_only_adds(self, keeping: Keeping) -> bool:
+        """Whether to compute more again than a keeping does, or to copy what it keeps, only adds to the objective."""
+        ...
+
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+        """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`."""
+        ...
+
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """Those of its pipeline ranks that also exchange shards as it does, or do not, by the islands' blocks."""
+        ...
+
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+        """Those that also have one pipeline or another, each of the recipe's size, none of them open.
+
+        `recipe` shards most; `shardings` are its like with each sharding that they may have.
+        """
+        ...
+
+    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+        """Those that also have a pipeline of an open one."""
+        ...
+
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+        """Of the recipe with each pipeline of an open one; without its ends, of all that gather as it does.
+
+        Without, the recipe is the one that shards most.
+        """
+        ...
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """Of the recipe, whose pipeline is `pipe`."""
+        ...
+
+    def price(self, recipe: Recipe) -> float:
+        """The recipe's objective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """The time of a step, seconds, for recipes that fit in `memory_limit` bytes.
+
+    `has_uneven`: whether blocks may be shared out in any way.
+    """
+
+    pricer: RecipePricer
+    memory_limit: float
+    has_uneven: bool
+
+    def is_too_large(self, recipe: Recipe) -> bool:
+        """See `Objective`."""
+        return 2 * self.pricer.largest_bytes(recipe) > self.memory_limit
+
+    def more_only_adds(self, keeping: Keeping) -> bool:
+        """See `Objective`. Of what is copied, what is computed again need not be."""
+        return keeping.offload == "none"
+
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+        """See `Objective`."""
+        needed = self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven)
+        for (recompute, offload), needed_bytes in zip(keepings, needed.tolist(), strict=True):
+            fits = needed_bytes <= self.memory_limit
+            kind = replace(first, recompute=recompute, offload=offload)
+            yield self.pricer.layout_floor(kind, most) if fits else math.inf
+
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `Objective`."""
+        fits = self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven) <= self.memory_limit
+        return [self.pricer.mean_floor(recipe) if fits else math.inf]
+
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+        """See `Objective`."""
+        fits = self.pricer.memory_floors(recipe, pipes) <= self.memory_limit
+        bounds = np.full(len(pipes), math.inf)
+        if fits.any():
+            bounds[fits] = self.pricer.path_floors(shardings, pipes, fits)
+        return bounds.tolist()
+
+    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `Objective`."""
+        return self.pricer.uneven_floor(recipe, pipe)
+
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+        """See `Objective`."""
+        return self.pricer.fastest_boundaries(recipe, pipe, self.memory_limit, has_ends=has_ends)
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `Objective`."""
+        fits = self.pricer.fits(recipe, self.memory_limit)
+        return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
+
+    def price(self, recipe: Recipe) -> float:
+        """See `Objective`."""
+        return self.pricer.time_s(recipe)
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The memory of a recipe's fullest rank, bytes; `has_uneven` as in `Fastest`."""
+
+    pricer: RecipePricer
+    has_uneven: bool
+
+    def is_too_large(self, recipe: Recipe) -> bool:
+        """See `Objective`."""
+        return False
+
+    def more_only_adds(self, keeping: Keeping) -> bool:
+        """See `Objective`."""
+        return False
+
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+        """See `Objective`."""
+        return self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven).tolist()
+
+    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `Objective`."""
+        return [self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven)]
+
+    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+        """See `Objective`."""
+        return self.pricer.memory_floors(recipe, pipes).tolist()
+
+    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `Objective`."""
+        return self.pricer.pipeline_memory_floor(recipe, uneven=True)
+
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+        """See `Objective`."""
+        return self.pricer.smallest_boundaries(recipe, pipe)
+
+    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+        """See `Objective`."""
+        return self.price(recipe) if self.pricer.fits(recipe, math.inf) else math.inf
+
+    def price(self, recipe: Recipe) -> float:
+        """See `Objective`."""
+        return float(self.pricer.memory_bytes(recipe))

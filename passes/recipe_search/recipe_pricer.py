@@ -1,0 +1,376 @@
+"""Price many recipes of one model on one cluster, and bound what they take; what recipes share is found once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.schedule_orders import most_in_flight
+from cost_models.step import StepModel, fitted
+from cost_models.topology import GroupLinks
+from passes.recipe_search.bound_boundaries import (
+    Boundaries,
+    StageLoads,
+    fastest_boundaries,
+    smallest_boundaries,
+    stage_loads,
+    uneven_floor,
+)
+from passes.recipe_search.bound_memory import FullRanks, full_ranks, layout_memory_floors, memory_floors, rank_floors
+from passes.recipe_search.bound_recipes import (
+    Floats,
+    PipeShapes,
+    SectionFloor,
+    SectionFloors,
+    WholeBlocks,
+    path_floors,
+    pipe_shapes,
+    rank_paths,
+    section_floor,
+    stack_floors,
+    step_floors,
+    whole_blocks,
+)
+from passes.recipe_search.recipe_space import Keeping, Pipe, divisors, schedule_of
+from passes.recipes.pipeline_stages import Stage, in_flight, share_out
+from passes.recipes.price_ends import EndWork, end_work
+from passes.recipes.price_memory import host_bytes, memory_price, state_bytes
+from passes.recipes.price_recipe import accumulation_bytes, send_time, sharded_time, step_price
+from passes.recipes.recipe_groups import Groups, recipe_groups
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_model import CountedModel
+from passes.sections.price_sections import EXPERT, SectionPrice, SectionSizes
+
+_GATHERS = 3
+"""The ZeRO stage that gathers parameters for each micro-batch."""
+
+
+@dataclass
+class RecipePricer:
+    """What recipes of a model take on a cluster; what they share is found once.
+
+    Args:
+        counted: the model.
+        cluster: the cluster.
+        model: of the step; default: the fitted one.
+    """
+
+    counted: CountedModel
+    cluster: Cluster
+    model: StepModel = field(default_factory=fitted)
+    _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
+    _floors: dict[tuple[object, ...], SectionFloors] = field(default_factory=dict)
+    _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], Mapping[str, SectionSizes]] = field(default_factory=dict)
+    _single: dict[tuple[object, ...], SectionFloor] = field(default_factory=dict)
+    _adds_faster: dict[bool, bool] = field(default_factory=dict)
+    _least_state: float | None = None
+    _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
+    _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
+
+    def groups(self, recipe: Recipe) -> Groups:
+        """The groups of a recipe."""
+        shape = (recipe.pipeline, recipe.data, recipe.context, recipe.tensor)
+        key = (*shape, recipe.expert, recipe.expert_tensor, recipe.zero_group)
+        if key not in self._groups:
+            self._groups[key] = recipe_groups(recipe, self.cluster)
+        return self._groups[key]
+
+    def sections(self, recipe: Recipe) -> Mapping[str, SectionPrice]:
+        """The prices of a recipe's sections."""
+        key = _layout_of(recipe)
+        if key not in self._sections:
+            self._sections[key] = self.counted.section_prices(recipe, self.cluster)
+        return self._sections[key]
+
+    def stages(self, recipe: Recipe) -> tuple[Stage, ...]:
+        """A recipe's stages."""
+        return share_out(self.counted.blocks, recipe)
+
+    def time_s(self, recipe: Recipe) -> float:
+        """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
+        sections, stages = self.sections(recipe), self.stages(recipe)
+        return step_price(sections, stages, recipe, self.groups(recipe), self.cluster, self.model).time_s
+
+    def memory_bytes(self, recipe: Recipe) -> int:
+        """The memory of a recipe's fullest rank, likewise."""
+        held = in_flight(recipe)
+        return memory_price(self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), held).total
+
+    def fits(self, recipe: Recipe, memory_limit: float) -> bool:
+        """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""
+        if self.memory_bytes(recipe) > memory_limit:
+            return False
+        share = self.cluster.host_bytes_per_device
+        if recipe.offload != "activations" or share is None:
+            return True
+        return host_bytes(self.sizes(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
+
+    def sizes(self, recipe: Recipe) -> Mapping[str, SectionSizes]:
+        """What a recipe's sections keep and hold; found without their prices."""
+        key = _layout_of(recipe)
+        if key not in self._sizes:
+            self._sizes[key] = self.counted.section_sizes(recipe, self.cluster)
+        return self._sizes[key]
+
+    def largest_bytes(self, recipe: Recipe) -> int:
+        """The largest value that a recipe's layout makes: a rank has twice that, beside all else."""
+        return max(size.largest_bytes for size in self.sizes(recipe).values())
+
+    def layout_memory_floors(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, uneven: bool) -> Floats:
+        """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
+
+        `uneven`: whether blocks may be shared out unevenly.
+        """
+        ranks, state = self._full_ranks(first, most), self._state(first)
+        shares = (first.tensor, first.expert * first.expert_tensor)
+        dense, expert = (state * share * ranks.sizes / first.devices for share in shares)
+        return self._memory_floors(first, ranks, (dense, expert), keepings, uneven=uneven)
+
+    def _full_ranks(self, first: Recipe, most: int) -> FullRanks:
+        """The fullest ranks of the pipelines of a layout, with those of the first or more, to `most`."""
+        pipes = tuple(
+            size
+            for size in divisors(first.pipeline * first.data)
+            if first.pipeline <= size <= most and size <= len(self.counted.blocks) + 2
+        )
+        return full_ranks(tuple(self.sizes(first)), self.counted.blocks, pipes)
+
+    def _memory_floors(
+        self,
+        first: Recipe,
+        ranks: FullRanks,
+        states: tuple[Floats, Floats],
+        keepings: Sequence[Keeping],
+        *,
+        uneven: bool,
+    ) -> Floats:
+        """Bounds on the memory of recipes of a layout with certain pipelines, see `bound_memory`."""
+        sizes = self.sizes(first)
+        whole = self._counts_of(tuple(sizes)) if uneven else None
+        return layout_memory_floors(sizes, ranks, first, states, keepings, whole=whole)
+
+    def _state(self, recipe: Recipe) -> float:
+        """Bytes of a parameter with its gradient and state where they are sharded most."""
+        if self._least_state is None:
+            sharded = replace(recipe, zero=_GATHERS, whole_tensors=False)
+            self._least_state = sum(state_bytes(1.0, 1, sharded).values())
+        return self._least_state
+
+    def pipeline_memory_floor(self, recipe: Recipe, *, uneven: bool) -> float:
+        """Bound on the memory of all recipes with the pipeline ranks of one, and that gather as it does.
+
+        It is of those that shard most of them.
+        """
+        groups, ranks = self.groups(recipe), self._full_ranks(recipe, recipe.pipeline)
+        one = np.ones(len(ranks.sizes))
+        dense, expert = (
+            one * sum(state_bytes(1.0, shards, recipe).values())
+            for shards in (groups.zero.size, groups.expert_replicas.size)
+        )
+        keeping = Keeping(recipe.recompute, recipe.offload)
+        return float(self._memory_floors(recipe, ranks, (dense, expert), [keeping], uneven=uneven)[0])
+
+    def layout_floor(self, first: Recipe, most: int) -> float:
+        """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
+        return min(self.mean_floor(recipe, gathers=False) for recipe in self.layout_variants(first, most))
+
+    def layout_variants(self, first: Recipe, most: int) -> list[Recipe]:
+        """Recipes of a layout one of which has sections that take least.
+
+        A micro-batch takes longer if it is not the only one (gradients are added up), and then less the more there are
+        (experts' all-to-alls run beside others): the least is at one of the ends. Where parameters are gathered, adding
+        up may take less.
+        """
+        recipes = [first]
+        if first.micro_batches == 1 or (first.overlap_expert and first.expert > 1):
+            data = first.pipeline * first.data // most
+            recipes.append(replace(first, pipeline=most, data=data, schedule="1f1b" if most > 1 else None))
+        if any(self._adds_faster_gathered(recipe) for recipe in recipes):
+            recipes += [replace(recipe, zero=_GATHERS, whole_tensors=False) for recipe in recipes]
+        return recipes
+
+    def _adds_faster_gathered(self, recipe: Recipe) -> bool:
+        """Whether adding up gradients takes less where each micro-batch's are reduced; alike for all of a search."""
+        key = recipe.micro_batches > 1
+        if key not in self._adds_faster:
+            gathering = replace(recipe, zero=_GATHERS, whole_tensors=False)
+            self._adds_faster[key] = any(
+                accumulation_bytes(price, gathering) < accumulation_bytes(price, recipe)
+                for price in self.sections(recipe).values()
+            )
+        return self._adds_faster[key]
+
+    def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
+        """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, and latency.
+
+        `gathers`: with what it gathers, and its pipeline ranks, of which each has whole blocks; without, that of all
+        recipes of as many devices whose micro-batches take as long.
+        """
+        floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
+        gathers_s = self._gathers(recipe) if gathers and recipe.reduces_each else np.zeros((2, len(counts)))
+        whole = self._whole_blocks(recipe) if gathers and recipe.pipeline > 1 else None
+        latency, latency_gain = float(counts @ (floors.work - floors.late)), float(counts @ floors.gain)
+
+        def at(shares: Floats) -> Floats:
+            share = shares[0]
+            forward = np.maximum(floors.forward - share * floors.forward_gain, gathers_s[0])
+            each = forward + np.maximum(floors.backward - share * floors.backward_gain, gathers_s[1])
+            busy_s = float(counts @ each) / recipe.pipeline
+            if whole is not None:
+                busy_s = max(busy_s, whole.floor(each))
+            longest = max(recipe.micro_batches * busy_s, latency - share * latency_gain)
+            return np.array([longest + self.model.step_overhead_s])
+
+        turns = recipe.micro_batches / recipe.pipeline
+        return float(step_floors(at, turns * float(counts @ floors.products), self.cluster)[0])
+
+    def _whole_blocks(self, recipe: Recipe) -> WholeBlocks:
+        """How many blocks the fullest of its pipeline ranks have."""
+        return whole_blocks(tuple(self.sections(recipe)), self.counted.blocks, recipe.pipeline)
+
+    def _gathers(self, recipe: Recipe) -> Floats:
+        """Seconds of gathering sections' parameters in the forward, and again with reducing after, [2, sections]."""
+        key = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
+        if key not in self._sharded:
+            groups = self.groups(recipe)
+            times = [
+                sharded_time(price, recipe, groups, self.cluster, self.model)
+                for price in self.sections(recipe).values()
+            ]
+            self._sharded[key] = np.array(times).T
+        return self._sharded[key]
+
+    def path_floors(
+        self, recipes: Sequence[Recipe], pipes: Sequence[Pipe], mask: NDArray[np.bool_] | None = None
+    ) -> Floats:
+        """Bounds on the step of recipes that differ in sharding, with each pipeline that a mask leaves.
+
+        They are those of longest paths and their ends.
+        """
+        recipe = recipes[0]
+        floors, shapes = self.section_floors(recipe), self._shapes(recipe, tuple(pipes))
+        shapes = shapes if mask is None else shapes.where(mask)
+        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
+        paths = rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
+
+        def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
+            return [self.end_work(dense, expert, tensors, each) for each in recipes]
+
+        return path_floors(floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model)
+
+    def uneven_floor(self, recipe: Recipe, pipe: Pipe) -> float:
+        """Bound on the step of all recipes that gather as one does, with each pipeline of an open one."""
+        shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
+        return uneven_floor(self.section_floors(recipe), shapes, recipe, self.cluster, self.model)
+
+    def fastest_boundaries(self, recipe: Recipe, pipe: Pipe, memory_limit: float, *, has_ends: bool) -> Boundaries:
+        """Bounds on the step of a recipe with each pipeline of an open one that fits, with its ends or before them."""
+        loads, memory = self._stage_memory(recipe, pipe)
+
+        def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
+            return [self.end_work(dense, expert, tensors, recipe) if has_ends else EndWork(0.0, 0.0, 0.0)]
+
+        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
+        shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
+        return fastest_boundaries(
+            self.section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe, work_of,
+            self.cluster, self.model,
+        )  # fmt: skip
+
+    def smallest_boundaries(self, recipe: Recipe, pipe: Pipe) -> Boundaries:
+        """Bounds on the memory of a recipe with each pipeline of an open one."""
+        return smallest_boundaries(*self._stage_memory(recipe, pipe))
+
+    def _stage_memory(self, recipe: Recipe, pipe: Pipe) -> tuple[StageLoads, Floats]:
+        """What the stages of an open pipeline may have, and bounds on the memory that takes, [ranks, loads]."""
+        sizes = self.sizes(recipe)
+        loads = stage_loads(tuple(sizes), self.counted.blocks)
+        held = np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
+        return loads, rank_floors(sizes, loads.counts, held[:, None], recipe, self.groups(recipe))
+
+    def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
+        """What a rank with so many parameters does once per step."""
+        shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
+        key = (dense, expert, tensors, recipe.reduces_each, *shape)
+        if key not in self._ends:
+            groups = self.groups(recipe)
+            self._ends[key] = end_work(dense, expert, tensors, recipe, groups, self.cluster, self.model)
+        return self._ends[key]
+
+    def memory_floors(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Floats:
+        """Bounds on the memory of a recipe with each of some pipelines of its size."""
+        shapes = self._shapes(recipe, tuple(pipes))
+        return memory_floors(self.sizes(recipe), shapes, recipe, self.groups(recipe))
+
+    def section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
+        """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
+        stage = recipe.zero if recipe.reduces_each else 0
+        shards = (stage, recipe.replicas, recipe.zero_group) if stage and gathers else stage
+        turns = recipe.micro_batches if recipe.overlap_expert and recipe.expert > 1 else recipe.micro_batches > 1
+        keeping = (recipe.recompute, recipe.offload)
+        key = (_layout_of(recipe), keeping, turns, shards)
+        if key not in self._floors:
+            groups = self.groups(recipe)
+            if not gathers:
+                groups = replace(groups, zero=self._alone, outer=self._alone, expert_replicas=self._alone)
+            rest = (recipe.tensor, recipe.context, keeping, turns, shards, gathers)
+            floors = [
+                self._section_floor(price, name, recipe, groups, rest) for name, price in self.sections(recipe).items()
+            ]
+            self._floors[key] = stack_floors(floors)
+        return self._floors[key]
+
+    def _section_floor(
+        self, price: SectionPrice, name: str, recipe: Recipe, groups: Groups, rest: tuple[object, ...]
+    ) -> SectionFloor:
+        """One of them: the same under all layouts that price the section alike, whose groups it uses."""
+        experts = (recipe.expert, recipe.expert_tensor) if price.expert_parameters or _exchanges(price) else ()
+        is_block = name not in (BEFORE, AFTER)
+        key = (price, is_block, experts, *rest)
+        if key not in self._single:
+            self._single[key] = section_floor(price, recipe, groups, self.cluster, self.model, is_block=is_block)
+        return self._single[key]
+
+    @cached_property
+    def _alone(self) -> GroupLinks:
+        """A group of one rank."""
+        return recipe_groups(Recipe(data=self.cluster.size), self.cluster).tensor
+
+    def _shapes(self, recipe: Recipe, pipes: tuple[Pipe, ...]) -> PipeShapes:
+        """Where sections lie in pipelines."""
+        return pipe_shapes(tuple(self.sections(recipe)), self.counted.blocks, pipes)
+
+    def _counts(self, recipe: Recipe) -> Floats:
+        """How often the model has each section."""
+        return self._counts_of(tuple(self.sections(recipe)))
+
+    def _counts_of(self, names: tuple[str, ...]) -> Floats:
+        """How often the model has each of some sections."""
+        if names not in self._names:
+            held = [BEFORE, *self.counted.blocks, AFTER]
+            self._names[names] = np.array([float(held.count(name)) for name in names])
+        return self._names[names]
+
+
+def _layout_of(recipe: Recipe) -> tuple[object, ...]:
+    """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
+    ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
+    return (*ranks, recipe.micro_batch)
+
+
+def _any_boundaries(pipe: Pipe, blocks: int) -> Pipe:
+    """One of the pipelines of an open one."""
+    return pipe._replace(stage_blocks=(blocks, *[0] * (pipe.pipeline - 1)))
+
+
+def _exchanges(price: SectionPrice) -> bool:
+    """Whether a section sends anything to experts."""
+    return any(item.axis == EXPERT for phase in (price.forward, price.backward) for item in phase.traffic)

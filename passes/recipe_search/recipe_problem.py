@@ -1,0 +1,169 @@
+"""The best recipe of a model on a cluster, and of known kinds; what searches of one problem share is priced once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.step import StepModel, fitted
+from passes.recipe_search.recipe_objectives import Fastest, Smallest
+from passes.recipe_search.recipe_pricer import RecipePricer
+from passes.recipe_search.recipe_space import Only, RecipeSpace
+from passes.recipe_search.search_recipes import Branch, FoundRecipe, Watch, search_recipes
+from passes.sections.price_model import CountedModel
+
+_BASELINES_SHARE = 0.3
+"""Part of the time budget that the known kinds of recipes may take."""
+
+
+@dataclass
+class RecipeProblem:
+    """Which recipe is the fastest.
+
+    Args:
+        counted: the model.
+        cluster: the cluster; all of its devices are used.
+        base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
+        memory_limit: bytes of a device that recipes may take.
+        least_tokens: see `RecipeSpace`.
+        model: of the step; default: the fitted one.
+        pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Where the
+            tensor or context ranks are pinned, neither the node nor `least_tokens` limits them.
+    """
+
+    counted: CountedModel
+    cluster: Cluster
+    base: Recipe
+    memory_limit: float
+    least_tokens: int = 128
+    model: StepModel = field(default_factory=fitted)
+    pinned: Only = field(default_factory=dict)
+
+    @cached_property
+    def pricer(self) -> RecipePricer:
+        """What prices its recipes."""
+        return RecipePricer(self.counted, self.cluster, self.model)
+
+    def within(self, memory_limit: float) -> RecipeProblem:
+        """The same problem with another memory limit; they share what is priced."""
+        other = replace(self, memory_limit=memory_limit)
+        other.pricer = self.pricer
+        return other
+
+    def best(
+        self,
+        *,
+        fixed: Mapping[str, object] | None = None,
+        only: Only | None = None,
+        time_budget_s: float = math.inf,
+        known: Recipe | None = None,
+        watch: Watch | None = None,
+    ) -> FoundRecipe:
+        """The fastest recipe that fits.
+
+        Args:
+            fixed: searched fields to their values, `{"pipeline": 8}`.
+            only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
+            time_budget_s, known, watch: see `search_recipes`.
+
+        Raises:
+            RecipeError: a field that is not searched.
+        """
+        space = self.space(fixed, only)
+        fastest = Branch(space, Fastest(self.pricer, self.memory_limit, space.has_uneven))
+        return search_recipes(
+            [fastest], self.pricer.memory_bytes, time_budget_s=time_budget_s, known=known, watch=watch
+        )
+
+    def smallest(
+        self,
+        *,
+        fixed: Mapping[str, object] | None = None,
+        only: Only | None = None,
+        time_budget_s: float = math.inf,
+    ) -> FoundRecipe:
+        """The recipe with the least memory; its objective is bytes. See `best`."""
+        space = self.space(fixed, only)
+        smallest = Branch(space, Smallest(self.pricer, space.has_uneven))
+        return search_recipes([smallest], self.pricer.memory_bytes, time_budget_s=time_budget_s)
+
+    def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
+        """The fastest recipe of each known kind that this model and cluster have, see `known_kinds`.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else kinds that were not looked at are left out.
+        """
+        kinds = known_kinds(self.cluster, has_experts=self.counted.has_experts)
+        share_s, found = time_budget_s / len(kinds), {}
+        try:
+            for name, only in kinds.items():
+                found[name] = self.best(only=only, time_budget_s=share_s)
+                if found[name].was_interrupted:
+                    break
+        except KeyboardInterrupt:
+            if not any(each.recipe for each in found.values()):
+                raise
+        return found
+
+    def best_of_all(
+        self, *, time_budget_s: float = math.inf, watch: Watch | None = None
+    ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
+        """The fastest recipe, and the baselines, the fastest of which is its first incumbent; times are of both."""
+        start = time.monotonic()
+        kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
+        known = min(kinds.values(), key=lambda each: each.objective)
+        is_cut = len(kinds) < len(known_kinds(self.cluster, has_experts=self.counted.has_experts))
+        if is_cut or any(each.was_interrupted for each in kinds.values()):
+            found = replace(known, lower_bound=0.0, is_complete=False, was_interrupted=True)
+        else:
+            left_s = time_budget_s - (time.monotonic() - start)
+            found = self.best(known=known.recipe, time_budget_s=left_s, watch=watch)
+        return replace(found, search_time_s=time.monotonic() - start), kinds
+
+    def space(self, fixed: Mapping[str, object] | None = None, only: Only | None = None) -> RecipeSpace:
+        """The recipes that are searched, some fields restricted."""
+        single: dict[str, Collection[object]] = {name: (value,) for name, value in (fixed or {}).items()}
+        return RecipeSpace(
+            self.counted,
+            self.cluster.size,
+            self.base,
+            most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
+            least_tokens=1 if "context" in self.pinned else self.least_tokens,
+            offloads=self.cluster.device.host_link is not None,
+            only={**(only or {}), **single},
+            pinned=self.pinned,
+        )
+
+
+def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
+    """The recipes that experts know by name, as restrictions of the searched fields.
+
+    Tensor parallel ranks stay within a node, as in Megatron-LM; pipelines are those of its schedules.
+    """
+    alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
+    node = cluster.devices_per_node
+    inside = range(2, node + 1)
+    megatron: Only = {"tensor": inside, "sequence_parallel": (True,), "context": (1,), "zero": (0, 1)}
+    schedules: Only = {
+        "pipeline": range(2, cluster.size + 1),
+        "schedule": ("1f1b", "interleaved-1f1b"),
+        "stage_blocks": (None,),
+    }
+    kinds: dict[str, Only] = {
+        "data parallel": {**alone, "zero": (0,)},
+        "ZeRO-1": {**alone, "zero": (1,), "zero_group": (None,)},
+        "FSDP": {**alone, "zero": (3,), "zero_group": (None,)},
+        "HSDP": {**alone, "zero": (3,), "zero_group": (node,)},
+        "Megatron TP+SP": {**megatron, "pipeline": (1,), "expert": (1,), "zero_group": (None,)},
+        "Megatron TP+SP+PP": {**megatron, **schedules, "expert": (1,), "zero_group": (None,)},
+    }
+    if has_experts:
+        shared: Only = {"expert": range(2, cluster.size + 1), "context": (1,), "zero": (0, 1), "zero_group": (None,)}
+        kinds["expert parallel"] = {**shared, "tensor": (1,), "pipeline": (1,)}
+        kinds["expert parallel + PP"] = {**shared, **schedules, "tensor": (1,)}
+    return kinds

@@ -1,0 +1,120 @@
+"""Why no recipe fits, and what would help: less asked for, or more nodes. Each remedy is one that was searched for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.printer import format_bytes
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from cost_models.joined import JoinedCluster
+from passes.recipe_search.joined_problem import JoinedProblem
+from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipes.recipe_plan import predict_recipe
+
+_MORE_NODES = (2, 4, 8)
+"""How many times as many nodes are tried."""
+
+
+def shortage(problem: RecipeProblem | JoinedProblem, time_budget_s: float) -> DoesNotFitError:
+    """The error that says what the least memory is, of what, and what would help.
+
+    Args:
+        problem: that nothing fits in.
+        time_budget_s: of all searches for it together; what was not found by then is not said.
+    """
+    end = time.monotonic() + time_budget_s
+    least = problem.smallest(time_budget_s=time_budget_s)
+    if least.recipe is None:
+        return DoesNotFitError(_no_recipe(problem), smallest_bytes=0)
+    parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
+    limit = problem.tightest(least.recipe)[1] if isinstance(problem, JoinedProblem) else problem.memory_limit
+    remedies = _without_constraints(problem, end), _with_more_nodes(problem, end)
+    return DoesNotFitError(
+        f"No recipe{_constraints(problem)} fits in {format_bytes(limit)} per device: the smallest needs "
+        f"{format_bytes(least.objective)}, {_words(parts)} ({least.recipe.words}). "
+        f"{' '.join(filter(None, remedies)) or 'Use more devices, or devices with more memory.'}",
+        smallest_bytes=int(least.objective),
+    )
+
+
+def _no_recipe(problem: RecipeProblem | JoinedProblem) -> str:
+    """Why there is no recipe at all."""
+    batch, devices = problem.base.batch, problem.cluster.size
+    if not problem.pinned or not _has_recipes(replace(problem, pinned={})):
+        return (
+            f"global_batch={batch} on {devices} devices: no recipe runs whole micro-batches on each of them. Change "
+            "the batch, or the number of devices."
+        )
+    others = ({name: item for name, item in problem.pinned.items() if name != dropped} for dropped in problem.pinned)
+    pairs = zip(problem.pinned, others, strict=True)
+    culprits = [name for name, pinned in pairs if _has_recipes(replace(problem, pinned=pinned))]
+    blamed = " or ".join(f"{name!r}" for name in culprits)
+    return (
+        f"No recipe for global_batch={batch} on {devices} devices{_constraints(problem)}. "
+        + (f"Without the constraint on {blamed} there is one." if blamed else "Leave out more than one of them.")
+    )  # fmt: skip
+
+
+def _has_recipes(problem: RecipeProblem | JoinedProblem) -> bool:
+    spaces = map(problem.space, problem.routes) if isinstance(problem, JoinedProblem) else [problem.space()]
+    return any(next(space.recipes(), None) is not None for space in spaces)
+
+
+def _constraints(problem: RecipeProblem | JoinedProblem) -> str:
+    return f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
+
+
+def _words(parts: Mapping[str, int]) -> str:
+    """What takes most of the memory."""
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{format_bytes(size)} of {name}" for name, size in largest)
+
+
+def _without_constraints(problem: RecipeProblem | JoinedProblem, end: float) -> str:
+    found = _that_fits(replace(problem, pinned={}), end) if problem.pinned else None
+    if found is None:
+        return ""
+    return f"Without constraints {format_bytes(found.needed_bytes)} would do ({found.recipe.words})."
+
+
+def _with_more_nodes(problem: RecipeProblem | JoinedProblem, end: float) -> str:
+    for factor in _MORE_NODES:
+        larger, words = _larger(problem, factor)
+        found = None if larger is None else _that_fits(larger, end)
+        if found is not None:
+            return f"{words} would do: there the smallest needs {format_bytes(found.needed_bytes)}."
+    return ""
+
+
+def _larger(problem: RecipeProblem | JoinedProblem, factor: int) -> tuple[RecipeProblem | JoinedProblem | None, str]:
+    """The problem on so many times as many nodes, in words; None where nodes have no network."""
+    cluster = problem.cluster
+    islands = cluster.islands if isinstance(cluster, JoinedCluster) else (cluster,)
+    if any(island.node.inter is None for island in islands):
+        return None, ""
+    more = [Cluster(each.node, factor * each.nodes, each.devices_per_node) for each in islands]
+    if isinstance(problem, JoinedProblem):
+        joined = JoinedCluster(more, network=problem.cluster.network)
+        return replace(problem, cluster=joined), f"{factor} times as many nodes on each island"
+    return replace(problem, cluster=more[0]), f"{more[0].nodes} nodes in place of {problem.cluster.nodes}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    recipe: Recipe
+    needed_bytes: float
+
+
+def _that_fits(problem: RecipeProblem | JoinedProblem, end: float) -> _Fitting | None:
+    """The recipe with the least memory that was found in time, if it fits."""
+    found = problem.smallest(time_budget_s=max(0.0, end - time.monotonic()))
+    if found.recipe is None:
+        return None
+    limit = problem.tightest(found.recipe)[1] if isinstance(problem, JoinedProblem) else problem.memory_limit
+    if found.objective > limit:
+        return None
+    return _Fitting(found.recipe, found.objective)

@@ -1,0 +1,440 @@
+"""The recipes that are searched: every way to lay a model's training step out over a cluster, each once.
+
+A recipe of the space is a choice in four steps, every one of which is data here:
+
+1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
+   between split regions, and the micro-batch. It decides what a section of the model takes and keeps;
+2. a `Keeping`: what is computed again (`recompute`), and whether what blocks keep lies on the host (`offload`);
+3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, evenly with
+   the ends counted as blocks, or, with one stage on each rank and at most a thousand ways to do it, in any other way.
+   What devices are left are `data`;
+4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
+
+All other fields (precision, optimizer, what the framework overlaps and fuses) are those of a given recipe, `base`.
+What no recipe can be is known beforehand:
+
+* sizes multiply to the devices, and each replica runs whole micro-batches;
+* an axis divides every dim of a block's values that it splits (heads, hidden units, experts, the sequence), and splits
+  some; the vocabulary may be padded. `expert_tensor` is 1 or `tensor`: experts are split like other weights, or whole;
+* tensor ranks are at most `most_tensor`, those of a node, as in all published runs; a context rank has at least
+  `least_tokens` of a sequence, a tile of attention kernels;
+* a pipeline has a stage for each block at most (ends counted where they are split off), and its schedule admits the
+  micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
+
+Names for the same thing are left out: a group of all replicas is `zero_group=None`, "1f1b" with virtual stages is
+"interleaved-1f1b", and blocks that are shared out evenly are not listed in `stage_blocks`. ZeRO shards over two
+replicas or more, and ZeRO-1 alone can keep tensors whole (`base.whole_tensors`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import combinations_with_replacement, pairwise, product
+from typing import NamedTuple
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import RECOMPUTE, Recipe
+from cost_models.schedule_orders import admits, stage_ranks
+from passes.recipes.pipeline_stages import even_blocks, island_blocks, name_of_schedule
+from passes.sections.price_model import CountedModel, RecipeKind
+
+SEARCHED = (
+    "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
+    "virtual_stages", "split_ends", "stage_blocks", "micro_batch", "recompute", "offload", "zero", "zero_group",
+)  # fmt: skip
+"""The fields of a recipe that the space chooses."""
+
+_MOST_WAYS = 1000
+"""Where there are more ways to share blocks out over stages, they are shared out evenly."""
+
+Share = tuple[int, ...]
+"""How many blocks each island has."""
+
+Only = Mapping[str, Collection[object]]
+"""Fields and the values that they may have."""
+
+
+class Layout(NamedTuple):
+    """How a micro-batch is cut."""
+
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    expert: int
+    expert_tensor: int
+    micro_batch: int
+
+    @property
+    def ranks(self) -> int:
+        """Devices that run a micro-batch together on one stage."""
+        return self.tensor * self.context
+
+
+class Keeping(NamedTuple):
+    """What becomes of a block's values behind its forward."""
+
+    recompute: str = "none"
+    offload: str = "none"
+
+
+KEEPINGS = tuple(Keeping(recompute, offload) for offload in ("none", "activations") for recompute in RECOMPUTE)
+
+
+class Pipe(NamedTuple):
+    """A pipeline, or a set of them; `schedule` is "" for a single rank.
+
+    `uneven`: blocks are shared out in another way than evenly, to each stage as many as `stage_blocks` says; where that
+    is shorter than the pipeline, this is the set of all pipelines that begin so.
+    """
+
+    pipeline: int = 1
+    schedule: str = ""
+    virtual_stages: int = 1
+    split_ends: bool = False
+    uneven: bool = False
+    stage_blocks: tuple[int, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this is a set of pipelines."""
+        return self.uneven and len(self.stage_blocks) < self.pipeline
+
+
+def schedule_of(pipe: Pipe) -> str:
+    """The name of a pipeline's schedule in `cost_models.schedule_orders`."""
+    return name_of_schedule(pipe.schedule or None, pipe.virtual_stages)
+
+
+class Sharding(NamedTuple):
+    """What ZeRO shards, over groups of how many replicas; 0: all of them."""
+
+    zero: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSpace:
+    """The recipes of a model on a cluster.
+
+    Args:
+        counted: the model.
+        devices: of the cluster.
+        islands: devices of each island that the pipeline passes, in a joined cluster; none in others. Blocks are then
+            shared out over islands in every way, and evenly over the stages of each.
+        base: the fields that are not searched; those that are do not count, but for `global_batch`.
+        most_tensor: tensor ranks at most; None: any number.
+        least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
+        offloads: whether activations may go to the host.
+        only, pinned: each restricts fields to some values; a group of all replicas may be named by None or by its size.
+
+    Raises:
+        RecipeError: a field that is restricted is not searched, or `base` has no global batch.
+    """
+
+    counted: CountedModel
+    devices: int
+    base: Recipe
+    most_tensor: int | None = None
+    least_tokens: int = 1
+    offloads: bool = False
+    islands: tuple[int, ...] = ()
+    only: Only = field(default_factory=dict)
+    pinned: Only = field(default_factory=dict)
+    _by_ranks: dict[tuple[int, int, Share], tuple[Pipe, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in (*self.only, *self.pinned) if name not in SEARCHED]
+        if unknown:
+            raise RecipeError(f"{unknown[0]!r} is not searched; the searched fields are {', '.join(SEARCHED)}.")
+        if self.base.global_batch is None:
+            raise RecipeError("A search over recipes needs their global_batch: the sequences of a step.")
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.base.batch
+
+    def layouts(self) -> Iterator[tuple[Layout, ...]]:
+        """Layouts that differ in the micro-batch only, by rising micro-batch."""
+        sizes = divisors(self.devices)
+        experts = sizes if self.counted.has_experts else (1,)
+        tensors = [size for size in sizes if self.most_tensor is None or size <= self.most_tensor]
+        tokens = self.counted.tokens or math.inf
+        contexts = [size for size in sizes if size == 1 or tokens / size >= self.least_tokens]
+        for tensor, context, expert in product(tensors, contexts, experts):
+            for parallel, whole in product((False, True), (True, False)):
+                expert_tensor = 1 if whole else tensor
+                if (tensor == 1 and (parallel or not whole)) or not (self.counted.has_experts or whole):
+                    continue
+                first = Layout(tensor, parallel, context, expert, expert_tensor, 1)
+                if self._admits(first):
+                    yield tuple(first._replace(micro_batch=size) for size in self._micro_batches(first))
+
+    def _admits(self, layout: Layout) -> bool:
+        fields = ("tensor", "sequence_parallel", "context", "expert", "expert_tensor")
+        if not all(self._allows(name, getattr(layout, name)) for name in fields):
+            return False
+        whole, left = divmod(self.devices, layout.ranks)
+        if left or (whole * layout.ranks // layout.expert_tensor) % layout.expert:
+            return False
+        return _splits_evenly(self.counted, self.kind(layout), layout)
+
+    def kind(self, layout: Layout) -> RecipeKind:
+        """The kind of a layout's recipes."""
+        return RecipeKind(
+            layout.tensor > 1, layout.sequence_parallel, layout.context > 1, layout.expert > 1,
+            layout.expert_tensor > 1, self.base.fused, self.base.unfused, self.base.recompute_modules,
+        )  # fmt: skip
+
+    def _micro_batches(self, layout: Layout) -> list[int]:
+        sizes = [size for size in divisors(self.batch) if self._allows("micro_batch", size)]
+        return [size for size in sizes if any(True for _ in self.pipelines(layout._replace(micro_batch=size)))]
+
+    def pipelines(self, layout: Layout) -> Iterator[int]:
+        """Numbers of pipeline ranks that suit a layout."""
+        for ranks in divisors(self.devices // layout.ranks):
+            data = self.devices // layout.ranks // ranks
+            stage_ranks = data * layout.ranks // layout.expert_tensor
+            allowed = self._allows("pipeline", ranks) and self._allows("data", data)
+            fits = self.batch % (layout.micro_batch * data) == 0 and stage_ranks % layout.expert == 0
+            fits = fits and not any(size % (self.devices // ranks) for size in self.islands)
+            if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
+                yield ranks
+
+    def keepings(self) -> list[Keeping]:
+        """What may become of blocks' values; they are kept where there are no blocks."""
+        known = KEEPINGS if self.counted.blocks else KEEPINGS[:1]
+        return [
+            keeping
+            for keeping in known
+            if self._allows("recompute", keeping.recompute)
+            and self._allows("offload", keeping.offload)
+            and (self.offloads or keeping.offload == "none")
+        ]
+
+    def shares(self, ranks: int) -> tuple[Share, ...]:
+        """How many blocks each island may have, in a pipeline of so many ranks; an empty one without islands."""
+        if not self.islands:
+            return ((),)
+        shares = island_shares(len(self.counted.blocks), self._island_ranks(ranks))
+        return shares if self.has_uneven else tuple(share for share in shares if self._is_even(share, ranks))
+
+    def _is_even(self, share: Share, ranks: int) -> bool:
+        """Whether some pipeline with stages of as many blocks gives islands these shares."""
+        pipes = (
+            pipe for count in divisors(self.batch) for pipe in island_pipes(self._island_ranks(ranks), count, share)
+        )
+        return any(not pipe.uneven for pipe in pipes)
+
+    def _island_ranks(self, ranks: int) -> tuple[int, ...]:
+        return tuple(size * ranks // self.devices for size in self.islands)
+
+    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> tuple[Pipe, ...]:
+        """Pipelines of so many ranks, whose islands have such shares of the blocks."""
+        micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
+        key = (ranks, micro_batches, share)
+        if key not in self._by_ranks:
+            self._by_ranks[key] = self._allowed_pipes(*key)
+        return self._by_ranks[key]
+
+    def _allowed_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
+        return tuple(
+            pipe
+            for pipe in self._known_pipes(ranks, micro_batches, share)
+            if self._allows("schedule", pipe.schedule or None)
+            and self._allows("virtual_stages", pipe.virtual_stages)
+            and self._allows("split_ends", pipe.split_ends)
+            and (self.has_uneven if pipe.uneven else self._allows("stage_blocks", None))
+        )
+
+    def _known_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
+        if self.islands:
+            return island_pipes(self._island_ranks(ranks), micro_batches, share)
+        return _pipes(ranks, micro_batches, len(self.counted.blocks))
+
+    @property
+    def has_uneven(self) -> bool:
+        """Whether blocks may be shared out unevenly."""
+        return any(value is not None for value in self.only.get("stage_blocks", ((),)))
+
+    def next_stages(self, pipe: Pipe) -> list[Pipe]:
+        """An open pipeline, with each number of blocks that its next stage may have."""
+        blocks, stage = len(self.counted.blocks), len(pipe.stage_blocks)
+        left, after = blocks - sum(pipe.stage_blocks), pipe.pipeline - 1 - stage
+        least, most = min(stage, after, 1), left - max(0, after - 1)
+        counts = range(least, most + 1) if after else (left,)
+        found = [pipe._replace(stage_blocks=(*pipe.stage_blocks, count)) for count in counts]
+        even = _even(blocks, pipe.pipeline)
+        return [
+            each
+            for each in found
+            if each.is_open or (each.stage_blocks not in even and self._allows("stage_blocks", each.stage_blocks))
+        ]
+
+    def closed(self, pipe: Pipe) -> Iterator[Pipe]:
+        """All pipelines of a set; a pipeline alone if it is none."""
+        if not pipe.is_open:
+            yield pipe
+            return
+        for each in self.next_stages(pipe):
+            yield from self.closed(each)
+
+    def shardings(self, layout: Layout, ranks: int) -> list[Sharding]:
+        """What ZeRO may shard."""
+        replicas = self.devices // layout.tensor // ranks
+        groups = [0, *(size for size in divisors(replicas) if 1 < size < replicas)] if replicas > 1 else []
+        known = [Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups)]
+        return [item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)]
+
+    def _allows_group(self, group: int, replicas: int) -> bool:
+        names = (group,) if group else (None, replicas)
+        known = (each["zero_group"] for each in (self.only, self.pinned) if "zero_group" in each)
+        return all(any(name in values for name in names) for values in known)
+
+    def _allows(self, name: str, value: object) -> bool:
+        if name in self.only and value not in self.only[name]:
+            return False
+        return name not in self.pinned or value in self.pinned[name]
+
+    def recipe(self, layout: Layout, keeping: Keeping, pipe: Pipe, sharding: Sharding) -> Recipe:
+        """The recipe of a choice."""
+        return replace(
+            self.base,
+            data=self.devices // layout.ranks // pipe.pipeline,
+            tensor=layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            context=layout.context,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            micro_batch=layout.micro_batch,
+            recompute=keeping.recompute,
+            offload=keeping.offload,
+            pipeline=pipe.pipeline,
+            schedule=pipe.schedule or None,
+            virtual_stages=pipe.virtual_stages,
+            split_ends=pipe.split_ends,
+            stage_blocks=pipe.stage_blocks if pipe.uneven and not pipe.is_open else None,
+            zero=sharding.zero,
+            zero_group=sharding.group or None,
+            whole_tensors=self.base.whole_tensors and sharding.zero == 1,
+        )
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Every recipe, once."""
+        for layouts in self.layouts():
+            for layout, keeping in product(layouts, self.keepings()):
+                for ranks in self.pipelines(layout):
+                    known = (pipe for share in self.shares(ranks) for pipe in self.pipes(layout, ranks, share))
+                    pipes = (each for pipe in known for each in self.closed(pipe))
+                    for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
+                        yield self.recipe(layout, keeping, pipe, sharding)
+
+
+@lru_cache(maxsize=4096)
+def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
+    """Pipelines of so many ranks whose schedule admits so many micro-batches."""
+    if ranks == 1:
+        return (Pipe(),)
+    found = []
+    for split_ends in (False, True):
+        most = (blocks + 2 * split_ends) // ranks
+        for schedule, virtual in schedules(most):
+            pipe = Pipe(ranks, schedule, virtual, split_ends)
+            if virtual <= most and admits(schedule_of(pipe), ranks, micro_batches, virtual):
+                found.append(pipe)
+    if may_be_uneven(blocks, ranks):
+        known = ("gpipe", "1f1b", "zero-bubble")
+        pipes = [Pipe(ranks, schedule, uneven=True) for schedule in known]
+        found += [pipe for pipe in pipes if admits(schedule_of(pipe), ranks, micro_batches)]
+    return tuple(found) if blocks else ()
+
+
+def schedules(most: int) -> list[tuple[str, int]]:
+    """Schedules with their virtual stages, to so many."""
+    shapes = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
+    shapes += [("interleaved-1f1b", virtual) for virtual in range(2, most + 1)]
+    return shapes + [("zero-bubble", virtual) for virtual in range(1, most + 1)]
+
+
+@lru_cache(maxsize=256)
+def island_shares(blocks: int, ranks: tuple[int, ...]) -> tuple[Share, ...]:
+    """All ways to share blocks out over islands with so many pipeline ranks, of which all but the ends have one."""
+    last = len(ranks) - 1
+    least = [count - (place in (0, last)) for place, count in enumerate(ranks)]
+    free = blocks - sum(least)
+    if free < 0:
+        return ()
+    cuts = (
+        pairwise((0, *inner, free)) for inner in combinations_with_replacement(range(free + 1), last)
+    )  # what each has over its least
+    return tuple(tuple(low + after - before for low, (before, after) in zip(least, cut, strict=True)) for cut in cuts)
+
+
+@lru_cache(maxsize=4096)
+def island_pipes(ranks: tuple[int, ...], micro_batches: int, share: Share) -> tuple[Pipe, ...]:
+    """Pipelines over islands with so many ranks, whose schedule admits so many micro-batches, by the islands' blocks.
+
+    Names for the same thing are left out.
+    """
+    total, blocks = sum(ranks), sum(share)
+    of_ranks = [place for place, count in enumerate(ranks) for _ in range(count)]
+    found: dict[Pipe, None] = {}
+    for split_ends in (False, True):
+        for schedule, virtual in schedules((blocks + 2) // total):
+            name = name_of_schedule(schedule, virtual)
+            if not admits(name, total, micro_batches, virtual):
+                continue
+            owners = [of_ranks[rank] for rank in stage_ranks(name, total, virtual)]
+            counts = island_blocks(owners, share, split_ends=split_ends)
+            if all(counts[1:-1]) and min(counts) >= 0:
+                found[_named(schedule, total, virtual, counts)] = None
+    return tuple(found)
+
+
+def _named(schedule: str, ranks: int, virtual: int, counts: tuple[int, ...]) -> Pipe:
+    """The pipeline whose stages have so many blocks."""
+    blocks, stages = sum(counts), ranks * virtual
+    for split_ends in (False, True):
+        if stages <= blocks + 2 * split_ends and counts == even_blocks(blocks, stages, split_ends=split_ends):
+            return Pipe(ranks, schedule, virtual, split_ends)
+    return Pipe(ranks, schedule, virtual, uneven=True, stage_blocks=counts)
+
+
+def may_be_uneven(blocks: int, ranks: int) -> bool:
+    """Whether blocks may be shared out unevenly: on two ranks or more, all but the ends with a block, in few ways."""
+    return ranks > 1 and 0 < math.comb(blocks + 1, ranks - 1) <= _MOST_WAYS
+
+
+@lru_cache(maxsize=1024)
+def _even(blocks: int, stages: int) -> tuple[tuple[int, ...], ...]:
+    """How blocks are shared out evenly: what has no need of `stage_blocks`."""
+    kinds = [split_ends for split_ends in (False, True) if stages <= blocks + 2 * split_ends]
+    return tuple(even_blocks(blocks, stages, split_ends=split_ends) for split_ends in kinds)
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, rising."""
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+def _splits_evenly(counted: CountedModel, kind: RecipeKind, layout: Layout) -> bool:
+    """Whether every axis of a layout splits some value of a block, and divides what it splits."""
+    sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
+    splits = counted.splits(kind)
+    used = {axis for _, axes in splits for axis in axes}
+    if any(size > 1 and axis not in used for axis, size in sizes.items()):
+        return False
+    return all(dim % _product(sizes, axes) == 0 for dim, axes in splits)
+
+
+def _product(sizes: Mapping[str, int], axes: Collection[str]) -> int:
+    total = 1
+    for axis in axes:
+        total *= sizes[axis]
+    return total

@@ -1,0 +1,401 @@
+"""Find the best recipe of a space: branch and bound, best first, with a proof or a gap.
+
+The space (`recipe_space`) is a tree. A node is a set of recipes, with a bound below the objective of them all;
+for the time of a step under a memory limit (`recipe_objectives.Fastest`; bounds in `bound_recipes`) these are
+
+1. a layout and what is recomputed or offloaded: the mean of ranks, or a micro-batch's latency, without sharding or
+   ends; left out unpriced where the stages of a full rank exceed the memory limit with any pipeline
+   (`passes.recipe_search.bound_memory`);
+2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 and -3, over which group): the mean
+   again, with that, or what the fullest rank takes as each has whole blocks; left out where its stages, with that
+   sharding, exceed the limit;
+3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
+   those and the micro-batches that it holds do. Where blocks are not shared out evenly, the least of all ways
+   (`passes.recipe_search.bound_boundaries`);
+4. with the sharding, one recipe: the same with its own ends; left out if its memory exceeds the limit, which is
+   exact: the micro-batches that a schedule holds do not depend on times;
+5. where blocks are not shared out evenly, with the blocks of each stage, one stage after the other;
+6. priced (`passes.recipes.price_recipe`).
+
+The node with the lowest bound is split next, and in turn the deepest one, for a recipe to show soon. Once a priced
+recipe has the lowest bound it is the best. Of equal ones it is the one with the least memory, then the first in a fixed
+order, so the answer does not depend on the machine. Layouts are taken by rising micro-batch, until one is left out for
+its size, which rises with it. What is recomputed only adds to the step, and so does what is offloaded: where a layout
+is too slow without, it is left. (What is both may be faster than what is offloaded alone: less is copied.)
+
+There are many ways to share blocks out, most of them as good as each other. So sets of them wait until the best of all
+other recipes is known.
+
+`Smallest` looks for the least memory in the same way. Stopped early, by its time budget or Ctrl-C, the search gives the
+best recipe that it priced, and the lowest bound of what is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from autoshard.ir.recipe import RECOMPUTE, Recipe
+from passes.recipe_search.bound_boundaries import Boundaries
+from passes.recipe_search.recipe_objectives import Objective
+from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, Pipe, RecipeSpace, Sharding, Share
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecipe:
+    """What a search found.
+
+    Args:
+        recipe: the best recipe that was priced, None if none was (none fits, if the search is complete).
+        objective: its objective; infinite without.
+        lower_bound: no recipe of the space has a lower objective.
+        is_complete: whether the search came to its end: the recipe is the best.
+        was_interrupted: whether Ctrl-C ended it.
+        priced, nodes: recipes that were priced, and sets of recipes that were bounded.
+        search_time_s: wall time.
+    """
+
+    recipe: Recipe | None
+    objective: float
+    lower_bound: float
+    is_complete: bool
+    was_interrupted: bool
+    priced: int
+    nodes: int
+    search_time_s: float
+
+
+Watch = Callable[[FoundRecipe], None]
+"""Called with what is found so far, after every priced recipe and now and then."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A space of recipes, with what is minimised over it; those of one search have objectives that compare."""
+
+    space: RecipeSpace
+    objective: Objective
+
+
+def search_recipes(
+    branches: Sequence[Branch],
+    memory_bytes: Callable[[Recipe], int],
+    *,
+    time_budget_s: float = math.inf,
+    known: Recipe | None = None,
+    known_objective: float | None = None,
+    watch: Watch | None = None,
+) -> FoundRecipe:
+    """The best recipe of one or more spaces.
+
+    Args:
+        branches: the spaces.
+        memory_bytes: of a recipe, for the order of equal ones.
+        time_budget_s: seconds that the search may take.
+        known: a recipe that will do: nothing worse is looked at.
+        known_objective: what it has; None: it is one of the first space.
+        watch: told how it goes.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
+    """
+    search = _Search(branches, memory_bytes, time.monotonic() + time_budget_s, watch)
+    was_interrupted = False
+    try:
+        is_complete = search.run(known, known_objective)
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        is_complete, was_interrupted = False, True
+    return search.found(is_complete=is_complete, was_interrupted=was_interrupted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A set of recipes: as much of the choice as is made.
+
+    `exchanges`: ZeRO-2 or -3, None where it is neither; `share`: blocks of each island; `others`: shares that are no
+    better, by rising bound, opened when this one is split; `boundaries`: of an open pipeline, once they are bounded.
+    """
+
+    branch: Branch
+    layout: Layout
+    keeping: Keeping
+    ranks: int = 0
+    exchanges: Sharding | None = None
+    share: Share = ()
+    others: tuple[tuple[float, Share], ...] = ()
+    pipe: Pipe | None = None
+    sharding: Sharding | None = None
+    boundaries: Boundaries | None = None
+
+    @property
+    def depth(self) -> int:
+        """How many steps of the choice are made."""
+        stages = len(self.pipe.stage_blocks) if self.pipe else 0
+        return 1 + (self.ranks > 0) + (self.pipe is not None) + (self.sharding is not None) + stages
+
+
+_Entry = tuple[float, bool, tuple[object, ...], int, _Node]
+"""An open node: bound, whether it is priced, its place among equal ones (the deepest first), its number."""
+
+_DIVE = 8
+"""Of so many nodes one is the deepest open one, and every other one until a recipe is priced."""
+
+_OFTEN = 256
+"""Nodes between two looks at the clock."""
+
+
+class _Search:
+    """One search: its open nodes, and the best recipe so far."""
+
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        memory_bytes: Callable[[Recipe], int],
+        end: float,
+        watch: Watch | None,
+    ) -> None:
+        self.branches, self.memory_bytes, self.end, self.watch = branches, memory_bytes, end, watch
+        self.start = time.monotonic()
+        self.open: list[_Entry] = []
+        self.deep: list[tuple[int, float, int, _Node]] = []
+        self.split: set[int] = set()
+        self.numbers = count()
+        self.turn = 0
+        self.best: tuple[float, tuple[object, ...], Recipe] | None = None
+        self.bound, self.priced, self.nodes = 0.0, 0, 0
+        self.uneven: list[_Entry] = []
+
+    def run(self, known: Recipe | None, known_objective: float | None) -> bool:
+        """Search until the best recipe is found, or time is over; whether it is found."""
+        if known is not None:
+            self._keep_known(known, known_objective)
+        for branch in self.branches:
+            for layouts in branch.space.layouts():
+                if self._is_over():
+                    return False
+                self._open_layouts(branch, layouts)
+                self._dive()
+        while self._prune() and not self.open[0][1]:
+            if self._is_over():
+                return False
+            self._split_node(*self._next())
+        self.bound = math.inf if self.best is None else self.best[0]
+        return self._look_at_uneven()
+
+    def _keep_known(self, known: Recipe, objective: float | None) -> None:
+        found = self.branches[0].objective.price(known) if objective is None else objective
+        self._keep(found, (math.inf,), known)
+
+    def _look_at_uneven(self) -> bool:
+        """Split sets of uneven boundaries that may have a better recipe; whether there was time for it."""
+        while self.uneven:
+            if self.best is not None and self.uneven[0][0] > self.best[0]:
+                self.uneven.clear()
+            elif self._is_over():
+                return False
+            else:
+                bound, *_, node = heapq.heappop(self.uneven)
+                self._split_boundaries(bound, node)
+        return True
+
+    def _dive(self) -> None:
+        """Split the deepest nodes, to have a recipe to show, and to leave out what is slower, before all are open."""
+        for _ in range(1 if self.priced else _DIVE):
+            entry = self._deepest()
+            if entry is not None:
+                self._split_node(*entry)
+
+    def _prune(self) -> bool:
+        """Take out nodes that were split before, and note the bound; whether there are any left."""
+        while self.open and self.open[0][3] in self.split:
+            heapq.heappop(self.open)
+        if self.open:
+            self.bound = self.open[0][0]
+        return bool(self.open)
+
+    def _next(self) -> tuple[float, _Node]:
+        """The open node to split, with its bound: that with the lowest one, or, in turn, the deepest."""
+        self.turn += 1
+        if self.turn % (_DIVE if self.priced else 2) == 0:
+            entry = self._deepest()
+            if entry is not None:
+                return entry
+        bound, *_, number, node = heapq.heappop(self.open)
+        self.split.add(number)
+        return bound, node
+
+    def _deepest(self) -> tuple[float, _Node] | None:
+        """The deepest open node, the one with the lowest bound of these; None if none is open."""
+        while self.deep:
+            _, bound, number, node = heapq.heappop(self.deep)
+            if number not in self.split and (self.best is None or bound <= self.best[0]):
+                self.split.add(number)
+                return bound, node
+        return None
+
+    def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
+        """What is found so far."""
+        objective, _, recipe = (math.inf, (), None) if self.best is None else self.best
+        elapsed_s = time.monotonic() - self.start
+        bound = min(self.bound, objective, *(entry[0] for entry in self.uneven[:1]))
+        return FoundRecipe(
+            recipe, objective, bound, is_complete, was_interrupted, self.priced, self.nodes, elapsed_s
+        )  # fmt: skip
+
+    def _is_over(self) -> bool:
+        if self.nodes % _OFTEN == 0 and self.watch is not None:
+            self.watch(self.found(is_complete=False))
+        return time.monotonic() > self.end
+
+    def _open_layouts(self, branch: Branch, layouts: tuple[Layout, ...]) -> None:
+        """Open layouts of rising micro-batch, until one is left out for its size."""
+        for layout in layouts:
+            sizes = list(branch.space.pipelines(layout))
+            first = branch.space.recipe(layout, Keeping(), _any_pipe(sizes[0]), Sharding())
+            if branch.objective.is_too_large(first):
+                return
+            self._open_keepings(branch, layout, first, sizes[-1])
+
+    def _open_keepings(self, branch: Branch, layout: Layout, first: Recipe, most: int) -> None:
+        """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
+        keepings = branch.space.keepings()
+        here = [keeping for keeping in keepings if keeping.offload == "none"]
+        too_slow = self._open_some(branch, layout, first, most, here)
+        kinds = RECOMPUTE if too_slow is None else RECOMPUTE[: RECOMPUTE.index(too_slow.recompute)]
+        away = [keeping for keeping in keepings if keeping.offload != "none" and keeping.recompute in kinds]
+        if away:
+            self._open_some(branch, layout, first, most, away)
+
+    def _open_some(
+        self, branch: Branch, layout: Layout, first: Recipe, most: int, keepings: Sequence[Keeping]
+    ) -> Keeping | None:
+        """Open a layout with some keepings, up to the first that is too slow if more only adds to it; which that is."""
+        bounds = branch.objective.layouts(first, most, keepings)
+        for keeping, bound in zip(keepings, bounds, strict=False):
+            is_open = self._push(bound, _Node(branch, layout, keeping))
+            if not is_open and bound < math.inf and branch.objective.more_only_adds(keeping):
+                return keeping
+        return None
+
+    def _split_node(self, bound: float, node: _Node) -> None:
+        """Open a node's children."""
+        if not node.ranks:
+            self._split_layout(node)
+        elif node.pipe is None:
+            self._open_share(node, node.others)
+            self._split_pipeline(bound, replace(node, others=()))
+        elif node.sharding is None:
+            for child in self._sharded(node):
+                self._push(node.branch.objective.recipe(self._recipe(child), node.pipe), child)
+        else:
+            self._price(node)
+
+    def _split_layout(self, node: _Node) -> None:
+        for ranks in node.branch.space.pipelines(node.layout):
+            shardings = node.branch.space.shardings(node.layout, ranks)
+            for exchanges in dict.fromkeys(_exchanges(sharding) for sharding in shardings):
+                child = replace(node, ranks=ranks, exchanges=exchanges)
+                shares = node.branch.space.shares(ranks)
+                bounds = node.branch.objective.pipeline(self._recipe(child), shares)
+                self._open_share(child, sorted(zip(bounds, shares, strict=True)))
+
+    def _open_share(self, node: _Node, shares: Sequence[tuple[float, Share]]) -> None:
+        """Open a node with the first of some shares of the blocks, by rising bound."""
+        if shares:
+            bound, share = shares[0]
+            self._push(bound, replace(node, share=share, others=tuple(shares[1:])))
+
+    def _split_pipeline(self, bound: float, node: _Node) -> None:
+        known = node.branch.space.pipes(node.layout, node.ranks, node.share)
+        pipes = [pipe for pipe in known if not pipe.is_open]
+        if pipes:
+            shardings = [self._recipe(child) for child in self._sharded(node)]
+            bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes)
+            for pipe, pipe_bound in zip(pipes, bounds, strict=True):
+                self._push(pipe_bound, node, pipe=pipe)
+        for pipe in known:
+            if pipe.is_open:
+                least = max(bound, node.branch.objective.uneven(self._recipe(node), pipe))
+                self._push(least, node, pipe=pipe)
+
+    def _split_boundaries(self, bound: float, node: _Node) -> None:
+        """Open a set of pipelines with each sharding, then with the blocks of one stage after the other."""
+        assert node.pipe is not None, "an open pipeline"
+        if not node.pipe.is_open:
+            self._price(node)
+        elif node.boundaries is None:
+            boundaries = node.branch.objective.boundaries(self._recipe(node), node.pipe, has_ends=False)
+            self._push(max(bound, boundaries.floor), node, boundaries=boundaries)
+        elif node.sharding is None:
+            for child in self._sharded(node):
+                boundaries = node.branch.objective.boundaries(self._recipe(child), node.pipe, has_ends=True)
+                self._push(max(bound, boundaries.floor), child, boundaries=boundaries)
+        else:
+            self._split_stage(bound, node, node.pipe)
+
+    def _split_stage(self, bound: float, node: _Node, open_pipe: Pipe) -> None:
+        assert node.boundaries is not None, "the sharding is chosen"
+        bounds = node.boundaries.next_stage(open_pipe.stage_blocks)
+        for pipe in node.branch.space.next_stages(open_pipe):
+            least = max(bound, float(bounds[pipe.stage_blocks[-1]]))
+            child = replace(node, pipe=pipe)
+            if not pipe.is_open and least < math.inf:
+                least = max(least, node.branch.objective.recipe(self._recipe(child), pipe))
+            self._push(least, child)
+
+    def _sharded(self, node: _Node) -> list[_Node]:
+        """A node with each sharding that it may have."""
+        shardings = node.branch.space.shardings(node.layout, node.ranks)
+        return [replace(node, sharding=item) for item in shardings if _exchanges(item) == node.exchanges]
+
+    def _recipe(self, node: _Node) -> Recipe:
+        """The recipe of a node; of a set, one of those that shard most."""
+        sharding = node.sharding or node.exchanges or Sharding(1)
+        return node.branch.space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
+
+    def _push(self, bound: float, node: _Node, **choice: Any) -> bool:
+        """Open a node, with some more of the choice, whose bound is no worse than the best recipe; whether it is."""
+        self.nodes += 1
+        if math.isinf(bound) or (self.best is not None and bound > self.best[0]):
+            return False
+        node = replace(node, **choice) if choice else node
+        number = next(self.numbers)
+        entry = (bound, False, (-node.depth,), number, node)
+        if node.pipe is not None and node.pipe.uneven and not node.share:
+            heapq.heappush(self.uneven, entry)
+        else:
+            heapq.heappush(self.open, entry)
+            heapq.heappush(self.deep, (-node.depth, bound, number, node))
+        return True
+
+    def _price(self, node: _Node) -> None:
+        recipe = self._recipe(node)
+        objective = node.branch.objective.price(recipe)
+        self.priced += 1
+        order = (self.memory_bytes(recipe), node.pipe, node.layout, KEEPINGS.index(node.keeping), node.sharding)
+        self._keep(objective, order, recipe)
+        heapq.heappush(self.open, (objective, True, order, next(self.numbers), node))
+
+    def _keep(self, objective: float, order: tuple[object, ...], recipe: Recipe) -> None:
+        """Keep a recipe if it is the best so far."""
+        if self.best is None or (objective, order) < self.best[:2]:
+            self.best = (objective, order, recipe)
+            if self.watch is not None:
+                self.watch(self.found(is_complete=False))
+
+
+def _exchanges(sharding: Sharding) -> Sharding | None:
+    """What decides the exchanges of each micro-batch."""
+    return sharding if sharding.zero >= 2 else None
+
+
+def _any_pipe(ranks: int) -> Pipe:
+    """A pipeline of so many ranks, whose schedule does not count."""
+    return Pipe(ranks, "1f1b") if ranks > 1 else Pipe()

@@ -1,0 +1,478 @@
+"""Write down what a folded program does, as data from which a recipe's cost is arithmetic.
+
+Of every call that does work it keeps the operator, its tensors with sizes linear in the batch, and along which dims the
+recipe's axes split them; of every axis, its collectives; of every section, what the forward saves for the backward.
+
+Kernels are the program's calls, with these exceptions, which hold for the libraries that people train with:
+* a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
+* a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
+* what depends on no input or parameter (position tables, causal masks) is made once, not per step;
+* with fused kernels, a chain of pointwise operators is one kernel, which a softmax or norm may end; intermediate values
+  are neither written nor saved, and the backward makes them again from the chain's operands. Modules that the recipe
+  names run operator by operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autoshard.ir.program import InputKind, tensor_values
+from cost_models.counting import TABLE
+from passes.sections.fold_program import FoldedProgram, is_layout
+from passes.sections.propagate_axis import AxisLayout, MoveKind
+from passes.sections.trace_values import attention_cores, depending, is_free, makers_of_outputs, readers_of, source_of
+from passes.strategies.enumerate_strategies import SearchSpace, operands_of
+from passes.strategies.price import dtype_name, operator_name
+
+_Key = tuple[str, int]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A tensor: its shape for one sequence, what each further sequence adds, and the dims that axes split.
+
+    `splits`: for each dim, the axes that split it.
+    """
+
+    first: tuple[int, ...]
+    step: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    splits: tuple[tuple[str, ...], ...]
+
+    def shape(self, batch: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The local shape for `batch` sequences, on axes of these sizes."""
+        result = []
+        for first, step, axes in zip(self.first, self.step, self.splits, strict=True):
+            dim = first + step * (batch - 1)
+            for axis in axes:
+                dim = -(-dim // sizes[axis])
+            result.append(dim)
+        return tuple(result)
+
+    def local_bytes(self, batch: int, sizes: Mapping[str, int]) -> int:
+        """Bytes on each rank."""
+        return math.prod(self.shape(batch, sizes)) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A call, or a fused chain of calls, that runs on the device.
+
+    Args:
+        name: of its last call.
+        operator: as the cost models know it; "fused" for a chain.
+        inputs, outputs: tensors that it reads and writes.
+        arguments: positional arguments, see `cost_models.operators.work`.
+        has_weight: whether an operand is a parameter, or a view of one.
+        makes_gradient: whether a result is a parameter's gradient.
+        is_core: whether it belongs to attention's core, between its first and its last product, or to other modules
+            that a selective recomputation names.
+    """
+
+    name: str
+    operator: str
+    inputs: tuple[Sized, ...]
+    outputs: tuple[Sized, ...]
+    arguments: tuple[object, ...]
+    has_weight: bool
+    makes_gradient: bool
+    is_core: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective of an axis. `value` is split as before the collective, but for that axis itself.
+
+    `moved` and `reader` name the calls that make the value and that wait for it; no price depends on them.
+    """
+
+    axis: str
+    kind: MoveKind
+    value: Sized
+    has_weight: bool
+    moved: str = field(default="", compare=False)
+    reader: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a section does in one phase, once."""
+
+    kernels: tuple[Kernel, ...]
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A value that the forward keeps for the backward; `is_core` as for kernels."""
+
+    value: Sized
+    is_core: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section's work and memory.
+
+    Args:
+        forward, backward: work.
+        saved: kept between them.
+        entering: the values that come from another section: all that is kept if the section is recomputed.
+        parameters: by qualified name.
+        expert_parameters: names of those that the expert axis splits.
+    """
+
+    forward: Phase
+    backward: Phase
+    saved: tuple[Saved, ...]
+    entering: tuple[Sized, ...]
+    parameters: Mapping[str, Sized]
+    expert_parameters: frozenset[str]
+
+
+def splits_of(sections: Iterable[Section]) -> frozenset[tuple[int, tuple[str, ...]]]:
+    """The dims of sections' values that axes split, for one sequence, with those axes."""
+    return frozenset(
+        (dim, axes)
+        for section in sections
+        for value in _values_of(section)
+        for dim, axes in zip(value.first, value.splits, strict=True)
+        if axes
+    )
+
+
+def _values_of(section: Section) -> Iterator[Sized]:
+    yield from section.parameters.values()
+    for phase in (section.forward, section.backward):
+        for kernel in phase.kernels:
+            yield from (*kernel.inputs, *kernel.outputs)
+
+
+def modules_of(node: fx.Node) -> Sequence[str]:
+    """The names on the path of the module that a node belongs to."""
+    return node.meta.get("module", "").split(".")
+
+
+def count_sections(
+    folded: FoldedProgram,
+    space: SearchSpace,
+    layouts: Mapping[str, AxisLayout],
+    *,
+    fused: bool,
+    unfused: frozenset[str] = frozenset(),
+    recomputed: frozenset[str] = frozenset(),
+) -> dict[str, Section]:
+    """Every section of a folded program under the layouts of the axes.
+
+    Args:
+        folded: the program.
+        space: its strategies on one axis.
+        layouts: axis to its layout.
+        fused: whether chains of memory-bound calls are one kernel.
+        unfused: names of modules in which they are not.
+        recomputed: names of modules whose calls are the core; none: attention's core is.
+    """
+    counting = _Counting(folded, space, layouts, fused, unfused, recomputed)
+    return {name: counting.section(name) for name in folded.sections}
+
+
+class _Counting:
+    """What is known of a program's values, and how sections are made of it."""
+
+    def __init__(
+        self,
+        folded: FoldedProgram,
+        space: SearchSpace,
+        layouts: Mapping[str, AxisLayout],
+        fused: bool,
+        unfused: frozenset[str],
+        again: frozenset[str],
+    ) -> None:
+        self.folded, self.space, self.layouts, self.fused, self.unfused = folded, space, layouts, fused, unfused
+        self.nodes = folded.single.nodes
+        self.slots = {slot.node: slot for slot in folded.single.inputs}
+        self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
+        self.gradients = makers_of_outputs(folded)
+        self.core = self._calls_of(again) if again else attention_cores(folded)
+        self.recomputed = self._cheap_values() if fused else frozenset()
+        self.groups = self._groups()
+
+    def section(self, name: str) -> Section:
+        """One section."""
+        parameters = {
+            self.slots[node].name: self._sized(self.nodes[node], 0) for node in self.folded.parameters.get(name, ())
+        }
+        expert = self.layouts.get("expert")
+        expert_names = frozenset(
+            self.slots[node].name
+            for node in self.folded.parameters.get(name, ())
+            if expert is not None and expert.dim_of((node, 0)) is not None
+        )
+        return Section(
+            self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
+            parameters, expert_names,
+        )  # fmt: skip
+
+    def _phase(self, section: str, phase: str) -> Phase:
+        chains: dict[str, list[fx.Node]] = {}
+        for node in self._calls(section, phase):
+            chains.setdefault(self.groups[node.name], []).append(node)
+        kernels = tuple(self._kernel(chain) for chain in chains.values())
+        return Phase(kernels, tuple(self._sent(section, phase)))
+
+    def _calls(self, section: str, phase: str) -> list[fx.Node]:
+        """The calls of a section that do work, in order."""
+        return [
+            node
+            for node in self.folded.single.graph.nodes
+            if self.folded.section_of.get(node.name) == section and node.meta["phase"] == phase and self._works(node)
+        ]
+
+    def _calls_of(self, modules: frozenset[str]) -> frozenset[str]:
+        """Forward calls in modules of such names."""
+        calls = (node for node in self.folded.single.graph.nodes if node.op == "call_function")
+        return frozenset(
+            node.name for node in calls if node.meta["phase"] == "forward" and not modules.isdisjoint(modules_of(node))
+        )
+
+    def _works(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node.name not in self.varying:
+            return False
+        return not is_free(node) and not self._is_bias(node)
+
+    def _is_bias(self, node: fx.Node) -> bool:
+        """Whether a call adds a vector to a product that nobody else reads."""
+        if node.target is not aten.add.Tensor or len(operands_of(node)) != 2:
+            return False
+        product, bias = operands_of(node)
+        return product.target is aten.mm.default and len(product.users) == 1 and bias.meta["val"].ndim == 1
+
+    # Fusion.
+
+    def _cheap_values(self) -> frozenset[str]:
+        """Forward calls whose results the backward makes again: pointwise, of what is saved anyway or never varies,
+        and not read by products."""
+        cheap: set[str] = set()
+        for node in self.folded.single.graph.nodes:
+            if node.op == "call_function" and node.meta["phase"] == "forward" and self._is_pointwise(node):
+                late = [user for user in readers_of(node) if user.meta["phase"] == "backward"]
+                kept = all(self._is_kept(operand, cheap) for operand in node.all_input_nodes)
+                if late and kept and all(_is_memory_bound(user) for user in late):
+                    cheap.add(node.name)
+        return frozenset(cheap)
+
+    def _is_kept(self, operand: fx.Node, cheap: set[str]) -> bool:
+        owner, index = source_of(operand)
+        return (
+            owner.op != "call_function"
+            or owner.name not in self.varying
+            or owner.name in cheap
+            or any(user.meta["phase"] == "backward" for user in readers_of(owner, index))
+        )
+
+    def _is_pointwise(self, node: fx.Node) -> bool:
+        return self._is_fusible(node) and node.target not in _ENDS and not is_layout(node)
+
+    def _is_fusible(self, node: fx.Node) -> bool:
+        return _is_memory_bound(node) and self.unfused.isdisjoint(modules_of(node))
+
+    def _groups(self) -> dict[str, str]:
+        """Call to the last call of its chain; itself where nothing is fused."""
+        order = [node for node in self.folded.single.graph.nodes if node.op == "call_function" and self._works(node)]
+        group = {node.name: node.name for node in order}
+        if not self.fused:
+            return group
+        for node in reversed(order):
+            if not self._is_pointwise(node):
+                continue
+            readers = [item for item in readers_of(node) if not self._is_remade(node, item)]
+            targets = {group.get(item.name, "") for item in readers}
+            last = self.nodes.get(next(iter(targets), ""))
+            if len(targets) == 1 and last is not None and all(self._joins(node, item) for item in readers):
+                group[node.name] = last.name
+        return group
+
+    def _is_remade(self, node: fx.Node, reader: fx.Node) -> bool:
+        return node.name in self.recomputed and reader.meta["phase"] == "backward"
+
+    def _joins(self, node: fx.Node, reader: fx.Node) -> bool:
+        same = self.folded.section_of.get(node.name) == self.folded.section_of.get(reader.name)
+        return same and node.meta["phase"] == reader.meta["phase"] and self._is_fusible(reader) and self._works(reader)
+
+    # Kernels.
+
+    def _kernel(self, chain: list[fx.Node]) -> Kernel:
+        last = chain[-1]
+        inside = {node.name for node in chain}
+        read: dict[_Key, Sized] = {}
+        for node in chain:
+            for index, operand in enumerate(operands_of(node)):
+                if source_of(operand)[0].name not in inside:
+                    key = (operand.name, 0) if len(chain) > 1 else (f"{operand.name}/{index}", index)
+                    read[key] = self._operand(node, index)
+        written = [
+            self._sized(node, index)
+            for node in chain
+            for index, value in enumerate(tensor_values(node))
+            if value is not None and (node is last or self._is_read_outside(node, inside))
+        ]
+        operator = operator_name(last) if len(chain) == 1 else "fused"
+        arguments = tuple(fx.map_arg(last.args, lambda argument: None)) if len(chain) == 1 else ()
+        return Kernel(
+            last.name, operator, tuple(read.values()), tuple(written), arguments,
+            has_weight=self._reads_weight(last),
+            makes_gradient=last.name in self.gradients,
+            is_core=all(node.name in self.core for node in chain),
+        )  # fmt: skip
+
+    def _is_read_outside(self, node: fx.Node, inside: set[str]) -> bool:
+        readers = readers_of(node)
+        return not readers or any(item.name not in inside and not self._is_remade(node, item) for item in readers)
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        return self.slots[node.name].kind == InputKind.PARAMETER if node.name in self.slots else False
+
+    # Sizes.
+
+    def _operand(self, node: fx.Node, index: int) -> Sized:
+        """Operand `index` of a call, split as the call wants it."""
+        one = operands_of(node)[index].meta["val"]
+        twin = self.folded.twin.get(node.name)
+        two = one if twin is None else operands_of(twin)[index].meta["val"]
+        specs = {axis: layout.operands[node.name][index] for axis, layout in self.layouts.items()}
+        return _sized(one, two, specs)
+
+    def _sized(self, node: fx.Node, index: int) -> Sized:
+        """Result `index` of a node (absent results counted)."""
+        values = tensor_values(node)
+        one = values[index]
+        assert one is not None
+        twin = self.folded.twin.get(node.name)
+        two = one if twin is None else tensor_values(twin)[index]
+        assert two is not None
+        position = sum(value is not None for value in values[:index])
+        specs = {axis: layout.results[node.name][position] for axis, layout in self.layouts.items()}
+        if twin is None and node.op == "call_function" and self._is_batched(node):
+            return _scaled(one, specs)
+        return _sized(one, two, specs)
+
+    def _is_batched(self, node: fx.Node) -> bool:
+        """Whether a view, or a copy of layout, is of a value that grows with the batch."""
+        owner, index = source_of(node)
+        if owner is node:
+            owner, index = source_of(node.all_input_nodes[0])
+        return owner.op == "call_function" and any(self._sized(owner, index).step)
+
+    # Memory.
+
+    def _saved(self, section: str) -> tuple[Saved, ...]:
+        found: dict[str, Saved] = {}
+        for node in self.folded.single.graph.nodes:
+            if node.meta.get("phase") != "forward" or node.op != "call_function" or is_layout(node):
+                continue
+            if self.folded.section_of.get(node.name) != section or node.name not in self.varying:
+                continue
+            if node.name in self.recomputed:
+                continue
+            for index, value in enumerate(tensor_values(node)):
+                if value is not None and self._is_read_late(node, index):
+                    found[f"{node.name}:{index}"] = Saved(self._sized(node, index), node.name in self.core)
+        return tuple(found.values())
+
+    def _is_read_late(self, node: fx.Node, index: int) -> bool:
+        return any(item.meta["phase"] == "backward" for item in readers_of(node, index))
+
+    def _entering(self, section: str) -> tuple[Sized, ...]:
+        found: dict[str, Sized] = {}
+        for node in self._calls(section, "forward"):
+            for operand in operands_of(node):
+                owner, index = source_of(operand)
+                place = self.folded.section_of.get(owner.name)
+                if place not in (section, None) and owner.name in self.varying:
+                    found[f"{owner.name}:{index}"] = self._sized(owner, index)
+        return tuple(found.values())
+
+    # Collectives.
+
+    def _sent(self, section: str, phase: str) -> list[Sent]:
+        sent = []
+        for axis, layout in self.layouts.items():
+            for move in layout.moves:
+                reader = self.nodes[move.reader]
+                if reader.op == "placeholder" or self.folded.section_of.get(reader.name) != section:
+                    continue
+                owner, _ = source_of(self.nodes[move.value[0]])
+                if reader.meta["phase"] != phase or owner.name not in self.varying:
+                    continue
+                value = self._base_value(move.value)
+                others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
+                value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
+                sent.append(Sent(axis, move.kind, value, self._reads_weight(reader), owner.name, reader.name))
+        return sent
+
+    def _base_value(self, key: _Key) -> Sized:
+        """The value that owns a view's memory, split as the owner is; the view where it is but a part."""
+        node = self.nodes[key[0]]
+        present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
+        value = tensor_values(node)[present[key[1]]]
+        owner, index = source_of(node)
+        whole = tensor_values(owner)[index] if owner.op == "call_function" and owner is not node else None
+        if whole is None or value is None or value.numel() != whole.numel():
+            return self._sized(node, present[key[1]])
+        return self._sized(owner, index)
+
+    def _reads_weight(self, node: fx.Node) -> bool:
+        return any(self._is_parameter(source_of(operand)[0]) for operand in operands_of(node))
+
+
+_ENDS = frozenset({
+    aten._softmax.default, aten._softmax_backward_data.default, aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default, aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
+    aten.sum.dim_IntList, aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default,
+    aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
+    torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
+})  # fmt: skip
+"""Memory-bound operators that nothing is fused behind: they end a chain, or stand alone."""
+
+_ALONE = frozenset({
+    aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
+    aten._fused_rms_norm_backward.default, aten.embedding.default, aten.embedding_dense_backward.default,
+    aten.index_select.default, aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
+    aten.sum.dim_IntList, torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
+})  # fmt: skip
+"""Those of them that stand alone."""
+
+
+def _is_memory_bound(node: fx.Node) -> bool:
+    """Whether a call moves bytes and does little else, so that it may be part of a chain."""
+    name = operator_name(node)
+    return isinstance(node.target, torch._ops.OpOverload) and name not in TABLE and node.target not in _ALONE
+
+
+def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, object]) -> Sized:
+    first = tuple(int(dim) for dim in one.shape)
+    step = tuple(int(b) - int(a) for a, b in zip(one.shape, two.shape, strict=True))
+    return Sized(first, step, one.dtype.itemsize, dtype_name(one.dtype), _splits(len(first), specs))
+
+
+def _scaled(one: torch.Tensor, specs: Mapping[str, object]) -> Sized:
+    """A copy of layout that only one of the traces has: its first dim stands for the batch."""
+    first = tuple(int(dim) for dim in one.shape)
+    return Sized(first, (first[:1] or ()) + (0,) * (len(first) - 1), one.dtype.itemsize, dtype_name(one.dtype),
+                 _splits(len(first), specs))  # fmt: skip
+
+
+def _splits(ndim: int, specs: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    for axis, spec in specs.items():
+        for dim in range(ndim):
+            if spec.axes_of(dim):  # type: ignore[attr-defined]
+                dims[dim].append(axis)
+    return tuple(tuple(axes) for axes in dims)

@@ -1,0 +1,305 @@
+"""Price a model's sections under many layouts; what layouts share is priced once.
+
+A kernel takes as long whatever the sizes of axes that split none of its tensors, and so does a run of kernels. The axis
+that shares out experts splits few kernels, so that of a thousand layouts most have almost all runs in common. Likewise
+bytes: a section has hundreds of values, but few shapes. Kernels are priced by `price_sections`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+from typing import Generic, TypeVar
+
+from cost_models.device import Device
+from passes.sections.count_sections import Kernel, Phase, Section, Sized
+from passes.sections.price_sections import (
+    EXPERT,
+    Busy,
+    PhasePrice,
+    SectionPrice,
+    SectionSizes,
+    Setting,
+    Traffic,
+    price_kernel,
+    traffic_of,
+)
+
+Sizes = Mapping[str, int]
+"""Sizes of axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """A kernel without its name; the axes on which its price depends, and whether on the micro-batch."""
+
+    kernel: Kernel
+    axes: tuple[str, ...]
+    varies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Kernels that follow each other, by number; `axes`, `varies`: as of kernels, of any of them."""
+
+    kernels: tuple[int, ...]
+    axes: tuple[str, ...]
+    varies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What a run takes: all of it; attention's core; what is behind the last product with a weight, and that.
+
+    `restarts`: whether there is such a product.
+    """
+
+    busy: Busy
+    core: Busy
+    tail: Busy
+    restarts: bool
+
+    def then(self, other: _Span) -> _Span:
+        """This run and the next one."""
+        tail = other.tail if other.restarts else self.tail + other.busy
+        return _Span(self.busy + other.busy, self.core + other.core, tail, self.restarts or other.restarts)
+
+
+_IDLE = Busy()
+_NOTHING = _Span(_IDLE, _IDLE, _IDLE, restarts=False)
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Numbered(Generic[_T]):
+    """Things by number; equal ones have one."""
+
+    items: list[_T] = field(default_factory=list)
+    numbers: dict[_T, int] = field(default_factory=dict)
+
+    def number(self, item: _T) -> int:
+        """Its number."""
+        if item not in self.numbers:
+            self.numbers[item] = len(self.items)
+            self.items.append(item)
+        return self.numbers[item]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """A section's values by shape, with their number.
+
+    Args:
+        saved, core: kept for the backward; of these in attention's core.
+        entering: from other sections.
+        made: by kernels; `shares`: of experts' weights (their gradients), of which a rank makes its experts' only.
+        parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
+    """
+
+    saved: Counter[Sized]
+    core: Counter[Sized]
+    entering: Counter[Sized]
+    made: frozenset[Sized]
+    shares: frozenset[Sized]
+    parameters: Counter[Sized]
+    expert: Counter[Sized]
+    tensors: int
+    matrices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A section in parts: its number among those that differ, runs of phases by number, shapes, and axes.
+
+    `axes`: on whose sizes its price depends; `plain_axes`: but for experts.
+    """
+
+    number: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    shapes: _Shapes
+    axes: tuple[str, ...]
+    plain_axes: tuple[str, ...]
+
+
+@dataclass
+class SectionPricer:
+    """Prices the sections of a model for one device; what was priced is kept.
+
+    Args:
+        device, precision, separate_experts: see `Setting`.
+    """
+
+    device: Device
+    precision: str
+    separate_experts: bool
+    _parts: dict[object, _Parts] = field(default_factory=dict)
+    _alike: _Numbered[object] = field(default_factory=lambda: _Numbered())
+    _kernels: _Numbered[_Priced] = field(default_factory=lambda: _Numbered())
+    _runs: _Numbered[_Run] = field(default_factory=lambda: _Numbered())
+    _busy: dict[tuple[object, ...], Busy] = field(default_factory=dict)
+    _spans: dict[tuple[object, ...], _Span] = field(default_factory=dict)
+    _traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = field(default_factory=dict)
+    _bytes: dict[tuple[object, ...], tuple[int, int, int, int]] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
+    _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
+
+    def sizes(self, key: object, section: Section, batch: int, sizes: Sizes) -> SectionSizes:
+        """What a section, which `key` names, keeps and holds, for `batch` sequences on axes of these sizes."""
+        parts = self._parts_of(key, section)
+        known = (parts.number, batch, *(sizes[axis] for axis in parts.axes))
+        if known not in self._sizes:
+            plain = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
+            if plain not in self._bytes:
+                self._bytes[plain] = _section_bytes(parts.shapes, batch, sizes)
+            self._sizes[known] = _section_sizes(parts.shapes, self._bytes[plain], sizes)
+        return self._sizes[known]
+
+    def price(self, key: object, section: Section, batch: int, sizes: Sizes, *, is_block: bool) -> SectionPrice:
+        """The price of a section; products run in the precision inside blocks only, if it is narrower."""
+        parts = self._parts_of(key, section)
+        known = (parts.number, is_block, batch, *(sizes[axis] for axis in parts.axes))
+        if known not in self._prices:
+            held = self.sizes(key, section, batch, sizes)
+            setting = Setting(batch, tuple(sizes.items()), self.device, self.precision, self.separate_experts)
+            precision = self.precision if is_block else ""
+            places = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
+            forward = self._phase(section.forward, parts.forward, (*places, "forward"), setting, precision, held)
+            backward = self._phase(section.backward, parts.backward, (*places, "backward"), setting, precision, held)
+            known_sizes = {name: getattr(held, name) for name in _HELD}
+            self._prices[known] = SectionPrice(**known_sizes, forward=forward, backward=backward)
+        return self._prices[known]
+
+    def _phase(
+        self, phase: Phase, runs: tuple[int, ...], places: tuple[object, ...], setting: Setting, precision: str,
+        held: SectionSizes,
+    ) -> PhasePrice:  # fmt: skip
+        """The price of a phase; `places` is all on which its collectives depend."""
+        sizes, span = dict(setting.sizes), _NOTHING
+        for number in runs:
+            run = self._runs.items[number]
+            known = (number, precision, setting.batch * run.varies, *(sizes[axis] for axis in run.axes))
+            if known not in self._spans:
+                self._spans[known] = self._span(run, setting, sizes, precision)
+            span = span.then(self._spans[known])
+        if places not in self._traffic:
+            sent = (traffic_of(item, setting.batch, sizes, held.entering_bytes) for item in phase.sent)
+            self._traffic[places] = tuple(sent)
+        return PhasePrice(span.busy, span.core, span.tail, self._traffic[places])
+
+    def _parts_of(self, key: object, section: Section) -> _Parts:
+        """The parts of a section; sections that differ in no price have one number."""
+        if key not in self._parts:
+            forward, backward = self._runs_in(section.forward), self._runs_in(section.backward)
+            parameters = (tuple(section.parameters.items()), section.expert_parameters)
+            sent = (section.forward.sent, section.backward.sent)
+            alike = (forward, backward, *sent, section.saved, section.entering, *parameters)
+            axes = _axes_of(section)
+            self._parts[key] = _Parts(
+                self._alike.number(alike), forward, backward, _shapes_of(section),
+                axes, tuple(axis for axis in axes if axis != EXPERT),
+            )  # fmt: skip
+        return self._parts[key]
+
+    def _span(self, run: _Run, setting: Setting, sizes: Sizes, precision: str) -> _Span:
+        span = _NOTHING
+        for number in run.kernels:
+            item = self._kernels.items[number]
+            known = (number, precision, setting.batch * item.varies, *(sizes[axis] for axis in item.axes))
+            if known not in self._busy:
+                self._busy[known] = price_kernel(item.kernel, setting, sizes, precision)
+            taken = self._busy[known]
+            core = taken if item.kernel.is_core else _IDLE
+            span = span.then(_Span(taken, core, taken, bool(taken.matmul_s) and item.kernel.has_weight))
+        return span
+
+    def _runs_in(self, phase: Phase) -> tuple[int, ...]:
+        """The runs of a phase by number: its kernels, split where experts' begin and end."""
+        numbers = []
+        for _, kernels in groupby(map(_priced, phase.kernels), lambda item: EXPERT in item.axes):
+            run = tuple(kernels)
+            axes = tuple(sorted({axis for item in run for axis in item.axes}))
+            places = tuple(self._kernels.number(item) for item in run)
+            numbers.append(self._runs.number(_Run(places, axes, any(item.varies for item in run))))
+        return tuple(numbers)
+
+
+_HELD = tuple(item.name for item in fields(SectionSizes))
+
+
+def _priced(kernel: Kernel) -> _Priced:
+    tensors = _tensors(kernel)
+    return _Priced(replace(kernel, name=""), _axes_in(tensors), any(any(item.step) for item in tensors))
+
+
+def _tensors(kernel: Kernel) -> tuple[Sized, ...]:
+    return (*kernel.inputs, *kernel.outputs)
+
+
+def _axes_in(items: Iterable[Sized]) -> tuple[str, ...]:
+    return tuple(sorted({axis for item in items for axes in item.splits for axis in axes}))
+
+
+def _axes_of(section: Section) -> tuple[str, ...]:
+    """The axes on whose sizes a section's price depends."""
+    phases = (section.forward, section.backward)
+    tensors = [item for phase in phases for kernel in phase.kernels for item in _tensors(kernel)]
+    held = [*(item.value for item in section.saved), *section.entering, *section.parameters.values()]
+    return _axes_in([*tensors, *held, *(item.value for phase in phases for item in phase.sent)])
+
+
+def _shapes_of(section: Section) -> _Shapes:
+    phases = (section.forward, section.backward)
+    made = frozenset(item for phase in phases for kernel in phase.kernels for item in kernel.outputs)
+    shares = frozenset(item for item in made if EXPERT in _axes_in([item]) and not any(item.step))
+    dense, expert = Counter[Sized](), Counter[Sized]()
+    for name, value in section.parameters.items():
+        (expert if name in section.expert_parameters else dense)[value] += 1
+    return _Shapes(
+        saved=Counter(_whole(item.value) for item in section.saved),
+        core=Counter(_whole(item.value) for item in section.saved if item.is_core),
+        entering=Counter(_whole(item) for item in section.entering),
+        made=frozenset(map(_whole, made - shares)),
+        shares=shares,
+        parameters=dense,
+        expert=expert,
+        tensors=dense.total(),
+        matrices=sum(count for value, count in dense.items() if len(value.first) > 1),
+    )
+
+
+def _whole(item: Sized) -> Sized:
+    """A value as it is stored: rows that experts' ranks exchange stay as many."""
+    return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
+
+
+def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> tuple[int, int, int, int]:
+    """Bytes saved, of these in attention's core, entering, and of the largest value made, but for experts' shares."""
+
+    def total(items: Counter[Sized]) -> int:
+        return sum(item.local_bytes(batch, sizes) * count for item, count in items.items())
+
+    largest = max((item.local_bytes(batch, sizes) for item in shapes.made), default=0)
+    return total(shapes.saved), total(shapes.core), total(shapes.entering), largest
+
+
+def _section_sizes(shapes: _Shapes, held: tuple[int, int, int, int], sizes: Sizes) -> SectionSizes:
+    def elements(items: Counter[Sized]) -> int:
+        return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
+
+    saved_bytes, core_bytes, entering_bytes, largest_bytes = held
+    shares = (item.local_bytes(1, sizes) for item in shapes.shares)
+    return SectionSizes(
+        saved_bytes=saved_bytes,
+        core_bytes=core_bytes,
+        entering_bytes=entering_bytes,
+        largest_bytes=max((largest_bytes, *shares)),
+        parameters=elements(shapes.parameters),
+        tensors=shapes.tensors,
+        matrices=shapes.matrices,
+        expert_parameters=elements(shapes.expert),
+    )

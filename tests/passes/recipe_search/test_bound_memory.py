@@ -1,0 +1,48 @@
+"""Bounds on memory lie below what they bound."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard import Cluster, Recipe
+from cost_models.schedule_orders import most_in_flight
+from passes.recipe_search.recipe_pricer import RecipePricer
+from passes.recipe_search.recipe_space import KEEPINGS, Keeping, RecipeSpace, Sharding, _pipes, schedule_of
+from passes.sections.price_model import CountedModel
+from tests.passes.decoders import priced_dense, priced_sparse
+
+MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
+
+
+@given(st.integers(2, 9), st.integers(1, 40), st.data())
+def test_the_fullest_rank_of_a_schedule_holds_a_micro_batch_for_each_rank(
+    ranks: int, micro_batches: int, data: st.DataObject
+) -> None:
+    """Or all that there are, of each of its stages: the first rank, or the last one of a "zbv"."""
+    pipe = data.draw(st.sampled_from(_pipes(ranks, micro_batches, 3 * ranks)))
+    held = most_in_flight(schedule_of(pipe), ranks, micro_batches, pipe.virtual_stages)
+    fullest = held[-1] if pipe.schedule == "zbv" else held[0]
+    assert fullest >= min(ranks, micro_batches) * pipe.virtual_stages
+
+
+@pytest.mark.parametrize(("name", "uneven"), [("dense", False), ("dense", True), ("sparse", True)])
+def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: str, uneven: bool) -> None:
+    """Whatever its schedule and sharding, and how blocks are shared out."""
+    counted: CountedModel = MODELS[name]
+    pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
+    stages = {} if uneven else {"stage_blocks": (None,)}
+    space = RecipeSpace(counted, 4, Recipe(global_batch=8), only={"micro_batch": (1, 4), **stages})
+    for layout in itertools.chain.from_iterable(space.layouts()):
+        ranks = list(space.pipelines(layout))
+        first = space.recipe(layout, Keeping(), space.pipes(layout, ranks[0])[0], Sharding())
+        floors = pricer.layout_memory_floors(first, ranks[-1], KEEPINGS, uneven=uneven)
+        assert floors.min() > 0
+        for (floor, keeping), size in itertools.product(zip(floors, KEEPINGS, strict=True), ranks):
+            pipes = itertools.chain.from_iterable(map(space.closed, space.pipes(layout, size)))
+            for pipe, sharding in itertools.product(pipes, space.shardings(layout, size)):
+                recipe = space.recipe(layout, keeping, pipe, sharding)
+                assert floor <= pricer.pipeline_memory_floor(recipe, uneven=uneven) <= pricer.memory_bytes(recipe)

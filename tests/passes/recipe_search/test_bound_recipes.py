@@ -1,0 +1,91 @@
+"""Bounds lie below what they bound."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard import Cluster, Recipe
+from cost_models.power import power_limit
+from cost_models.stages import StageTimes
+from passes.recipe_search.bound_recipes import SectionFloors, pipe_shapes, rank_paths, step_floors, whole_blocks
+from passes.recipe_search.recipe_space import Pipe, _pipes
+from passes.recipes.pipeline_stages import run_stages, share_out
+from passes.sections.fold_program import AFTER, BEFORE
+
+NAMES = (BEFORE, "a", "b", AFTER)
+SECONDS = st.integers(0, 16).map(lambda number: number / 8)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
+    """A pipeline, blocks of two kinds, micro-batches."""
+    ranks, micro_batches = draw(st.integers(2, 4)), draw(st.integers(1, 24))
+    blocks = draw(st.lists(st.sampled_from(["a", "b"]), min_size=ranks, max_size=9))
+    pipe = draw(st.sampled_from(_pipes(ranks, micro_batches, len(blocks))))
+    if pipe.is_open:
+        cuts = sorted(draw(st.lists(st.integers(0, len(blocks)), min_size=ranks - 1, max_size=ranks - 1)))
+        pipe = pipe._replace(stage_blocks=tuple(np.diff([0, *cuts, len(blocks)]).tolist()))
+    return pipe, blocks, micro_batches
+
+
+@given(pipelines(), st.lists(SECONDS, min_size=9, max_size=9), st.booleans())
+def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
+    drawn: tuple[Pipe, list[str], int], seconds: list[float], overlaps: bool
+) -> None:
+    """Whatever the schedule, its sections and its hand-overs take; 1F1B of equal stages takes just that."""
+    pipe, blocks, micro_batches = drawn
+    forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
+    zeros = np.zeros(4)
+    floors = SectionFloors(forward, backward, *[zeros] * 7)
+    shapes = pipe_shapes(NAMES, tuple(blocks), (pipe,))
+    found = rank_paths(floors, shapes, micro_batches, send_s, overlaps=overlaps).floor(np.zeros(1))[0]
+    recipe = Recipe(
+        pipeline=pipe.pipeline, schedule=pipe.schedule, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends,
+        stage_blocks=pipe.stage_blocks or None, global_batch=micro_batches, overlap_pipeline=overlaps,
+    )  # fmt: skip
+    stages = []
+    for stage in share_out(blocks, recipe):
+        counts = np.array([dict(stage.sections).get(name, 0) for name in NAMES])
+        whole = float(counts @ backward)
+        stages.append(StageTimes(float(counts @ forward), whole / 2, whole / 2, send_s))
+    total_s, _, _ = run_stages(stages, recipe)
+    assert found <= total_s * (1 + 1e-9) + 1e-12
+
+
+@given(pipelines(), st.lists(SECONDS, min_size=4, max_size=4))
+def test_some_rank_takes_as_long_as_the_floor_of_whole_blocks(
+    drawn: tuple[Pipe, list[str], int], seconds: list[float]
+) -> None:
+    """Whatever the schedule, and however blocks of two kinds are shared out; with one stage on each rank, one does."""
+    pipe, blocks, _ = drawn
+    floor = whole_blocks(NAMES, tuple(blocks), pipe.pipeline).floor(np.array(seconds))
+    assert floor <= (pipe_shapes(NAMES, tuple(blocks), (pipe,)).counts[0] @ seconds).max()
+    alike, cuts = ("a",) * len(blocks), combinations_with_replacement(range(len(blocks) + 1), pipe.pipeline - 1)
+    ways = (np.diff([0, *cut, len(alike)]) * seconds[1] + seconds[3] * np.eye(pipe.pipeline)[-1] for cut in cuts)
+    assert whole_blocks(NAMES, alike, pipe.pipeline).floor(np.array(seconds)) == min(way.max() for way in ways)
+
+
+def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
+    """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
+    floors = SectionFloors(np.array([0.0, 1, 0]), np.array([0.0, 2, 0]), *[np.zeros(3)] * 7)
+    shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 3, (Pipe(3, "1f1b"), Pipe(3, "zero-bubble")))
+    paths = rank_paths(floors, shapes, 6, 0.0, overlaps=True)
+    assert paths.floor(np.zeros(1)).tolist() == [24.0, 20.0]
+
+
+@given(st.floats(0.01, 5), st.floats(0, 1), st.floats(0, 3))
+def test_no_price_is_below_the_floor_at_any_clock(bound: float, share: float, more: float) -> None:
+    """The step takes `more` than its bound, of which products are a part; it runs at the clock that its time leaves."""
+    cluster = Cluster("h100_sxm", 1, 1)
+    products = share * bound
+    floor = float(step_floors(lambda gain: bound - gain * products, products, cluster)[0])
+    first = bound + more
+    speed = power_limit().speed(products / first)
+    assert floor <= first - (1 - 1 / speed) * products
+    if more == 0:
+        assert floor == pytest.approx(first - (1 - 1 / speed) * products, rel=0.02)

@@ -1,0 +1,68 @@
+"""Searches of one problem: known kinds, fixed fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from autoshard import Cluster, Recipe, RecipeError
+from passes.recipe_search.recipe_problem import RecipeProblem, known_kinds
+from passes.recipe_search.search_recipes import FoundRecipe
+from tests.passes.decoders import priced_sparse
+
+SPARSE = priced_sparse().counted
+CLUSTER = Cluster("h100_sxm", 2, 2)
+PROBLEM = RecipeProblem(SPARSE, CLUSTER, Recipe(global_batch=8), math.inf, 8)
+
+
+def test_no_known_kind_beats_the_best_recipe() -> None:
+    """Each is the best of its kind, and of that kind."""
+    best, baselines = PROBLEM.best(), PROBLEM.baselines()
+    assert baselines.keys() == known_kinds(CLUSTER, has_experts=True).keys()
+    assert min(found.objective for found in baselines.values()) >= best.objective
+    recipes = {name: found.recipe for name, found in baselines.items() if found.recipe is not None}
+    assert (recipes["data parallel"].data, recipes["data parallel"].zero) == (4, 0)
+    assert (recipes["FSDP"].zero, recipes["HSDP"].zero_group) == (3, 2)
+    assert recipes["Megatron TP+SP+PP"].sequence_parallel
+    assert recipes["Megatron TP+SP+PP"].pipeline > 1
+    assert recipes["expert parallel"].expert > 1
+
+
+def test_a_kind_that_does_not_fit_has_no_recipe() -> None:
+    """All state on every rank takes more than the least."""
+    least = PROBLEM.smallest().objective
+    assert dataclasses.replace(PROBLEM, memory_limit=least).baselines()["data parallel"].recipe is None
+
+
+def test_fields_can_be_fixed() -> None:
+    """The best with a field fixed is never better, and pricing says the same."""
+    best = PROBLEM.best()
+    fixed = PROBLEM.best(fixed={"pipeline": 2, "zero": 1})
+    assert fixed.recipe is not None
+    assert (fixed.recipe.pipeline, fixed.recipe.zero) == (2, 1)
+    assert fixed.objective == PROBLEM.pricer.time_s(fixed.recipe) >= best.objective
+    many = PROBLEM.best(only={"pipeline": range(2, 5)})
+    assert best.objective <= many.objective <= fixed.objective
+    with pytest.raises(RecipeError, match="'precision' is not searched"):
+        PROBLEM.best(fixed={"precision": "f8"})
+
+
+def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the third kind is looked at: the best of two is what there is, with no bound but nothing."""
+    searches = []
+
+    def best(self: RecipeProblem, **arguments: object) -> FoundRecipe:
+        searches.append(arguments)
+        if len(searches) == 3:
+            raise KeyboardInterrupt
+        return search(self, **arguments)
+
+    search = RecipeProblem.best
+    monkeypatch.setattr(RecipeProblem, "best", best)
+    found, kinds = PROBLEM.best_of_all()
+    assert list(kinds) == ["data parallel", "ZeRO-1"]
+    assert found.was_interrupted
+    assert not found.is_complete
+    assert (found.objective, found.lower_bound) == (min(each.objective for each in kinds.values()), 0.0)

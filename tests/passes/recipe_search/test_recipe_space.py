@@ -1,0 +1,98 @@
+"""The space has every recipe that the model and the cluster admit, once, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from autoshard import Cluster, Recipe, RecipeError
+from passes.recipe_search.recipe_space import RecipeSpace
+from passes.recipes.pipeline_stages import even_blocks
+from passes.recipes.recipe_plan import predict_recipe
+from tests.passes.decoders import priced_dense, priced_sparse
+
+DENSE, SPARSE = priced_dense(2).counted, priced_sparse().counted
+BASE = Recipe(global_batch=4)
+CLUSTER = Cluster("h100_sxm", 1, 4)
+
+
+def _all_recipes(blocks: int) -> set[Recipe]:
+    """By brute force over the fields, those that `Recipe` and `price` take, under one name each."""
+    found = set()
+    sizes = (1, 2, 4)
+    ends = ((None, 1), ("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2),
+            ("zbv", 2), ("dualpipev", 2))  # fmt: skip
+    for data, tensor, context, pipeline in itertools.product(sizes, repeat=4):
+        if data * tensor * context * pipeline != 4:
+            continue
+        for parallel, split, micro, zero, group, (schedule, virtual) in itertools.product(
+            (False, True), (False, True), (1, 2, 4), range(4), (None, 2), ends
+        ):
+            one_name = (schedule is None) == (pipeline == 1) and not (split and pipeline == 1)
+            one_name = one_name and (group is None or (zero > 0 and data * context == 4))
+            one_name = one_name and (zero == 0 or data * context > 1)
+            if not one_name or pipeline * virtual > blocks + 2 * split:
+                continue
+            try:
+                recipe = Recipe(
+                    data=data, tensor=tensor, context=context, pipeline=pipeline, sequence_parallel=parallel,
+                    split_ends=split, micro_batch=micro, zero=zero, zero_group=group, schedule=schedule,
+                    virtual_stages=virtual, global_batch=4, recompute="none",
+                )  # fmt: skip
+                predict_recipe(DENSE, recipe, CLUSTER)
+            except RecipeError:
+                continue
+            found.add(recipe)
+            if virtual == 1 < pipeline and not split:
+                even = [even_blocks(blocks, pipeline, split_ends=ends) for ends in (False, True)[pipeline > blocks :]]
+                for shares in itertools.product(range(blocks + 1), repeat=pipeline):
+                    if sum(shares) == blocks and all(shares[1:-1]) and shares not in even:
+                        found.add(dataclasses.replace(recipe, stage_blocks=shares))
+    return found
+
+
+def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
+    """Four heads and four devices: every size divides what it splits."""
+    found = list(RecipeSpace(DENSE, 4, BASE, only={"recompute": ("none",)}).recipes())
+    assert len(found) == len(set(found))
+    assert set(found) == _all_recipes(2)
+
+
+def test_every_recipe_of_a_model_with_experts_has_a_price() -> None:
+    """Experts are shared out, or split as other weights are."""
+    space = RecipeSpace(SPARSE, 4, BASE, only={"recompute": ("none",), "pipeline": (1,), "micro_batch": (1,)})
+    found = list(space.recipes())
+    assert {(recipe.expert, recipe.expert_tensor) for recipe in found} >= {(1, 1), (4, 1), (2, 2), (1, 4)}
+    assert all(predict_recipe(SPARSE, recipe, CLUSTER).step_time_s > 0 for recipe in found)
+
+
+def test_axes_divide_what_they_split() -> None:
+    """Four heads are not split over eight ranks, nor 32 tokens over 64; the vocabulary of 96 may be padded."""
+    layouts = [layout for family in RecipeSpace(DENSE, 64, Recipe(global_batch=64)).layouts() for layout in family]
+    assert {layout.tensor for layout in layouts} == {1, 2, 4}
+    assert max(layout.context for layout in layouts) == 32
+    assert all(layout.expert == 1 for layout in layouts)
+
+
+def test_tensor_and_context_ranks_are_limited() -> None:
+    """Two of a node, and sixteen of 32 tokens on each context rank."""
+    space = RecipeSpace(DENSE, 64, Recipe(global_batch=64), most_tensor=2, least_tokens=16)
+    layouts = [layout for family in space.layouts() for layout in family]
+    assert (max(layout.tensor for layout in layouts), max(layout.context for layout in layouts)) == (2, 2)
+
+
+def test_fields_are_restricted() -> None:
+    """A group of all replicas has two names."""
+    only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1f1b")}
+    found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
+    assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2), (2, None)}
+
+
+def test_what_is_not_searched_is_refused() -> None:
+    """The message says what is."""
+    with pytest.raises(RecipeError, match="'precision' is not searched; the searched fields are data, tensor"):
+        RecipeSpace(DENSE, 4, BASE, only={"precision": ("f8",)})
+    with pytest.raises(RecipeError, match="needs their global_batch"):
+        RecipeSpace(DENSE, 4, Recipe())

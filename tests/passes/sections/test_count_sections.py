@@ -1,0 +1,107 @@
+"""Sections say what is computed, sent and kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from passes.sections.count_sections import Section
+from passes.sections.price_model import PricedModel, RecipeKind
+from tests.benchmarks.experts import Experts, MixtureOfExperts
+from tests.passes.decoders import HIDDEN, SEQUENCE, VOCAB, Decoder, folded, priced_dense
+
+PRICED = priced_dense()
+with torch.device("meta"):
+    _LAYERS = [MixtureOfExperts(HIDDEN, Experts(4, 2, HIDDEN, 0, 0, biased=True), None) for _ in range(2)]
+    CLAMPED = PricedModel(folded(Decoder([*_LAYERS]).bfloat16()))
+SIZES = {"tensor": 2, "context": 1, "expert": 1}
+
+
+def _sections(*, tensor: bool = False, fused: bool = True, sequence_parallel: bool = False) -> dict[str, Section]:
+    kind = RecipeKind(tensor, sequence_parallel, context=False, expert=False, expert_tensor=False, fused=fused)
+    return dict(PRICED.sections(kind))
+
+
+def _flops(section: Section, phase: str, batch: int) -> float:
+    kernels = getattr(section, phase).kernels
+    products = [item for item in kernels if item.operator == "aten.mm.default"]
+    shapes = [(item.inputs[0].shape(batch, SIZES), item.inputs[1].shape(batch, SIZES)) for item in products]
+    return sum(2 * left[0] * left[1] * right[1] for left, right in shapes)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_products_of_a_block_count_as_by_hand(batch: int) -> None:
+    """Twelve hidden-by-hidden weights, two FLOPs each for every token; the backward does twice as much."""
+    block = _sections()["layers:0"]
+    forward = 2 * 12 * HIDDEN**2 * SEQUENCE * batch
+    assert _flops(block, "forward", batch) == forward
+    assert _flops(block, "backward", batch) == 2 * forward
+
+
+def test_tensor_parallelism_halves_products_and_parameters() -> None:
+    """All weights of a block are split, norms and the biases behind reductions are not."""
+    whole, half = (_sections(tensor=flag)["layers:0"] for flag in (False, True))
+    assert 2 * _flops(half, "forward", 2) == _flops(whole, "forward", 2)
+    assert half.parameters["layers.1.narrow.weight"].shape(1, SIZES) == (HIDDEN, 2 * HIDDEN)
+    assert half.parameters["layers.1.one.weight"].shape(1, SIZES) == (HIDDEN,)
+
+
+def test_a_bias_is_added_by_its_product() -> None:
+    """No kernel of its own adds it, and its gradient is a sum."""
+    block = _sections()["layers:0"]
+    names = [kernel.operator for kernel in block.forward.kernels]
+    assert names.count("aten.add.Tensor") == 2  # the residuals
+    assert [kernel.operator for kernel in block.backward.kernels].count("aten.sum.dim_IntList") == 4
+
+
+def test_a_block_keeps_what_its_backward_reads() -> None:
+    """Norms' and products' operands, attention's operands and result, activations."""
+    block = _sections()["layers:0"]
+    kept = sum(item.value.local_bytes(1, SIZES) for item in block.saved)
+    token = 2 * HIDDEN * SEQUENCE
+    assert kept == pytest.approx((2 + 3 + 1 + 2 + 4 + 4) * token, rel=0.1)
+    (entering,) = block.entering
+    assert entering.local_bytes(3, SIZES) == 3 * token
+
+
+def test_sequence_parallelism_keeps_less() -> None:
+    """What tensor parallelism alone keeps whole is split along the sequence."""
+    plain, split = (_sections(tensor=True, sequence_parallel=flag)["layers:0"] for flag in (False, True))
+    kept = [sum(item.value.local_bytes(1, SIZES) for item in block.saved) for block in (plain, split)]
+    assert kept[1] < kept[0]
+
+
+def test_parameters_lie_in_one_section_each() -> None:
+    """The tied table is before the blocks; the last norm after."""
+    sections = _sections()
+    names = [name for section in sections.values() for name in section.parameters]
+    assert len(names) == len(set(names))
+    assert sections["before"].parameters["words.weight"].shape(1, SIZES) == (VOCAB, HIDDEN)
+    assert "last.weight" in sections["after"].parameters
+
+
+def test_named_modules_run_operator_by_operator() -> None:
+    """Nothing is fused in them, nor with what is around them; the rest stays fused."""
+    fused, apart = (_clamped(unfused=names) for names in (None, "clamp+bias"))
+    alone = {"forward": "aten.clamp.default", "backward": "aten.where.self"}
+    for phase, operator in alone.items():
+        before, after = (Counter(item.operator for item in getattr(block, phase).kernels) for block in (fused, apart))
+        assert (before[operator], after[operator]) == (0, 2)
+        assert after["fused"] >= 1
+
+
+def test_selective_recomputation_of_modules_keeps_what_others_make() -> None:
+    """The core is what the named modules compute; nothing of it but what enters it is kept."""
+    block = _clamped(recompute_modules="act")
+    inside = [item for item in block.forward.kernels if item.is_core]
+    assert inside
+    assert all(item.operator == "fused" for item in inside)
+    assert any(item.is_core for item in block.saved)
+    assert not all(item.is_core for item in block.saved)
+
+
+def _clamped(*, unfused: str | None = None, recompute_modules: str | None = None) -> Section:
+    kind = RecipeKind(False, False, False, True, False, True, unfused, recompute_modules)
+    return CLAMPED.sections(kind)[CLAMPED.folded.blocks[0]]

@@ -1,0 +1,67 @@
+"""Programs are cut into sections with sizes linear in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import TraceError, tracing
+from passes.sections.fold_program import fold_program
+from tests.passes.decoders import dense, folded, sparse, tokens
+
+
+def test_one_block_of_a_kind_stands_for_all() -> None:
+    """Sections are the ends and one block; the whole model's blocks are counted."""
+    program = folded(dense(5))
+    assert program.sections == ("before", "layers:0", "after")
+    assert program.blocks == ("layers:0",) * 5
+    assert len(program.parameters["layers:0"]) == 12
+
+
+def test_kinds_of_blocks_keep_their_order() -> None:
+    """Two kinds are two sections, in turn."""
+    assert folded(sparse()).blocks == ("layers:0", "layers:1") * 3
+
+
+def test_forward_and_backward_of_a_block_are_both_in_its_section() -> None:
+    """Sums of residual gradients carry another module's name, and are found all the same."""
+    program = folded(dense())
+    phases = dict.fromkeys(("forward", "backward"), 0)
+    for node in program.single.graph.nodes:
+        if program.section_of.get(node.name) == "layers:0" and node.target is torch.ops.aten.add.Tensor:
+            phases[node.meta["phase"]] += node.meta["val"].ndim == 3
+    assert phases == {"forward": 2, "backward": 2}
+
+
+def test_a_parameter_stands_for_those_of_all_alike_blocks() -> None:
+    """The last kept block gives names to all; the others give none."""
+    program = folded(dense(4))
+    assert program.names_of("layers.1.wide.weight") == tuple(f"layers.{index}.wide.weight" for index in range(4))
+    assert program.names_of("layers.0.wide.weight") == ()
+    assert program.names_of("last.weight") == ("last.weight",)
+
+
+class Fickle(nn.Module):
+    """Does something else for more than one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (y.relu() if x.shape[0] > 1 else y.sigmoid()).sum()
+
+
+def test_a_model_that_depends_on_the_batch_is_refused() -> None:
+    """The message names both operators."""
+    single, double = (tracing.trace(Fickle(), (torch.ones(batch, 4),), {}) for batch in (1, 2))
+    with pytest.raises(TraceError, match="runs other operators for two sequences than for one"):
+        fold_program(single, double, ())
+
+
+def test_inputs_of_any_batch_give_the_same_fold() -> None:
+    """What is traced does not depend on the example's batch."""
+    assert tokens(3)[0].shape[0] == 3
+    assert folded(dense()).section_of == folded(dense()).section_of

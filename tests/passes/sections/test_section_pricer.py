@@ -1,0 +1,52 @@
+"""Sections priced from what others share cost the same."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard import Recipe
+from cost_models.hardware import Cluster
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_model import RecipeKind
+from passes.sections.price_sections import Busy, Setting, price_kernel
+from passes.sections.section_pricer import SectionPricer
+from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
+
+MODEL = priced_sparse().counted
+DEVICE = Cluster("h100_sxm", 1, 8).device
+USED = SectionPricer(DEVICE, "bf16", separate_experts=False)
+SIZES = st.sampled_from([1, 2, 4])
+
+
+@given(st.integers(1, 3), SIZES, SIZES, SIZES, st.booleans(), st.booleans())
+def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
+    batch: int, tensor: int, context: int, expert: int, parallel: bool, split: bool
+) -> None:
+    """To the last digit; and the sum over all kernels is what they take one by one."""
+    kind = RecipeKind(tensor > 1, parallel and tensor > 1, context > 1, expert > 1, split and tensor > 1, fused=True)
+    sizes = {"tensor": tensor, "context": context, "expert": expert}
+    setting = Setting(batch, tuple(sizes.items()), DEVICE, "bf16")
+    new = SectionPricer(DEVICE, "bf16", separate_experts=False)
+    for name, section in MODEL.count(kind).items():
+        is_block = name not in (BEFORE, AFTER)
+        price = USED.price((kind, name), section, batch, sizes, is_block=is_block)
+        assert asdict(price) == asdict(new.price(name, section, batch, sizes, is_block=is_block))
+        assert price is USED.price((kind, name), section, batch, sizes, is_block=is_block)
+        for phase, found in ((section.forward, price.forward), (section.backward, price.backward)):
+            total = Busy()
+            for kernel in phase.kernels:
+                total += price_kernel(kernel, setting, sizes, "bf16" if is_block else "")
+            assert asdict(found.busy) == pytest.approx(asdict(total))
+            assert len(found.traffic) == len(phase.sent)
+
+
+def test_the_largest_gradient_of_experts_is_a_ranks_share() -> None:
+    """Of a stack of weights a rank makes the gradient of its own experts; tokens come from other ranks as they go."""
+    stack_bytes, token_bytes = 4 * HIDDEN * 2 * HIDDEN * 2, 2 * SEQUENCE * 2 * HIDDEN * 2
+    largest = [MODEL.section_sizes(Recipe(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].largest_bytes
+               for expert in (1, 2, 4)]  # fmt: skip
+    assert largest == [stack_bytes, stack_bytes // 2, max(stack_bytes // 4, token_bytes)]
