@@ -155,6 +155,9 @@ class Search:
             if found is None:
                 return None
             peak, choice = found
+            # of choices with this peak the cheapest, which takes little at other points, too: fewer rounds
+            cheapest = solve_milp(dataclasses.replace(problem, limit=peak))
+            choice = choice if cheapest is None else cheapest.choice
             new = _over_limit(planning, choice, peak) - points
             if not new:
                 return choice
