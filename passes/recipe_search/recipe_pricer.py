@@ -216,7 +216,8 @@ class RecipePricer:
         """
         floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
         gathers_s = self._gathers(recipe) if gathers and recipe.reduces_each else np.zeros((2, len(counts)))
-        whole = self._whole_blocks(recipe) if gathers and recipe.pipeline > 1 else None
+        shares_blocks = gathers and recipe.pipeline > 1 and self.counted.blocks
+        whole = self._whole_blocks(recipe) if shares_blocks else None
         latency, latency_gain = float(counts @ (floors.work - floors.late)), float(counts @ floors.gain)
 
         def at(shares: Floats) -> Floats:

@@ -18,7 +18,7 @@ def test_cpu_tensors_without_the_interpreter_are_refused() -> None:
     """On a CPU, a kernel that is not interpreted raises; it does not compute something else."""
     kernel = triton.JITFunction(_nothing)
     with pytest.raises(KernelError, match=r"_nothing needs tensors on a GPU; found device='cpu'"):
-        launch(kernel, (1,), torch.device("cpu"), num_warps=4)
+        launch(kernel, lambda _: (1,), torch.device("cpu"), num_warps=4)
 
 
 @pytest.mark.parametrize("columns", [1, 3, 200, 1024, 5000, MAX_COLUMNS])

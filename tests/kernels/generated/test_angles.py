@@ -29,6 +29,6 @@ def test_any_angle() -> None:
     x = torch.cat([spread, quarters, torch.tensor([0.0, 0.5, 16367173.0 * 2.0**72, math.inf, math.nan])])
     x = torch.cat([x, -x]).to(DEVICE)
     found = torch.empty(2, len(x), device=DEVICE)
-    launch(_angles_kernel, (triton.cdiv(len(x), 4096),), DEVICE, x, *found, len(x), BLOCK=4096, num_warps=4)
+    launch(_angles_kernel, lambda _: (triton.cdiv(len(x), 4096),), DEVICE, x, *found, len(x), BLOCK=4096, num_warps=4)
     expected = torch.stack([x.double().sin(), x.double().cos()])
     torch.testing.assert_close(found.double(), expected, rtol=3e-7, atol=1e-12, equal_nan=True)
