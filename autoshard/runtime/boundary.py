@@ -222,7 +222,7 @@ def _check_locals(locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, sh
 
 
 def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int) -> None:
-    if copy is value or torch.equal(copy, value):
+    if copy is value or _are_equal(copy, value):
         return
     differ = (copy != value) & ~((copy != copy) & (value != value))
     if bool(differ.any()):
@@ -230,6 +230,13 @@ def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, ra
             f"rank {rank} at {mesh.coordinates(rank)} of {mesh} differs from rank 0 in "
             f"{int(differ.sum())} of {value.numel()} elements with spec {spec!r}; copies must agree."
         )
+
+
+def _are_equal(left: Tensor, right: Tensor) -> bool:
+    """`torch.equal`, which has no kernel for complex32."""
+    if left.dtype == torch.complex32:
+        left, right = (torch.view_as_real(value.resolve_conj()) for value in (left, right))
+    return torch.equal(left, right)
 
 
 def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> None:

@@ -114,6 +114,17 @@ def test_copies_are_compared_on_demand() -> None:
         unshard(locals_, P(), MESH, (2,), check=True)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64])
+def test_copies_of_any_type_are_compared(dtype: torch.dtype) -> None:
+    """PyTorch's own comparison knows most types."""
+    locals_ = [torch.ones(2).to(dtype) for _ in range(MESH.size)]
+    assert unshard(locals_, P(), MESH, (2,), check=True) is not None
+    locals_[1] = torch.tensor([1.0, 0.0]).to(dtype)
+    with pytest.raises(AutoshardError, match=r"rank 1 .* differs from rank 0 in 1 of 2 elements"):
+        unshard(locals_, P(), MESH, (2,), check=True)
+
+
 def test_equal_nans_are_copies() -> None:
     """NaN agrees with NaN."""
     unshard([torch.tensor([math.nan])] * 4, P(), MESH, (1,), check=True)
