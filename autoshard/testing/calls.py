@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
-from autoshard.testing.rounding import SAMPLES, nudge
+from autoshard.testing.rounding import nudge
 from autoshard.tracing import trace
 from passes.pipeline import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site, resolve
@@ -69,12 +68,7 @@ def check_calls(
     expected, eps = _by_name(model(*inputs)), _spacing(program)
     compared = tuple(compare(name, value, expected[name]) for name, value in _by_name(found).items())
     report = CheckReport(plan, compared, max(TOLERANCE, eps) if tolerance is None else tolerance)
-    for number in range(SAMPLES):
-        if report.is_equal:
-            break
-        nearby = _by_name(model(*nudge(tuple(inputs), number, eps)))
-        report = replace(report, comparisons=tuple(item.beside(nearby, expected) for item in report.comparisons))
-    return report
+    return report.sampled(lambda number: _by_name(model(*nudge(tuple(inputs), number, eps))), expected)
 
 
 def _by_name(outputs: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_step import find_loss
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
-from autoshard.testing.rounding import SAMPLES, nudge
+from autoshard.testing.rounding import nudge
 from autoshard.testing.shrink import find_small_failure
 from autoshard.testing.whole_step import MakeOptimizer, WholeStep
 from autoshard.tracing.precision import run_in_precision
@@ -89,11 +89,8 @@ def check_plan(
     names = dict.fromkeys((*expected, *actual))
     compared = tuple(compare(item, actual.get(item), expected.get(item), exact.get(item)) for item in names)
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
-    for number in range(SAMPLES if exact else 0):
-        if report.is_equal:
-            break
-        nearby = _train_nearby(model, name, training, number)
-        report = replace(report, comparisons=tuple(item.beside(nearby, exact) for item in report.comparisons))
+    if exact:
+        report = report.sampled(partial(_train_nearby, model, name, training), exact)
     return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, training))
 
 

@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-SAMPLES = 4
-"""Runs on nearly the same numbers, should one device's own error not explain a difference."""
-
 
 def nudge(values: Any, number: int, eps: float = 0.0) -> Any:
     """Each element of the floating tensors of a tree moved by one rounding, up or down; the same for the same `number`.
