@@ -32,8 +32,8 @@ from autoshard.errors import DoesNotFitError, NotAvailableError, PlanMismatchErr
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
-from autoshard.ir.printer import format_bytes
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.text import format_bytes
 from autoshard.ir.update import Update
 from autoshard.planner import (
     ExampleInputs,

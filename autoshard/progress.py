@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autoshard.ir.printer import format_time
+from autoshard.ir.text import format_time
 
 if TYPE_CHECKING:
     from passes.solver.search_control import SearchControl

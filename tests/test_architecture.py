@@ -162,6 +162,14 @@ def test_imports_run_downward(path: Path) -> None:
     assert not upward, f"{part} may import only {sorted(allowed)}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "autoshard" / "ir").glob("*.py")), ids=_identify)
+def test_modules_of_the_ir_import_each_other_at_their_top(path: Path) -> None:
+    """No import within a function holds a circle of imports together."""
+    functions = [node for node in ast.walk(_syntax(path)) if isinstance(node, ast.FunctionDef)]
+    local = [item for node in functions for item in ast.walk(node) if isinstance(item, ast.Import | ast.ImportFrom)]
+    assert not [ast.unparse(item) for item in local if "autoshard" in ast.unparse(item)]
+
+
 @pytest.mark.parametrize("path", _sources(), ids=_identify)
 def test_private_torch_stays_in_tracing(path: Path) -> None:
     """Private torch interfaces are used in one folder."""

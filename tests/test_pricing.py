@@ -12,7 +12,7 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, P, Plan, Recipe, RecipeError
 from autoshard.errors import NotAvailableError
-from autoshard.ir.printer import format_bytes
+from autoshard.ir.text import format_bytes
 from tests.passes.decoders import dense, sparse, tokens
 
 MODEL, SPARSE = dense(8), sparse()

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import OperatorCoverage
-from autoshard.ir.printer import format_time
+from autoshard.ir.text import format_time
 from autoshard.rules import inferred_operators
 
 _LEAST_SHARE = 1e-3

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.table import Table
 
-from autoshard.ir.printer import any_block, as_text, common_name, format_bytes, format_time
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
 
 if TYPE_CHECKING:
     from autoshard.ir.plan import Plan

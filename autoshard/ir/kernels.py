@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autoshard.ir.printer import format_bytes, format_time
+from autoshard.ir.text import format_bytes, format_time
 
 
 @dataclass(frozen=True, slots=True)

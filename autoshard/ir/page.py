@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from autoshard.ir.printer import figure_rows, format_bytes, format_time, parameter_rows, summary, times_chosen
+from autoshard.ir.plan_parts import OperatorCoverage
+from autoshard.ir.printer import figure_rows, parameter_rows, summary, times_chosen
+from autoshard.ir.text import format_bytes, format_time
 from autoshard.ir.trace import Trace, TraceSpan
 
 if TYPE_CHECKING:
     from autoshard.ir.plan import Plan
-    from autoshard.ir.plan_parts import OperatorCoverage
 
 WIDTH = 1000.0
 """Units of the width of a drawing."""

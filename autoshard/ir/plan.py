@@ -17,6 +17,7 @@ from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, Pl
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.ir.page import render_page
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
 from autoshard.ir.printer import render_plan
 from autoshard.ir.recipe import Recipe
@@ -208,8 +209,6 @@ class Plan:
         It draws where the time of a step goes, what fills the memory at its peak, and the timeline; and lists the known
         recipes, where parameters lie, the operators, and every spec.
         """
-        from autoshard.ir.page import render_page
-
         Path(path).write_text(render_page(self), encoding="utf-8")
 
     def formula(

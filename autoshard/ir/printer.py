@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from autoshard.ir.kernels import KernelUse
-    from autoshard.ir.offload import Offload
-    from autoshard.ir.plan import Plan
-    from autoshard.ir.plan_parts import ParameterPlan
-    from autoshard.ir.recompute import Recompute
+from autoshard.ir.kernels import KernelUse
+from autoshard.ir.offload import Offload
+from autoshard.ir.plan_parts import ParameterPlan
+from autoshard.ir.recompute import Recompute
+from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
 
-_MAX_WIDTH = 110
+if TYPE_CHECKING:
+    from autoshard.ir.plan import Plan
+
 _SHOWN_CALLS = 4
 
 
@@ -28,16 +26,6 @@ def render_plan(plan: Plan) -> str:
     tables += [_kernel_table(kernels.uses)] if kernels.uses else []
     tables += [_replicated_table(whole)] if whole else []
     return as_text(summary(plan), *recipe_lines(plan), *tables)
-
-
-def as_text(*parts: str | Table) -> str:
-    """Lines and tables as plain text; lines are not wrapped."""
-    width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 0)).columns)
-    console = Console(width=width, no_color=True, highlight=False)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part, soft_wrap=isinstance(part, str))
-    return capture.get().rstrip()
 
 
 def summary(plan: Plan) -> str:
@@ -202,31 +190,3 @@ def _replicated_table(operators: Iterable[tuple[str, str]]) -> Table:
     for operator, line in operators:
         table.add_row(operator, line or "-")
     return table
-
-
-def any_block(name: str) -> str:
-    """A qualified name without the numbers in it: "layers.*.mlp.*.weight"."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def common_name(names: Sequence[str]) -> str:
-    """What names that differ in numbers have in common: "layers.*.mlp.2.weight"."""
-    parts = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
-
-
-def format_bytes(size: float) -> str:
-    """A size in binary units: `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
-
-
-def format_time(seconds: float) -> str:
-    """A time with a unit that suits it: `12.3 ms`."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from autoshard.errors import DoesNotFitError
-from autoshard.ir.printer import format_bytes
+from autoshard.ir.text import format_bytes
 from passes.memory.liveness import Liveness
 from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.dual_search import DualSearch

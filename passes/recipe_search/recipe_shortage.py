@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.errors import DoesNotFitError
-from autoshard.ir.printer import format_bytes
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
 from passes.recipe_search.joined_problem import JoinedProblem

@@ -12,10 +12,10 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import ParameterPlan, Prediction
-from autoshard.ir.printer import format_bytes
 from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from cost_models.joined import JoinedCluster

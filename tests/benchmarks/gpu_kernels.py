@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 import autoshard
-from autoshard.ir.printer import format_bytes
+from autoshard.ir.text import format_bytes
 from cost_models.device import Device, device
 from tests.benchmarks import gpu_liger
 from tests.benchmarks.gpu_block import (

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from autoshard import Cluster, DoesNotFitError, Mesh, Recipe
 from autoshard.ir.plan import Plan
-from autoshard.ir.printer import format_bytes, format_time
+from autoshard.ir.text import format_bytes, format_time
 from autoshard.planner import Planner, update_of
 from autoshard.recipe_search import recipe_problem
 from autoshard.runtime.optimizer_state import named_optimizer

@@ -1,0 +1,29 @@
+"""Text for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.ir.text import any_block, common_name, format_bytes, format_time
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB"), (5 * 2**40, "5.00 TiB")],
+)
+def test_sizes_are_in_binary_units(size: int, text: str) -> None:
+    """Bytes are whole, a size below zero keeps its sign."""
+    assert format_bytes(size) == text
+    assert format_bytes(-size) == (f"-{text}" if size else text)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(90.0, "90 s"), (0.0123, "12.3 ms"), (4e-6, "4 us"), (2e-9, "2 ns")])
+def test_times_have_the_unit_that_suits_them(seconds: float, text: str) -> None:
+    """Three digits of it."""
+    assert format_time(seconds) == text
+
+
+def test_names_that_differ_in_numbers_are_one() -> None:
+    """The parts in which they differ are stars; a number that all have stays."""
+    assert any_block("layers.3.mlp.2.weight") == any_block("layers.4.mlp.2.weight")
+    assert common_name(["layers.3.mlp.2.weight", "layers.4.mlp.2.weight"]) == "layers.*.mlp.2.weight"
