@@ -1,7 +1,7 @@
 """The commands: plan a model for a cluster, and ask whether this machine is ready.
 
 Everything printed for a person is also there as JSON with `--json`. Exit status 0, or 1 with one clear
-sentence.
+sentence; 130 where Ctrl-C ended it before there was anything to print.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 """The dtype of a model whose recipes are searched, if it is not bfloat16: recipes are of models in that of products."""
 
 _INTERRUPTED = 130
-"""What typer makes of a KeyboardInterrupt."""
+"""What typer makes of a KeyboardInterrupt, and shells of a process that SIGINT ended."""
 
 _Cluster = Annotated[
     str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8; islands of several kinds joined by +.")
@@ -74,16 +74,16 @@ def main() -> None:
     """Run the command line; what a user did wrong ends in one sentence and exit status 1."""
     try:
         if app(standalone_mode=False) == _INTERRUPTED:
-            _fail("interrupted before there was anything to print.")
+            _fail("interrupted before there was anything to print.", _INTERRUPTED)
     except (AutoshardError, CostModelError) as error:
         _fail(str(error))
     except TyperException as error:
         _fail(error.format_message() or "name a command, as listed above.")
 
 
-def _fail(sentence: str) -> None:
+def _fail(sentence: str, status: int = 1) -> None:
     Console(stderr=True, highlight=False).print(f"autoshard: {sentence}", soft_wrap=True, markup=False)
-    sys.exit(1)
+    sys.exit(status)
 
 
 @app.callback()

@@ -136,13 +136,13 @@ def test_a_mistake_is_one_sentence(
 def test_ctrl_c_before_there_is_a_plan_is_one_sentence(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As for a mistake."""
+    """As for a mistake, with the exit status of what SIGINT ended."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("autoshard.api.plan", interrupted)
-    assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x2") == 1
+    assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x2") == 130
     assert "interrupted before there was anything to print" in capsys.readouterr().err
 
 

@@ -1,0 +1,58 @@
+"""The start of the command, in processes of their own: what SIGINT does until everything is imported, and then."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+_INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "autoshard":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                print("swallowed, as numpy does within its import")
+                sys.exit(0)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+_STUB = """
+import signal, sys, types
+sys.modules["autoshard"] = types.ModuleType("autoshard")
+sys.modules["autoshard.cli"] = stub = types.ModuleType("autoshard.cli")
+stub.main = lambda: print(signal.getsignal(signal.SIGINT))
+"""
+
+_START = """
+from autoshard_command import main
+main()
+"""
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_ctrl_c_during_imports_ends_the_command() -> None:
+    """By the signal itself, which shells report as 130; nothing is printed, and no import can swallow it."""
+    done = _run(_INTERRUPTED_IMPORT + _START)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_is_pythons_own_once_everything_is_imported() -> None:
+    """The command line handles it from then on."""
+    assert "default_int_handler" in _run(_STUB + _START).stdout
+
+
+def test_a_command_that_is_to_ignore_ctrl_c_does() -> None:
+    """A shell starts what it puts into the background so."""
+    ignored = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    assert _run(ignored + _STUB + _START).stdout.strip() == str(signal.SIG_IGN)
