@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
+    ExampleInputs,
     check_backend,
     check_is_materialised,
     check_limits,
@@ -26,6 +27,7 @@ from autoshard.arguments import (
     check_target,
     checked_cluster,
     checked_constraints,
+    split_inputs,
 )
 from autoshard.cluster import candidate_meshes, one_kind
 from autoshard.errors import DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
@@ -36,12 +38,10 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from autoshard.ir.update import Update
 from autoshard.planner import (
-    ExampleInputs,
     LossFunction,
     Planner,
     choose_mesh,
     refuse_scaling,
-    split_inputs,
     update_of,
 )
 from autoshard.pricing import price
@@ -228,6 +228,7 @@ def plan(
     check_backend(backend)
     check_loss(loss_fn)
     check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s, global_batch=global_batch)
+    args, kwargs = split_inputs(example_inputs)
     if recipe is not None or global_batch is not None:
         _refuse_kernels(backend)
     if recipe is not None:
@@ -266,7 +267,6 @@ def plan(
         with_kernels=_has_kernels(backend, _device_of_plans(mesh_or_cluster)),
         progress=progress,
     )
-    args, kwargs = split_inputs(example_inputs)
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update if grad else None)
     program, found = planner.plan_call(request, _meshes_of(mesh_or_cluster, mesh))

@@ -6,7 +6,8 @@ What cannot be meant is refused by name, before anything is traced or searched.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
+
+ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
 BACKENDS = ("auto", "eager", "inductor", "triton")
 
@@ -52,7 +55,7 @@ def check_loss(loss_fn: Any) -> None:
 
 def check_limits(*, memory_budget: Any, time_budget_s: Any, global_batch: Any = None) -> None:
     """Raise `NotAvailableError` for limits of the search that no plan can keep."""
-    if memory_budget is not None and not (_is_number(memory_budget) and memory_budget > 0):
+    if memory_budget is not None and not (_is_number(memory_budget) and 0 < memory_budget < math.inf):
         raise NotAvailableError(f"memory_budget={memory_budget!r} must be a number of bytes above 0.")
     if not (_is_number(time_budget_s) and time_budget_s >= 0):
         raise NotAvailableError(f"time_budget_s={time_budget_s!r} must be a number of seconds, at least 0.")
@@ -101,12 +104,29 @@ def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
             "{'*.weight': P('data', None)}."
         )
     for pattern, spec in (constraints or {}).items():
+        if not isinstance(pattern, str):
+            raise InvalidSpecError(
+                f"constraints has the key {pattern!r}, which is a {type(pattern).__name__}; name a value or a glob, "
+                "'*.weight'."
+            )
         if not isinstance(spec, PartitionSpec):
             raise InvalidSpecError(
                 f"constraints[{pattern!r}]={spec!r} is a {type(spec).__name__}; write it as P('data', None). Fields "
                 "of a recipe are constrained where recipes are searched, with plan(global_batch=)."
             )
     return dict(constraints or {})
+
+
+def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of an example call; `TraceError` for what is neither."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(sorted(example_inputs.items()))
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise TraceError(
+        f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional arguments, "
+        "(tokens, targets), or a dict of keyword arguments."
+    )
 
 
 def check_target(target: Any, mesh: Any) -> None:

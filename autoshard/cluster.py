@@ -153,7 +153,7 @@ class JoinedCluster(PricedJoinedCluster):
 def load_cluster(path: str | Path) -> Cluster | JoinedCluster:
     """Read a file of one cluster, or of islands; `UnknownHardwareError` if it is neither."""
     with _errors_of_ours():
-        has_islands = "islands" in constants.read(Path(path)).texts
+        has_islands = "islands" in constants.read(constants.check_file(path)).texts
     return JoinedCluster.load(path) if has_islands else Cluster.load(path)
 
 

@@ -25,6 +25,10 @@ class NoShardingRuleError(AutoshardError):
     """An operator has no sharding rule, and `strict=True` forbids running it replicated."""
 
 
+class OperatorError(AutoshardError, ValueError):
+    """What is named as an operator is none, or several; it has a sharding rule already; or it refuses the call."""
+
+
 class RuleInferenceError(AutoshardError):
     """No sharding rule can be found by running an operator: it is random, in-place, or refuses what is drawn."""
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from autoshard import tracing
+from autoshard.arguments import ExampleInputs, split_inputs
 from autoshard.cluster import candidate_meshes, local_cluster
 from autoshard.errors import (
     AutoshardError,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
 
-ExampleInputs = Sequence[Any] | Mapping[str, Any]
 LossFunction = Callable[..., torch.Tensor]
 
 _MARGINS = (1, 2)
@@ -459,15 +459,3 @@ def _check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> N
 def _digest(phased: PhasedProgram) -> str:
     graphs = [item.graph for item in (phased.forward, phased.backward, phased.update) if item is not None]
     return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]
-
-
-def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of an example call."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(sorted(example_inputs.items()))
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    raise TraceError(
-        f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional arguments, "
-        "(tokens, targets), or a dict of keyword arguments."
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import tracing
+from autoshard.arguments import ExampleInputs, check_loss, check_model, checked_cluster, split_inputs
 from autoshard.errors import NotAvailableError, RecipeError, TraceError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -22,8 +23,6 @@ from cost_models.step import StepModel
 
 if TYPE_CHECKING:
     from passes.sections.price_model import PricedModel
-
-ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
 """Models that were priced before, by model, shapes of inputs and loss."""
@@ -74,6 +73,14 @@ def price(
     from passes.recipes.recipe_formulas import RecipeFormulas
     from passes.recipes.recipe_plan import recipe_plan
 
+    check_model(model)
+    check_loss(loss_fn)
+    args, kwargs = split_inputs(example_inputs)
+    checked_cluster(cluster, None)
+    if step_model is not None and not isinstance(step_model, StepModel):
+        raise NotAvailableError(
+            f"step_model={step_model!r} is a {type(step_model).__name__}; pass a cost_models.step.StepModel."
+        )
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
     if recipe.offload in ("optimizer", "parameters"):
@@ -82,7 +89,6 @@ def price(
             "Price the recipe with offload='none' or 'activations'."
         )
     found = recipe_plan(priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
-    args, kwargs = _arguments(example_inputs)
 
     def fold(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PricedModel:
         return priced_model(model, kwargs if isinstance(example_inputs, Mapping) else args, loss_fn)
@@ -109,16 +115,11 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
 
     def traced(batch: int) -> Program:
         resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
-        args, kwargs = _arguments(resized)
+        args, kwargs = split_inputs(resized)
         with torch.enable_grad():
             return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn)
 
     return PricedModel(fold_program(traced(1), traced(2), short.lists))
-
-
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position, and by name."""
-    return ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
 
 
 def _resized(leaf: Any, batch: int) -> Any:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autoshard.arguments import ExampleInputs
 from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import OPTIMIZERS, Recipe
-from autoshard.pricing import ExampleInputs, price, priced_model
+from autoshard.pricing import price, priced_model
 from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster

@@ -81,10 +81,18 @@ class HardwareFile:
         return HardwareFile(dict(other.texts) | dict(self.texts), below | dict(self.constants), self.origin)
 
 
+def check_file(path: object) -> Path:
+    """The path of a file of hardware. Raises HardwareFileError where there is none."""
+    if not isinstance(path, str | Path):
+        raise HardwareFileError(f"path={path!r} is a {type(path).__name__}; pass the path of a file.")
+    if not Path(path).is_file():
+        raise HardwareFileError(f"There is no file {path} of hardware; `autoshard calibrate --out {path}` writes one.")
+    return Path(path)
+
+
 def read(path: Path) -> HardwareFile:
     """Parse one TOML file. Raises HardwareFileError for no file, or a constant without value, unit, source or date."""
-    if not path.is_file():
-        raise HardwareFileError(f"There is no file {path} of hardware; `autoshard calibrate --out {path}` writes one.")
+    check_file(path)
     state = path.stat()
     return _read(path, state.st_mtime_ns, state.st_size)
 
@@ -149,6 +157,9 @@ def names(folder: str) -> tuple[str, ...]:
 
 def load(folder: str, name: str) -> HardwareFile:
     """The data file of a device, node type, ... . Raises UnknownHardwareError naming what is known."""
+    if not isinstance(name, str):
+        kind = folder.removesuffix("s")
+        raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
     if name not in names(folder):
         raise UnknownHardwareError(
             f"No hardware {name!r} in cost_models/data/{folder}. Known: {', '.join(names(folder))}. "

@@ -123,13 +123,15 @@ def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:
         result is in float64: exact up to 2**53, else rounded. Ceilings are exact.
 
     Raises:
-        CostArgumentError: (from the function) symbols are missing, or are not the formula's; names them.
+        CostArgumentError: it is no formula; or, from the function, symbols are missing, or are not the formula's.
 
     Example:
         >>> batch, data = sympy.symbols("batch data")
         >>> vectorise(64 * sympy.ceiling(batch / data))(batch=[8, 9], data=4)
         array([128., 192.])
     """
+    if not isinstance(formula, sympy.Expr):
+        raise CostArgumentError(f"formula={formula!r} is a {type(formula).__name__}; pass what Plan.formula gave.")
     symbols = sorted((symbol for symbol in formula.free_symbols if isinstance(symbol, sympy.Symbol)), key=str)
     names = [symbol.name for symbol in symbols]
     dummies = [sympy.Dummy() for _ in symbols]  # any name is good for a mesh axis, not for an argument in source text

@@ -143,6 +143,8 @@ def assemble_node(
         >>> assemble_node("a100_sxm_40gb", 8, network="roce_v2", network_bytes_per_s_per_device=25e9).name
         'a100_sxm_40gb:8:nvlink3_nvswitch:roce_v2'
     """
+    if not isinstance(unit, str | Device):
+        raise UnknownHardwareError(f"unit={unit!r} is a {type(unit).__name__}; pass the name of a device.")
     chosen = device(unit) if isinstance(unit, str) else unit
     fabric = _usual_fabric(chosen) if fabric is None else fabric
     if isinstance(fabric, Link):
@@ -202,13 +204,21 @@ class Cluster:
 
         Raises:
             UnknownHardwareError: no such part, or several nodes and no network.
-            TopologyError: `devices` is not a multiple of `devices_per_node`.
+            TopologyError: counts that cannot be, or `devices` is not a multiple of `devices_per_node`.
 
         Example:
             >>> Cluster.of("v100_sxm2_32gb", 64, devices_per_node=4, fabric="nvlink2_mesh", network="omni_path").nodes
             16
         """
+        unknown = [name for name in parts if name not in NodeParts.__annotations__]
+        if unknown:
+            known = ", ".join(NodeParts.__annotations__)
+            raise UnknownHardwareError(f"{unknown[0]!r} is no part of a node; there are {known}.")
+        if "devices_per_node" not in parts:
+            raise TopologyError("devices_per_node= is missing: say how many devices one node holds.")
         node, per_node = assemble_node(unit, **parts), parts["devices_per_node"]
+        if not isinstance(devices, int) or devices < 1:
+            raise TopologyError(f"A cluster of {devices!r} devices cannot be; give a whole number of at least 1.")
         if devices < per_node:
             return cls(node, 1, devices)
         if devices % per_node:
@@ -256,7 +266,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
-        file = constants.read(Path(path))
+        file = constants.read(constants.check_file(path))
         if "islands" in file.texts:
             raise HardwareFileError(f"{path}: it has several islands; read it with JoinedCluster.load.")
         return cls.of_file(file)
@@ -330,8 +340,10 @@ def _check_shape(kind: NodeType, nodes: int, per_node: int) -> None:
 
 
 def _check_layout(node: NodeType) -> None:
-    if node.devices_per_node < 1:
-        raise TopologyError(f"Node type {node.name!r} has devices_per_node={node.devices_per_node!r}; at least one.")
+    if not isinstance(node.devices_per_node, int) or node.devices_per_node < 1:
+        raise TopologyError(
+            f"Node type {node.name!r} has devices_per_node={node.devices_per_node!r}; a whole number of at least 1."
+        )
     if node.wiring.layout is Layout.HYBRID_CUBE_MESH and node.devices_per_node > 8:
         raise TopologyError(
             f"Node type {node.name!r}: a hybrid cube mesh joins 8 devices, not {node.devices_per_node}."

@@ -49,7 +49,9 @@ class JoinedCluster:
     def __init__(self, islands: Sequence[Cluster], *, network: str | Link | None = None) -> None:
         if not islands or not all(isinstance(each, Cluster) for each in islands):
             raise TopologyError(f"JoinedCluster({islands!r}): its islands are Clusters, one or more.")
-        link = read_link(constants.load("networks", network)) if isinstance(network, str) else network
+        link = (
+            network if network is None or isinstance(network, Link) else read_link(constants.load("networks", network))
+        )
         alone = [each.name for each in islands if link is None and each.node.inter is None]
         if alone and len(islands) > 1:
             raise UnknownHardwareError(
@@ -116,7 +118,7 @@ class JoinedCluster:
         Raises:
             HardwareFileError: it is no such file; names what is missing.
         """
-        origin = Path(path)
+        origin = constants.check_file(path)
         try:
             document = tomllib.loads(origin.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:

@@ -56,13 +56,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.cluster": _LEAVES,
     "autoshard.progress": (*_IR, "passes", *_PASSES),
-    "autoshard.planner": (*_LEAVES, "passes", *_PASSES, "autoshard.cluster", "autoshard.progress"),
+    "autoshard.planner": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster"),
+        "autoshard.progress",
+    ),
     "autoshard.api": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
         *("autoshard.pricing", "autoshard.recipe_search"),
     ),
-    "autoshard.pricing": (*_LEAVES, "passes", *_PASSES),
-    "autoshard.recipe_search": (*_LEAVES, "passes", *_PASSES, "autoshard.pricing", "autoshard.progress"),
+    "autoshard.pricing": (*_LEAVES, "passes", *_PASSES, "autoshard.arguments"),
+    "autoshard.recipe_search": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pricing"),
+        "autoshard.progress",
+    ),
     "autoshard.cli": (
         *_LEAVES,
         "passes",
@@ -73,7 +79,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "autoshard.pricing",
         "autoshard",
     ),
-    "autoshard.testing": (*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.cluster"),
+    "autoshard.testing": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.arguments"),
+        "autoshard.cluster",
+    ),
     "autoshard": (*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.pricing"),
 }
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
+from autoshard.ir.files import read_text, write_text
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.page import render_page
@@ -171,23 +172,23 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanMismatchError: the file is no plan, or of a schema version that this release does not read.
+            PlanMismatchError: there is no such file, it is no plan, or of a schema version that this release does not
+                read.
         """
+        text = read_text(path)
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
+            return cls.from_json(json.loads(text))
         except AutoshardError as error:
             raise PlanMismatchError(f"{path}: {error}") from error
-        except UnicodeDecodeError as error:
-            raise PlanMismatchError(f"{path} is not a plan that autoshard wrote: it is no text.") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanMismatchError(f"{path} is not a plan that autoshard wrote: {error!r}.") from error
+            raise PlanMismatchError(f"{str(path)!r} is not a plan that autoshard wrote: {error!r}.") from error
 
     def trace(self, path: str | Path) -> None:
         """Write the predicted step as a file that ui.perfetto.dev and chrome://tracing open.
@@ -209,7 +210,7 @@ class Plan:
         It draws where the time of a step goes, what fills the memory at its peak, and the timeline; and lists the known
         recipes, where parameters lie, the operators, and every spec.
         """
-        Path(path).write_text(render_page(self), encoding="utf-8")
+        write_text(path, render_page(self))
 
     def formula(
         self,
@@ -299,7 +300,16 @@ class Plan:
         return self.alternatives
 
     def compare(self, other: Plan) -> Comparison:
-        """This plan beside another one of the model: times, memory, and the specs that differ. Print the result."""
+        """This plan beside another one of the model: times, memory, and the specs that differ. Print the result.
+
+        Raises:
+            PlanMismatchError: the other is no plan.
+        """
+        if not isinstance(other, Plan):
+            raise PlanMismatchError(
+                f"compare({other!r}): a {type(other).__name__} is no plan; pass an autoshard.Plan, such as "
+                "Plan.load(path) reads."
+            )
         return compare(self, other)
 
     def to_json(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ constraints on a traced program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from autoshard.errors import RecipeError
@@ -253,7 +253,7 @@ class Recipe:
     def _check_islands(self) -> None:
         if self.islands is None:
             return
-        object.__setattr__(self, "islands", tuple(self.islands))
+        object.__setattr__(self, "islands", _entries("islands", self.islands))
         if not self.islands or not all(isinstance(place, int) and place >= 0 for place in self.islands):
             raise RecipeError(f"islands={self.islands!r} must be places of islands in their cluster, from 0 on.")
         if len(set(self.islands)) < len(self.islands):
@@ -268,7 +268,7 @@ class Recipe:
             raise RecipeError("schedule='interleaved-1f1b' needs virtual_stages of at least 2; use '1f1b' for one.")
         if self.stage_blocks is None:
             return
-        object.__setattr__(self, "stage_blocks", tuple(self.stage_blocks))
+        object.__setattr__(self, "stage_blocks", _entries("stage_blocks", self.stage_blocks))
         if not all(isinstance(count, int) and count >= 0 for count in self.stage_blocks):
             raise RecipeError(f"stage_blocks={self.stage_blocks!r} must be whole numbers of at least 0, one a stage.")
         if len(self.stage_blocks) != self.stages:
@@ -303,6 +303,13 @@ def check_field(name: str, value: object) -> None:
         raise _no_choice(name, value)
     if name in _FLAGS and not isinstance(value, bool):
         raise _no_flag(name, value)
+
+
+def _entries(name: str, given: object) -> tuple[object, ...]:
+    """The entries of a field that holds several."""
+    if not isinstance(given, Iterable):
+        raise RecipeError(f"{name}={given!r} is a {type(given).__name__}; pass a tuple of whole numbers.")
+    return tuple(given)
 
 
 def _no_choice(name: str, value: object) -> RecipeError:

@@ -204,14 +204,16 @@ P = PartitionSpec
 def _dim_axes(dim: DimAxes) -> tuple[str, ...]:
     if dim is None:
         return ()
-    axes = (dim,) if isinstance(dim, str) else tuple(dim)
-    if not all(isinstance(axis, str) for axis in axes):
+    axes = (dim,) if isinstance(dim, str) or not isinstance(dim, Iterable) else tuple(dim)
+    if not all(isinstance(axis, str) and axis.isidentifier() for axis in axes):
         raise InvalidSpecError(f"P(...) was given dim={dim!r}; a dim is an axis name, a tuple of them, or None.")
     return axes
 
 
 def _partial_items(partial: Mapping[str, str]) -> tuple[tuple[str, Reduction], ...]:
     known: Iterable[str] = [reduction.value for reduction in Reduction]
+    if not isinstance(partial, Mapping):
+        raise InvalidSpecError(f"P(...) was given partial={partial!r}; write partial={{'data': 'sum'}}.")
     for axis, reduction in partial.items():
         if reduction not in known:
             raise InvalidSpecError(

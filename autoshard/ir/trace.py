@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autoshard.ir.files import write_text
+
 _SEPARATOR = " | "
 
 
@@ -58,7 +60,7 @@ class Trace:
     def write(self, path: str | Path) -> None:
         """Write the trace event file."""
         document = {"traceEvents": self.events(), "displayTimeUnit": "ms"}
-        Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(document) + "\n")
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data: a line per span, `process | start_ns | duration_ns | stream | name`."""

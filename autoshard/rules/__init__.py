@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import Placement
 
+from autoshard.errors import OperatorError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import (  # noqa: F401  (each registers its rules)
     arrangements,
@@ -36,8 +38,8 @@ from autoshard.rules.enumeration import enumerate_strategies, replicated
 from autoshard.rules.infer import infer_rule
 from autoshard.rules.notation import Rule
 from autoshard.rules.registry import (
-    as_overload,
     bound_rule,
+    checked_operator,
     evaluate,
     has_rule,
     inferred_operators,
@@ -64,7 +66,8 @@ def strategies(
         strategy first, and alone where the operator has no rule.
 
     Raises:
-        NotImplementedError: a result's shape depends on values, and an operand has none.
+        OperatorError: `op` is no operator, or refuses the call; a result's shape depends on values, and an operand has
+            none.
 
     Example:
         >>> import torch
@@ -78,9 +81,9 @@ def strategies(
         (Partial(sum), Replicate()) -> (Partial(sum),)
         (Replicate(), Partial(sum)) -> (Partial(sum),)
     """
-    op, kwargs = as_overload(op), kwargs or {}
+    op, kwargs = checked_operator(op), {} if kwargs is None else kwargs
     mesh = Mesh({"axis": axis_size})
-    results = evaluate(op, args, kwargs)
+    results = _results(op, args, kwargs)
     rule = bound_rule(op, args, kwargs, results)
     if rule is None:
         found = [replicated(len(tensor_operands(args, kwargs)), len(results), mesh)]
@@ -93,3 +96,20 @@ def strategies(
         )
         for strategy in found
     ]
+
+
+def _results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The results of a call on "meta"; `OperatorError` where there are none."""
+    if not isinstance(args, tuple | list):
+        raise OperatorError(f"strategies({op}, ...): args is a {type(args).__name__}; pass a tuple of arguments.")
+    if not isinstance(kwargs, Mapping):
+        raise OperatorError(f"strategies({op}, ...): kwargs is a {type(kwargs).__name__}; pass a dict, or None.")
+    try:
+        return evaluate(op, args, kwargs)
+    except NotImplementedError as error:
+        raise OperatorError(
+            f"strategies({op}, ...): the shape of a result depends on the values of an operand, which has none. Pass "
+            "real tensors."
+        ) from error
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise OperatorError(f"{op} refuses the call: {str(error).splitlines()[0]}") from error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.rules.notation import Rule
-from autoshard.rules.registry import sharding_rule
+from autoshard.rules.registry import rule_of
 
 
 def hub(x: torch.Tensor) -> torch.Tensor:
@@ -15,7 +15,7 @@ def hub(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@sharding_rule(hub)
+@rule_of(hub)
 def _hub(x: Any) -> Rule:
     dims = tuple((f"d{index}",) for index in range(x.ndim))
     return Rule(([dims], [dims]), linear=[(0,)])

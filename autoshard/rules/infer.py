@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.errors import RuleInferenceError
+from autoshard.errors import OperatorError, RuleInferenceError
 from autoshard.rules.notation import Dims, Rule, bind, parse, render
-from autoshard.rules.registry import as_overload, has_rule, mark_inferred, sharding_rule, tensor_operands
+from autoshard.rules.registry import checked_operator, has_rule, mark_inferred, sharding_rule, tensor_operands
 from autoshard.rules.sampling import Call, Sampler, Tie, Trial, agree, call_of, is_additive
 
 Outcome = int | str
@@ -86,7 +86,7 @@ def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) 
 
     Raises:
         RuleInferenceError: the operator is random, writes to an operand, gives no tensors, or refuses what is drawn.
-        ValueError: the operator has a rule that was written.
+        OperatorError: it is no operator, or has a rule that was written; or the sample is no call's arguments.
 
     Example:
         >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())
@@ -95,10 +95,15 @@ def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) 
         >>> print(infer_rule(scaled_sum, (torch.randn(6, 4), torch.randn(4))))
         a b, b -> b  (a: sum; linear in (0), (1))
     """
-    operator = as_overload(operator)
+    operator = checked_operator(operator)
     known = _cases.get(operator)
     if known is None and has_rule(operator):
-        raise ValueError(f"{operator} already has a sharding rule; there is nothing to infer.")
+        raise OperatorError(f"{operator} already has a sharding rule; there is nothing to infer.")
+    if not isinstance(sample_inputs, tuple | list | Mapping):
+        raise OperatorError(
+            f"infer_rule({operator}, ...): sample_inputs is a {type(sample_inputs).__name__}; pass a tuple of "
+            "positional or a dict of keyword arguments."
+        )
     args, kwargs = ((), sample_inputs) if isinstance(sample_inputs, Mapping) else (sample_inputs, {})
     rule = find_rule(operator, args, kwargs)
     if known is None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverloadPacket
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.library import CustomOpDef
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import InvalidSpecError
+from autoshard.errors import OperatorError
 from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule, Carry, Rule, bind
 from autoshard.rules.padding import padding_of
@@ -38,24 +38,53 @@ def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
     notation alone as a string, or None for a call that cannot be split.
 
     Raises:
-        ValueError: an operator already has a rule.
+        OperatorError: no operator, an operator that already has a rule, or no function is decorated.
     """
+    return rule_of(*(operator if _is_name(operator) else checked_operator(operator) for operator in operators))
+
+
+def rule_of(*targets: Any) -> Callable[[_Function], _Function]:
+    """As `sharding_rule`, of whatever nodes of programs call: functions of the planner's own too."""
 
     def register(function: _Function) -> _Function:
-        for operator in map(as_overload, operators):
-            if operator in _rules:
-                raise ValueError(f"{operator} already has a sharding rule: {_rules[operator].__qualname__}")
-            _rules[operator] = function
+        if not callable(function):
+            raise OperatorError(f"A sharding rule is a function, and {function!r} is a {type(function).__name__}.")
+        for target in targets:
+            if target in _rules:
+                raise OperatorError(f"{target} already has a sharding rule: {_rules[target].__qualname__}")
+            _rules[target] = function
         return function
 
     return register
 
 
+def _is_name(operator: Any) -> bool:
+    """Whether it is "library.name.overload"; `OperatorError` for another text."""
+    if not isinstance(operator, str):
+        return False
+    if len(operator.split(".")) != 3 or not all(part.isidentifier() for part in operator.split(".")):
+        raise OperatorError(f"{operator!r} is no operator's name: write library.name.overload, 'aten.mm.default'.")
+    return True
+
+
+def checked_operator(operator: Any) -> OpOverload:
+    """The overload that an operator is in traced programs; `OperatorError` for what is none."""
+    found = as_overload(operator)
+    if not isinstance(found, OpOverload):
+        name = getattr(operator, "__name__", "mm")
+        known = f"torch.ops.aten.{name}.default" if hasattr(torch.ops.aten, name) else "torch.ops.aten.mm.default"
+        raise OperatorError(
+            f"{operator!r} is a {type(operator).__name__}; pass an operator of torch.ops ({known}), or what "
+            "torch.library.custom_op or triton_op gave."
+        )
+    return found
+
+
 def as_overload(operator: Any) -> Any:
-    """The overload that stands in traced programs for `operator`.
+    """The overload that stands in traced programs for `operator`; what is no operator of torch.ops, as it is.
 
     Raises:
-        InvalidSpecError: a name in `torch.ops` that stands for several overloads.
+        OperatorError: a name in `torch.ops` that stands for several overloads.
     """
     if isinstance(operator, CustomOpDef):
         return operator._opoverload
@@ -64,7 +93,7 @@ def as_overload(operator: Any) -> Any:
     overloads = operator.overloads()
     if len(overloads) != 1:
         names = ", ".join(f"{operator}.{name}" for name in overloads)
-        raise InvalidSpecError(f"{operator} has {len(overloads)} overloads; name one of them: {names}.")
+        raise OperatorError(f"{operator} has {len(overloads)} overloads; name one of them: {names}.")
     return getattr(operator, overloads[0])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import api
+from autoshard.arguments import split_inputs
 from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -71,11 +72,11 @@ def check_plan(
     Raises:
         NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, or no step is asked for.
     """
-    if steps < 1:
+    if not isinstance(steps, int) or steps < 1:
         raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one.")
     if make_optimizer is not None and whole_step is not None:
         raise NotAvailableError("make_optimizer= and whole_step= both name an optimizer; leave one of them out.")
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = split_inputs(inputs)
     training = _Training(args, kwargs, steps, make_optimizer or _gradient_descent, whole_step)
     alone, original = copy.deepcopy(model), copy.deepcopy(model)
     optimized = {} if whole_step is None else _options_of(whole_step, original)

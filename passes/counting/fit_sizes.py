@@ -83,7 +83,7 @@ def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims 
             like sequences: integers of two dims or more, or three dims. Inputs of other sizes there are left alone.
 
     Raises:
-        FormulaError: a dim that no input has.
+        FormulaError: a dim that no input has, or `dims` is no mapping.
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -94,6 +94,8 @@ def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims 
             like = {index: leaf for index, leaf in tensors.items() if leaf.ndim > 1 and leaf.shape[1] == first.shape[1]}
             sizes.append(_named("sequence", 1, like))
         return tuple(sizes)
+    if not isinstance(dims, Mapping):
+        raise FormulaError(f"dims={dims!r} is a {type(dims).__name__}; pass a dict of symbols to dims: {{'batch': 0}}.")
     return tuple(_named(name, dim, tensors) for name, dim in dims.items())
 
 

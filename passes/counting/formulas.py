@@ -72,6 +72,8 @@ def check_fixed(fixed: Collection[str], known: Sequence[str]) -> None:
     """Refuse to hold fixed what is no symbol. Raises FormulaError."""
     if isinstance(fixed, str):
         raise FormulaError(f"fixed={fixed!r} is a text; pass the names of symbols: fixed=({fixed!r},).")
+    if not isinstance(fixed, Collection):
+        raise FormulaError(f"fixed={fixed!r} is a {type(fixed).__name__}; pass the names of symbols: fixed=('batch',).")
     unknown = [name for name in fixed if name not in known]
     if unknown:
         raise FormulaError(f"fixed={tuple(fixed)!r} names {unknown[0]!r}; the symbols are {', '.join(known)}.")

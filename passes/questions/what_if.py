@@ -84,6 +84,8 @@ def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature
         InvalidSpecError: no such feature.
         NotAvailableError: only plans of recipes can be asked about it.
     """
+    if not isinstance(feature, str):
+        raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(ROLES)}.")
     if feature in ONLY_RECIPES:
         raise NotAvailableError(
             f"why_not({feature!r}): this plan is of specs on a mesh, which has no such choice; recipes do. Plan with "

@@ -41,6 +41,11 @@ def pin(base: Recipe, constraints: Mapping[str, object]) -> tuple[Recipe, Only]:
         >>> pin(Recipe(), {"pipeline": (1, 2), "fused": False})[1]
         {'pipeline': (1, 2)}
     """
+    if not isinstance(constraints, Mapping):
+        raise RecipeError(
+            f"constraints={constraints!r} is a {type(constraints).__name__}; pass a dict of fields to values, "
+            "{'tensor': 8, 'pipeline': (1, 2)}."
+        )
     only: dict[str, Collection[object]] = {}
     single: dict[str, object] = {}
     for name, given in constraints.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import autoshard
-from autoshard.errors import InvalidSpecError, RuleInferenceError
+from autoshard.errors import OperatorError, RuleInferenceError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import infer, registry, strategies
 from autoshard.rules.enumeration import enumerate_strategies
@@ -208,9 +208,9 @@ def test_an_operator_has_one_rule() -> None:
     """A second one raises, written or inferred; so does a rule for what has one of ours."""
     sample = (_draw(6, 4), _draw(4))
     autoshard.infer_rule(gate, sample)
-    with pytest.raises(ValueError, match=r"gate.default already has a sharding rule"):
+    with pytest.raises(OperatorError, match=r"gate.default already has a sharding rule"):
         autoshard.sharding_rule(gate)(lambda x, w: None)
-    with pytest.raises(ValueError, match=r"aten.mm.default already has a sharding rule; there is nothing to infer"):
+    with pytest.raises(OperatorError, match=r"aten.mm.default already has a sharding rule; there is nothing to infer"):
         autoshard.infer_rule(torch.ops.aten.mm.default, sample)
 
 
@@ -286,7 +286,7 @@ def test_meta_tensors_are_refused() -> None:
 
 def test_an_overload_must_be_named_where_there_are_several() -> None:
     """The message lists them."""
-    with pytest.raises(InvalidSpecError, match=r"aten.add has \d+ overloads; name one of them: aten.add.Tensor"):
+    with pytest.raises(OperatorError, match=r"aten.add has \d+ overloads; name one of them: aten.add.Tensor"):
         autoshard.infer_rule(torch.ops.aten.add, (_draw(4), _draw(4)))
 
 

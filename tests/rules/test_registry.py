@@ -9,6 +9,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
+from autoshard.errors import OperatorError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import has_rule, sharding_rule, strategies
 from autoshard.rules.registry import bound_rule, evaluate
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 def test_a_second_rule_raises() -> None:
     """An operator has one rule."""
-    with pytest.raises(ValueError, match=r"aten.mm.default already has a sharding rule: mm"):
+    with pytest.raises(OperatorError, match=r"aten.mm.default already has a sharding rule: mm"):
         sharding_rule(aten.mm.default)(lambda a, b: None)
 
 

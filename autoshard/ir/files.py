@@ -1,0 +1,38 @@
+"""Files of plans: written and read as text, with one error that names the path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from autoshard.errors import NotAvailableError, PlanMismatchError
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file; `NotAvailableError` where that cannot be."""
+    checked = _checked(path)
+    try:
+        checked.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise NotAvailableError(
+            f"{os.fspath(path)!r} cannot be written: {error.strerror}. Name a file in a folder that exists."
+        ) from error
+
+
+def read_text(path: str | Path) -> str:
+    """What a file holds; `PlanMismatchError` where it cannot be read, or is no text."""
+    checked = _checked(path)
+    try:
+        return checked.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanMismatchError(
+            f"{os.fspath(path)!r} cannot be read: {error.strerror}. Name a file that Plan.save wrote."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise PlanMismatchError(f"{os.fspath(path)!r} is not a plan that autoshard wrote: it is no text.") from error
+
+
+def _checked(path: str | Path) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise NotAvailableError(f"path={path!r} is a {type(path).__name__}; pass the path of a file.")
+    return Path(path)
