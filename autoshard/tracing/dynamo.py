@@ -32,16 +32,21 @@ class _CallModule(nn.Module):
 
 
 def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
-    """Capture the call with Dynamo, and export the joint graph of what it captured."""
+    """Capture the call with Dynamo, and export the joint graph of what it captured.
+
+    Raises:
+        NotAvailableError: it can be captured, but not in a precision of its own.
+    """
+    args, kwargs = call.assemble(tuple(call.tensors.values()))
+    plain = replace(options, call=ModelCall(options.call.loss_fn, options.call.targets), casts=None)
+    capture = dynamo_graph_capture_for_export(_CallModule(model, plain))
+    with torch.set_grad_enabled(options.grad):
+        captured = capture(*args, **kwargs)
     if options.casts is not None:
         raise NotAvailableError(
             f"{type(model).__qualname__} can only be traced by way of Dynamo, where a precision is not available: "
             "leave precision out (precision=None), or convert the model with model.to(dtype)."
         )
-    args, kwargs = call.assemble(tuple(call.tensors.values()))
-    capture = dynamo_graph_capture_for_export(_CallModule(model, options))
-    with torch.set_grad_enabled(options.grad):
-        captured = capture(*args, **kwargs)
     joint = export_joint(captured, call, replace(options, call=ModelCall()))
     return replace(joint, slots=_own_slots(joint, captured, model))
 

@@ -237,3 +237,10 @@ def test_what_only_dynamo_can_trace_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"by way of Dynamo, where a precision is not available: leave precision out"):
         trace(Numpy(), (torch.ones(3),), compute_dtype=BF16)
+
+
+def test_a_call_that_nothing_can_trace_is_not_blamed_on_the_precision() -> None:
+    """Leaving it out would not help: the error is the call's own."""
+    with pytest.raises(TraceError, match=r"must have same reduction dim, but got \[3, 5\] X \[8, 16\]") as caught:
+        trace(nn.Linear(8, 16), (torch.ones(3, 5),), compute_dtype=BF16)
+    assert "leave precision out" not in str(caught.value)
