@@ -31,12 +31,12 @@ class IslandsFastest:
 
     def more_only_adds(self, keeping: Keeping) -> bool:
         """See `recipe_objectives.Objective`."""
-        return True
+        return keeping.offload == "none"
 
     def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
         """See `recipe_objectives.Objective`."""
         for keeping in keepings:
-            kind = replace(first, recompute=keeping.recompute)
+            kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
             shares = _shares(self.pricer, kind)
             fits = (self.pricer.layout_memory(kind, most, shares) <= np.array(self.limits)).all(axis=1)
             yield self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
@@ -68,8 +68,7 @@ class IslandsFastest:
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `recipe_objectives.Objective`."""
-        needed = self.pricer.memory_bytes(recipe)
-        fits = all(size <= limit for size, limit in zip(needed, self.limits, strict=True))
+        fits = self.pricer.fits(recipe, self.limits)
         return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
 
     def price(self, recipe: Recipe) -> float:
@@ -95,7 +94,7 @@ class IslandsSmallest:
     def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
         """See `recipe_objectives.Objective`."""
         for keeping in keepings:
-            kind = replace(first, recompute=keeping.recompute)
+            kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
             shares = _shares(self.pricer, kind)
             yield float((self.pricer.layout_memory(kind, most, shares) / self.limits).max(axis=1).min())
 
@@ -117,7 +116,7 @@ class IslandsSmallest:
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `recipe_objectives.Objective`."""
-        return self.price(recipe)
+        return self.price(recipe) if self.pricer.fits(recipe, [math.inf] * len(self.limits)) else math.inf
 
     def price(self, recipe: Recipe) -> float:
         """See `recipe_objectives.Objective`."""

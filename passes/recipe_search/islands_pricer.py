@@ -10,7 +10,6 @@ import numpy as np
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
-from cost_models.schedule_orders import most_in_flight
 from cost_models.step import StepModel
 from passes.recipe_search.bound_islands import (
     PlacedFloors,
@@ -26,7 +25,7 @@ from passes.recipe_search.bound_memory import held_bytes, rank_floors, whole_byt
 from passes.recipe_search.bound_recipes import EndWorkOf, Floats, held_by, pipe_shapes
 from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import Pipe, Share
-from passes.recipes.pipeline_stages import schedule_name, share_out
+from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.place_islands import Placement, alone, place_islands
 from passes.recipes.price_islands import PlacedStep
 from passes.recipes.price_memory import state_bytes
@@ -71,9 +70,17 @@ class IslandsPricer:
 
     def memory_bytes(self, recipe: Recipe) -> tuple[int, ...]:
         """The memory of the fullest rank of each island, likewise."""
-        counts = most_in_flight(schedule_name(recipe), recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
-        held = [each / recipe.virtual_stages for each in counts]
-        return tuple(memory.total for memory in self._step(recipe).memory(held))
+        return tuple(memory.total for memory in self._step(recipe).memory(in_flight(recipe)))
+
+    def fits(self, recipe: Recipe, limits: Sequence[float]) -> bool:
+        """Whether a recipe fits in so much memory of each island, and what it offloads in its hosts' shares."""
+        if any(size > limit for size, limit in zip(self.memory_bytes(recipe), limits, strict=True)):
+            return False
+        if recipe.offload != "activations":
+            return True
+        shares = [cluster.host_bytes_per_device for cluster in self._clusters]
+        sizes = self._step(recipe).host_bytes(in_flight(recipe))
+        return all(share is None or size <= share for size, share in zip(sizes, shares, strict=True))
 
     def largest_bytes(self, recipe: Recipe) -> int:
         """The largest value that a recipe's layout makes: some rank has twice that, beside all else."""

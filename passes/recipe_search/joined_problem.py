@@ -215,6 +215,7 @@ class JoinedProblem:
             replace(self.base, islands=route),
             most_tensor=None if "tensor" in self.pinned else min(island.devices_per_node for island in islands),
             least_tokens=1 if "context" in self.pinned else self.least_tokens,
+            offloads=all(island.device.host_link is not None for island in islands),
             islands=tuple(island.size for island in islands) if len(islands) > 1 else (),
             only=only or {},
             pinned=self.pinned,

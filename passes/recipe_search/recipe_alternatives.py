@@ -162,9 +162,9 @@ class RecipeAlternatives:
             return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
         if feature != "offload":
             return ""
-        if isinstance(problem, JoinedProblem):
-            return "offloading has no price on a joined cluster"
-        return "" if problem.cluster.device.host_link is not None else "the device's data have no host link"
+        islands = problem.cluster.islands if isinstance(problem, JoinedProblem) else (problem.cluster,)
+        has_link = any(island.device.host_link is not None for island in islands)
+        return "" if has_link else "the device's data have no host link"
 
     def _variant(
         self,

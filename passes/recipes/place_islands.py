@@ -57,11 +57,9 @@ def place_islands(recipe: Recipe, cluster: JoinedCluster) -> Placement:
     """The islands that a recipe's pipeline passes, in order.
 
     Raises:
-        RecipeError: an island that the cluster has not, one that stages do not fill, a number of pipeline ranks that
-            they have not, or offloading.
+        RecipeError: an island that the cluster has not, one that stages do not fill, or a number of pipeline ranks that
+            they have not.
     """
-    if recipe.offload != "none":
-        raise RecipeError(f"offload={recipe.offload!r} has no price on a joined cluster; use 'none', or one island's.")
     places = chosen_islands(recipe, cluster)
     stage = recipe.replicas * recipe.tensor
     for place in places:

@@ -20,7 +20,7 @@ from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import Stage, rank_sections, run_stages, schedule_name
 from passes.recipes.place_islands import Placement, crossing_time
 from passes.recipes.price_ends import end_times
-from passes.recipes.price_memory import MemoryPrice, rank_memory
+from passes.recipes.price_memory import MemoryPrice, rank_host_bytes, rank_memory
 from passes.recipes.price_recipe import SectionTime, StepPrice, load_of, section_products, section_time, send_time
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import SectionPrice
@@ -164,3 +164,10 @@ class PlacedStep:
             groups = self.placement.islands[number].groups
             found[number].append(rank_memory(self.prices[number], dict(counts), self.recipe, groups, held))
         return [max(each, key=lambda memory: memory.total) for each in found]
+
+    def host_bytes(self, in_flight: Sequence[float]) -> list[int]:
+        """What lies on the host for the device of each island that has most there; see `memory`."""
+        most = [0] * len(self.prices)
+        for (number, counts), held in zip(self.ranks, in_flight, strict=True):
+            most[number] = max(most[number], rank_host_bytes(self.prices[number], counts, self.recipe, held))
+        return most

@@ -136,12 +136,16 @@ def host_bytes(
     sections: Mapping[str, SectionSizes], stages: Sequence[Stage], recipe: Recipe, in_flight: Sequence[float]
 ) -> int:
     """Bytes that lie on the host for the rank that has most there; see `memory_price`."""
-    ranks = (
-        held * sum(kept_bytes(sections[name], name, recipe) * count for name, count in counts.items()
-                   if is_offloaded(name, recipe))
-        for counts, held in zip(rank_sections(stages, recipe), in_flight, strict=True)
-    )  # fmt: skip
-    return int(max(ranks))
+    ranks = zip(rank_sections(stages, recipe), in_flight, strict=True)
+    return max(rank_host_bytes(sections, counts, recipe, held) for counts, held in ranks)
+
+
+def rank_host_bytes(
+    sections: Mapping[str, SectionSizes], counts: Mapping[str, int], recipe: Recipe, in_flight: float
+) -> int:
+    """Bytes that lie on the host for a pipeline rank that has sections so often."""
+    away = {name: count for name, count in counts.items() if is_offloaded(name, recipe)}
+    return int(in_flight * sum(kept_bytes(sections[name], name, recipe) * count for name, count in away.items()))
 
 
 def is_offloaded(name: str, recipe: Recipe) -> bool:

@@ -99,16 +99,35 @@ def predict_recipe(
 
 def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster | JoinedCluster) -> int:
     """What lies in the host's memory for each device. Raises RecipeError where it does not hold that."""
-    if recipe.offload != "activations" or isinstance(cluster, JoinedCluster):
+    if recipe.offload != "activations":
         return 0
-    sections, stages = priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe)
-    size, share = host_bytes(sections, stages, recipe, in_flight(recipe)), cluster.host_bytes_per_device
+    if isinstance(cluster, JoinedCluster):
+        return _held_by_hosts(recipe, _placed_step(priced, recipe, cluster))
+    size = host_bytes(priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe), recipe, in_flight(recipe))
+    return _held_by_host(recipe, cluster, size)
+
+
+def _held_by_hosts(recipe: Recipe, placed: PlacedStep) -> int:
+    """The most of any island; likewise."""
+    islands = zip(placed.placement.islands, placed.host_bytes(in_flight(recipe)), strict=True)
+    return max(_held_by_host(recipe, island.cluster, size) for island, size in islands)
+
+
+def _held_by_host(recipe: Recipe, cluster: Cluster, size: int) -> int:
+    """So many bytes, if the host has room for them. Raises RecipeError where it has not."""
+    share = cluster.host_bytes_per_device
     if share is not None and size > share:
         raise RecipeError(
-            f"offload={recipe.offload!r} takes {format_bytes(size)} of the host's memory for each device, of which it "
-            f"has {format_bytes(share)}. Recompute more, or use a smaller micro_batch."
+            f"offload={recipe.offload!r} takes {format_bytes(size)} of the host's memory for each device of "
+            f"{cluster.name}, of which it has {format_bytes(share)}. Recompute more, or use a smaller micro_batch."
         )
     return size
+
+
+def _placed_step(priced: CountedModel, recipe: Recipe, cluster: JoinedCluster) -> PlacedStep:
+    placement = place_islands(recipe, cluster)
+    prices = [priced.section_prices(recipe, island.cluster) for island in placement.islands]
+    return PlacedStep(placement, prices, share_out(priced.blocks, recipe), recipe)
 
 
 def _on_cluster(
@@ -130,13 +149,13 @@ def _on_islands(
     priced: CountedModel, recipe: Recipe, cluster: JoinedCluster, model: StepModel
 ) -> tuple[StepPrice, MemoryPrice, float]:
     """The same, at the mean of the peaks of pipeline ranks."""
-    placement = place_islands(recipe, cluster)
-    prices = [priced.section_prices(recipe, island.cluster) for island in placement.islands]
-    placed = PlacedStep(placement, prices, share_out(priced.blocks, recipe), recipe)
-    step = placed.price(model)
+    placed = _placed_step(priced, recipe, cluster)
+    step, placement = placed.price(model), placed.placement
     memory = max(placed.memory(step.in_flight), key=lambda each: each.total)
+    if recipe.offload == "activations":
+        _held_by_hosts(recipe, placed)
     peak = fmean(_peak(recipe, placement.islands[number].cluster) for number in placement.of_ranks)
-    return step, memory, model_flops(prices[0], priced.blocks, recipe) / peak
+    return step, memory, model_flops(placed.prices[0], priced.blocks, recipe) / peak
 
 
 def _peak(recipe: Recipe, cluster: Cluster) -> float:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe, RecipeError
+from autoshard.ir.recipe import RECOMPUTE
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.joined import JoinedCluster
 from passes.recipe_search.joined_problem import JoinedProblem
+from passes.recipe_search.recipe_space import Only
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 from tests.end_to_end.test_every_recipe import BASES, LEAST_TOKENS, clusters, models
 from tests.passes.every_placed_recipe import every_placed_price
 from tests.passes.every_recipe import every_recipe
+from tests.passes.islands import THREE
+
+VALUES: Mapping[str, tuple[object, ...]] = {
+    "recompute": RECOMPUTE, "offload": ("none", "activations"), "zero": (0, 1, 2, 3), "micro_batch": (1, 2),
+}  # fmt: skip
+"""Fields that multiply all others, and their values."""
 
 
 @st.composite
@@ -35,9 +44,17 @@ def _twin(cluster: PricedCluster) -> PricedCluster:
     return PricedCluster(node, cluster.nodes, cluster.devices_per_node)
 
 
-def check(counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: float) -> None:
+@st.composite
+def slices(draw: st.DrawFn) -> Only:
+    """Recipes with one value of each such field but one: few enough to price each."""
+    free = draw(st.sampled_from(list(VALUES)))
+    return {name: (draw(st.sampled_from(values)),) for name, values in VALUES.items() if name != free}
+
+
+def check(counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: float, only: Only) -> None:
     """Compare the search with every price, with memory of each island that a drawn recipe needs at least."""
-    prices = list(every_placed_price(counted, cluster, base, LEAST_TOKENS))
+    prices = list(every_placed_price(counted, cluster, base, LEAST_TOKENS, only))
+    assume(prices)
     some = prices[round(share * (len(prices) - 1))].memory_bytes
     limits = tuple(size or max(some) for size in some)
 
@@ -45,7 +62,7 @@ def check(counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: fl
         return all(size <= limit for size, limit in zip(sizes, limits, strict=True))
 
     best = min(each.time_s for each in prices if fits(each.memory_bytes))
-    problem = JoinedProblem(counted, cluster, base, limits, LEAST_TOKENS)
+    problem = JoinedProblem(counted, cluster, base, limits, LEAST_TOKENS, pinned=only)
     found = problem.best()
     assert found.recipe is not None
     assert found.is_complete
@@ -53,7 +70,7 @@ def check(counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: fl
     assert best == predict_recipe(counted, found.recipe, cluster).step_time_s
     assert any(each.time_s == best and fits(each.memory_bytes) for each in prices)
     several = [each for each in prices if each.recipe.pipeline > 1 and all(each.memory_bytes)]
-    on_all = problem.best(routes=[(0, 1), (1, 0)])
+    on_all = problem.best(routes=[route for route in problem.routes if len(route) == len(cluster.islands)])
     assert on_all.objective == min((each.time_s for each in several if fits(each.memory_bytes)), default=math.inf)
     fullest = min(max(size / limit for size, limit in zip(each.memory_bytes, limits, strict=True)) for each in prices)
     smallest = problem.smallest()
@@ -63,22 +80,31 @@ def check(counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: fl
 
 
 @settings(max_examples=2)
-@given(models(most=3), joined_clusters(most=2), BASES, st.floats(0, 1))
+@given(models(most=3), joined_clusters(most=2), BASES, st.floats(0, 1), slices())
 def test_it_finds_what_pricing_every_recipe_finds(
-    counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: float
+    counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: float, only: Only
 ) -> None:
     """Time to the last digit, within the memory of each island, with a proof; and the least memory."""
-    check(counted, cluster, base, share)
+    check(counted, cluster, base, share, only)
 
 
 @pytest.mark.slow
 @settings(max_examples=20)
-@given(models(most=5), joined_clusters(most=4), BASES, st.floats(0, 1))
+@given(models(most=5), joined_clusters(most=4), BASES, st.floats(0, 1), slices())
 def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
-    counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: float
+    counted: CountedModel, cluster: JoinedCluster, base: Recipe, share: float, only: Only
 ) -> None:
     """Up to eight devices and five blocks."""
-    check(counted, cluster, base, share)
+    check(counted, cluster, base, share, only)
+
+
+@settings(max_examples=2)
+@given(models(most=3), BASES, st.floats(0, 1), slices())
+def test_it_finds_what_pricing_every_recipe_of_three_islands_finds(
+    counted: CountedModel, base: Recipe, share: float, only: Only
+) -> None:
+    """All 15 choices."""
+    check(counted, THREE, base, share, only)
 
 
 @settings(max_examples=3)
@@ -88,7 +114,7 @@ def test_like_islands_price_as_one_cluster(counted: CountedModel, base: Recipe, 
     whole, half = Cluster(name, 4, 1), Cluster(name, 2, 1)
     joined = JoinedCluster([half, _twin(half)])
     known = every_recipe(counted, whole, base, LEAST_TOKENS)
-    recipes = [each for each in known if each.pipeline in (2, 4) and each.offload == "none"]
+    recipes = [each for each in known if each.pipeline in (2, 4)]
     for recipe in recipes[:: max(1, len(recipes) // 40)]:
         try:
             uniform = predict_recipe(counted, recipe, whole)

@@ -1,12 +1,14 @@
 """Every recipe of a small model on a small joined cluster: the oracle of the search over its islands.
 
 As `every_recipe`, whose prices are those of one island alone: the rules of docs/recipes.md are written down once more,
-and whatever `Recipe` and pricing take beside them is a recipe.
+and whatever `Recipe` and pricing take beside them is a recipe. There are many, so a slice of them is priced: those with some
+values of some fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
@@ -19,8 +21,13 @@ from cost_models.step import fitted
 from passes.recipes.pipeline_stages import even_blocks, name_of_schedule, share_out
 from passes.recipes.place_islands import place_islands
 from passes.recipes.price_islands import PlacedStep
+from passes.recipe_search.recipe_space import Only
 from passes.sections.price_model import CountedModel
+from passes.sections.price_sections import SectionPrice
 from tests.passes.every_recipe import axes_of, every_recipe, zeros_of
+
+_OF_SECTIONS = ("tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch")
+"""Fields that decide the prices of sections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +40,25 @@ class Placed:
 
 
 def every_placed_price(
-    counted: CountedModel, cluster: JoinedCluster, base: Recipe, least_tokens: int
+    counted: CountedModel, cluster: JoinedCluster, base: Recipe, least_tokens: int, only: Only
 ) -> Iterator[Placed]:
-    """All recipes that can be priced, whatever memory they take."""
-    for recipe in _every_recipe(counted, cluster, base, least_tokens):
+    """All recipes with some values of fields that can be priced, whatever memory of their devices they take."""
+    known: dict[object, Mapping[str, SectionPrice]] = {}
+    for recipe in _every_recipe(counted, cluster, base, least_tokens, only):
         try:
             placement = place_islands(recipe, cluster)
-            prices = [counted.section_prices(recipe, island.cluster) for island in placement.islands]
+            prices = []
+            for place, island in zip(recipe.islands or (), placement.islands, strict=True):
+                key = (place, *(getattr(recipe, name) for name in _OF_SECTIONS))
+                if key not in known:
+                    known[key] = counted.section_prices(recipe, island.cluster)
+                prices.append(known[key])
             placed = PlacedStep(placement, prices, share_out(counted.blocks, recipe), recipe)
             step = placed.price(fitted())
         except RecipeError:
+            continue
+        hosts = zip(placement.islands, placed.host_bytes(step.in_flight), strict=True)
+        if any(size > (island.cluster.host_bytes_per_device or math.inf) for island, size in hosts):
             continue
         needed = [each.total for each in placed.memory(step.in_flight)]
         places = recipe.islands or ()
@@ -50,17 +66,27 @@ def every_placed_price(
         yield Placed(recipe, step.time_s, tuple(sizes))
 
 
-def _every_recipe(counted: CountedModel, cluster: JoinedCluster, base: Recipe, least_tokens: int) -> Iterator[Recipe]:
+def _every_recipe(
+    counted: CountedModel, cluster: JoinedCluster, base: Recipe, least_tokens: int, only: Only
+) -> Iterator[Recipe]:
     for place, island in enumerate(cluster.islands):
         for recipe in every_recipe(counted, island, base, least_tokens):
-            yield replace(recipe, islands=(place,))
+            if _admits(only, {name: getattr(recipe, name) for name in only}):
+                yield replace(recipe, islands=(place,))
     places = range(len(cluster.islands))
     for count in range(2, len(places) + 1):
         for route in permutations(places, count):
-            yield from _on_route(counted, cluster, replace(base, islands=route), least_tokens)
+            yield from _on_route(counted, cluster, replace(base, islands=route), least_tokens, only)
 
 
-def _on_route(counted: CountedModel, cluster: JoinedCluster, base: Recipe, least_tokens: int) -> Iterator[Recipe]:
+def _admits(only: Only, values: Mapping[str, object]) -> bool:
+    """Whether fields may have such values."""
+    return all(value in only[name] for name, value in values.items() if name in only)
+
+
+def _on_route(
+    counted: CountedModel, cluster: JoinedCluster, base: Recipe, least_tokens: int, only: Only
+) -> Iterator[Recipe]:
     islands = [cluster.islands[place] for place in base.islands or ()]
     devices, most_tensor = sum(each.size for each in islands), min(each.devices_per_node for each in islands)
     for axes in axes_of(counted, devices, most_tensor, least_tokens):
@@ -68,10 +94,15 @@ def _on_route(counted: CountedModel, cluster: JoinedCluster, base: Recipe, least
         if any(island.size % stage for island in islands):
             continue
         pipes = _pipes(len(counted.blocks), [island.size // stage for island in islands])
-        sizes = product(range(1, base.batch + 1), RECOMPUTE, zeros_of(axes["data"] * axes["context"]))
-        for pipe, (micro_batch, recompute, zero) in product(pipes, list(sizes)):
+        away = ("none", "activations") if all(island.device.host_link for island in islands) else ("none",)
+        sizes = product(range(1, base.batch + 1), RECOMPUTE, away, zeros_of(axes["data"] * axes["context"]))
+        rest = [
+            {"micro_batch": micro_batch, "recompute": recompute, "offload": offload, **zero}
+            for micro_batch, recompute, offload, zero in sizes
+        ]
+        for pipe, others in product(pipes, [each for each in rest if _admits(only, each)]):
             try:
-                yield replace(base, **axes, **pipe, **zero, micro_batch=micro_batch, recompute=recompute)
+                yield replace(base, **axes, **pipe, **others)
             except RecipeError:
                 continue
 

@@ -27,7 +27,6 @@ def test_islands_have_the_pipeline_ranks_that_their_devices_make() -> None:
         (Recipe(data=8, pipeline=2), r"the islands 0, 1 .* have 2 \+ 1 = 3 pipeline ranks"),
         (Recipe(data=16, pipeline=2), "do not fill island 1 \\(a100_sxm_80gb:1x8\\) of 8"),
         (Recipe(data=24), "do not fill island 0"),
-        (Recipe(data=8, pipeline=3, zero=1, offload="optimizer"), "offload='optimizer' has no price"),
     ],
 )
 def test_what_does_not_lie_in_islands_is_refused(recipe: Recipe, culprit: str) -> None:
