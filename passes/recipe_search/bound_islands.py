@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,51 +69,61 @@ def share_table(shares: tuple[Share, ...]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class RankBlocks:
-    """What ranks have at least, under each way to run a pipeline over islands, by island.
+class Ways:
+    """The ways to run a pipeline over islands.
 
     A way is a schedule with its virtual stages, and whether blocks are shared out with the ends counted as blocks; one
     that holds no less than another is left out. Ranks without an end of the model, and with one, are apart: [..., 2].
 
     Args:
-        blocks: of such a rank, by shares of the blocks, [shares, ways, 2].
-        held: micro-batches that the fullest such rank holds of its stages, [ways, 2]; 0 where there is none.
+        stages: of each island, [ways, islands].
+        virtual: of each rank, [ways].
+        counted: ends that are counted as blocks of an island, [ways, islands].
+        held: micro-batches that the island's fullest such rank holds of its stages, 0 where there is none, [ways,
+            islands, 2].
     """
 
-    blocks: tuple[Floats, ...]
-    held: tuple[Floats, ...]
+    stages: NDArray[np.int64]
+    virtual: NDArray[np.int64]
+    counted: NDArray[np.int64]
+    held: Floats
+
+    def blocks(self, table: NDArray[np.int64], island: int) -> NDArray[np.int64]:
+        """Blocks of a rank of an island at least, by shares of the blocks, [shares, ways, 2]."""
+        counted = self.counted[:, island]
+        each = self.virtual * ((table[:, island, None] + counted) // self.stages[:, island])
+        return np.stack([each, np.maximum(0, each - counted)], axis=-1)
 
 
 @lru_cache(maxsize=1024)
-def rank_blocks(ranks: tuple[int, ...], micro_batches: int, shares: tuple[Share, ...]) -> RankBlocks:
-    """Those of islands with so many pipeline ranks."""
-    total, table = sum(ranks), share_table(shares)
+def ways_over(ranks: tuple[int, ...], micro_batches: int, blocks: int) -> Ways:
+    """Those of a model's blocks over islands with so many pipeline ranks."""
+    total, places = sum(ranks), range(len(ranks))
     of_ranks = np.array([island for island, count in enumerate(ranks) for _ in range(count)])
-    ways: dict[tuple[int, int, tuple[int, int]], list[Floats]] = {}
-    for schedule, virtual in schedules((sum(shares[0]) + 2) // total):
+    held_by: dict[tuple[int, tuple[int, int]], list[Floats]] = {}
+    for schedule, virtual in schedules((blocks + 2) // total):
         name = name_of_schedule(schedule, virtual)
         if admits(name, total, micro_batches, virtual):
             owners = stage_ranks(name, total, virtual)
             held = np.array(most_in_flight(name, total, micro_batches, virtual)) / virtual
             has_end = np.isin(np.arange(total), (owners[0], owners[-1]))
             most = [
-                [held[(of_ranks == island) & (has_end == end)].max(initial=0.0) for end in (False, True)]
-                for island in range(len(ranks))
+                [held[(of_ranks == at) & (has_end == end)].max(initial=0.0) for end in (False, True)] for at in places
             ]
-            for split_ends in (0, 1):
-                ways.setdefault((virtual, split_ends, (owners[0], owners[-1])), []).append(np.array(most))
-    blocks, held = [], []
-    for (virtual, split_ends, with_end), known in ways.items():
-        counted = split_ends * np.bincount(of_ranks[list(with_end)], minlength=len(ranks))
-        each = virtual * ((table + counted) // (virtual * np.array(ranks)))
-        least = np.stack([each, np.maximum(0, each - counted)], axis=-1)
-        for most in _least_of(known):
-            blocks.append(least)
-            held.append(most)
-    return RankBlocks(
-        tuple(np.stack([each[:, island] for each in blocks], axis=1) for island in range(len(ranks))),
-        tuple(np.stack([each[island] for each in held]) for island in range(len(ranks))),
-    )  # fmt: skip
+            held_by.setdefault((virtual, (owners[0], owners[-1])), []).append(np.array(most))
+    rows = [
+        (virtual, split_ends * np.bincount(of_ranks[list(ends)], minlength=len(ranks)), most)
+        for (virtual, ends), known in held_by.items()
+        for split_ends in (0, 1)
+        for most in _least_of(known)
+    ]
+    virtual = np.array([row[0] for row in rows])
+    return Ways(
+        stages=virtual[:, None] * np.array(ranks),
+        virtual=virtual,
+        counted=np.array([row[1] for row in rows]).reshape(len(rows), len(ranks)),
+        held=np.array([row[2] for row in rows]).reshape(len(rows), len(ranks), 2),
+    )
 
 
 def _least_of(arrays: Sequence[Floats]) -> list[Floats]:
@@ -124,19 +135,23 @@ def _least_of(arrays: Sequence[Floats]) -> list[Floats]:
     return found
 
 
-def held_floors(ranks: RankBlocks, parts: Sequence[tuple[Floats, Floats]], limits: Sequence[float]) -> Floats:
+def held_floors(
+    ways: Ways, table: NDArray[np.int64], parts: Sequence[tuple[Floats, Floats]], limits: Sequence[float]
+) -> Floats:
     """How full the fullest device is at least, of its limit, under the way that fills it least, by shares, [shares].
 
     Args:
-        ranks: what they have.
+        ways: that there are.
+        table: the shares.
         parts: by island, bytes of a block of each kind, and those that each micro-batch keeps of it, [kinds].
         limits: bytes of a device of each island.
     """
-    full: Floats | float = 0.0
-    for blocks, held, (states, kept), limit in zip(ranks.blocks, ranks.held, parts, limits, strict=True):
+    full = np.zeros((len(table), len(ways.virtual)))
+    for island, ((states, kept), limit) in enumerate(zip(parts, limits, strict=True)):
+        held = ways.held[:, island]
         each = (held > 0) * (states + held[..., None] * kept).min(axis=-1)
-        full = np.maximum(full, whole_bytes((blocks * each).max(axis=-1)) / limit)
-    return np.min(full, axis=1)
+        full = np.maximum(full, whole_bytes((ways.blocks(table, island) * each).max(axis=-1)) / limit)
+    return full.min(axis=1, initial=math.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,10 @@ class IslandsFastest:
             fits = (self.pricer.layout_memory(kind, most, shares) <= np.array(self.limits)).all(axis=1)
             yield self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
 
+    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        return self.pricer.ranks_floors(recipe, tuple(shares)).tolist()
+
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
         known = tuple(shares)
@@ -97,6 +101,10 @@ class IslandsSmallest:
             kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
             shares = _shares(self.pricer, kind)
             yield float((self.pricer.layout_memory(kind, most, shares) / self.limits).max(axis=1).min())
+
+    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        return [0.0] * len(shares)
 
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""

@@ -16,10 +16,10 @@ from passes.recipe_search.bound_islands import (
     held_floors,
     least_of_shares,
     placed_path_floors,
-    rank_blocks,
     share_floors,
     share_table,
     share_work,
+    ways_over,
 )
 from passes.recipe_search.bound_memory import held_bytes, rank_floors, whole_bytes
 from passes.recipe_search.bound_recipes import EndWorkOf, Floats, held_by, pipe_shapes
@@ -97,7 +97,14 @@ class IslandsPricer:
     def layout_floor(self, first: Recipe, most: int, shares: tuple[Share, ...]) -> float:
         """Bound on the step of all recipes of a layout, see `RecipePricer.layout_floor`, with any of some shares."""
         variants = self.pricers[0].layout_variants(first, most)
-        return min(float(self.share_floors(recipe, shares, gathers=False).min()) for recipe in variants)
+        return float(min(self.share_floors(recipe, shares, gathers=False).min() for recipe in variants))
+
+    def ranks_floors(self, recipe: Recipe, shares: tuple[Share, ...]) -> Floats:
+        """Those of all recipes with the ranks of one, see `RecipePricer.ranks_floor`, by shares, [shares]."""
+        if not shares:
+            return np.zeros(0)
+        variants = self.pricers[0].gathering_variants(recipe)
+        return np.min([self.share_floors(each, shares, gathers=False) for each in variants], axis=0)
 
     def layout_memory(self, first: Recipe, most: int, shares: tuple[Share, ...]) -> Floats:
         """Bounds on the memory of all recipes of a layout, on each island's mean rank, [shares, islands]."""
@@ -128,8 +135,8 @@ class IslandsPricer:
         mean = (self.share_memory(recipe, shares) / limits).max(axis=1)
         is_block = [name not in (BEFORE, AFTER) for name in self.pricers[0].sizes(recipe)]
         parts = [(state[is_block], kept[is_block]) for state, kept in self._section_memory(recipe)]
-        ranks = rank_blocks(self._ranks(recipe), recipe.micro_batches, shares)
-        return np.maximum(mean, held_floors(ranks, parts, limits))
+        ways = ways_over(self._ranks(recipe), recipe.micro_batches, len(self.counted.blocks))
+        return np.maximum(mean, held_floors(ways, share_table(shares), parts, limits))
 
     def _section_memory(self, recipe: Recipe) -> list[tuple[Floats, Floats]]:
         """By island, bytes of each section's parameters, gradients and state, and of what a micro-batch keeps there."""

@@ -1,8 +1,9 @@
 """The best recipe of a model on a joined cluster: on any of its islands, in any order along the pipeline.
 
 Each choice of islands in an order is a branch of the search: of one island alone it is that of `recipe_problem`, of
-several that of `islands_objectives`. Islands alone are searched first, as baselines; those of several, all together,
-begin with the best recipe of these, so that the bounds of all prove the best of all.
+several that of `islands_objectives`. Islands alone are searched first, as baselines. Then several, all together: first
+recipes that cut a micro-batch as the best of these does, which are few and as a rule good; then all, beginning with the
+best until then, so that the bounds of all prove the best of all.
 """
 
 from __future__ import annotations
@@ -86,12 +87,48 @@ class JoinedProblem:
             routes: those that are searched; None: all.
             time_budget_s, known, watch: see `search_recipes`.
         """
-        branches = [self._fastest(route, self.space(route, only)) for route in routes or self.routes]
+        end, chosen = time.monotonic() + time_budget_s, self.routes if routes is None else routes
+        alone, several = ([route for route in chosen if (len(route) > 1) == more] for more in (False, True))
+        aside = watch and (_at_least(watch, 0.0) if several else watch)
+        first = self._search(alone, only, known, end, aside)
+        return self._with_several([first], several, only, end, watch)
+
+    def _search(
+        self,
+        routes: Sequence[tuple[int, ...]],
+        only: Only | None,
+        known: Recipe | None,
+        end: float,
+        watch: Watch | None,
+    ) -> FoundRecipe:
+        """The fastest recipe on one or another choice of islands, found by some time of `time.monotonic`."""
+        branches = [self._fastest(route, self.space(route, only)) for route in routes]
         known_objective = None if known is None else self.time_s(known)
         return search_recipes(
-            branches, self.fullest_bytes, time_budget_s=time_budget_s, known=known, known_objective=known_objective,
-            watch=watch,
+            branches, self.fullest_bytes, time_budget_s=end - time.monotonic(), known=known,
+            known_objective=known_objective, watch=watch,
         )  # fmt: skip
+
+    def _with_several(
+        self,
+        parts: list[FoundRecipe],
+        routes: Sequence[tuple[int, ...]],
+        only: Only | None,
+        end: float,
+        watch: Watch | None,
+    ) -> FoundRecipe:
+        """The fastest recipe of the searches that were made, and of choices of several islands; see `_search`."""
+        best = _best_of(parts)
+        if routes and best is not None and best.recipe is not None and not best.was_interrupted:
+            alike = {**(only or {}), **_alike(best.recipe)}
+            parts = [*parts, self._search(routes, alike, best.recipe, end, watch and _at_least(watch, 0.0))]
+        if any(part.was_interrupted for part in parts):
+            return replace(_together(parts), lower_bound=0.0, is_complete=False)
+        if not routes:
+            return _together(parts)
+        floor, best = min((part.lower_bound for part in parts), default=math.inf), _best_of(parts)
+        known = None if best is None else best.recipe
+        return _together([*parts, self._search(routes, only, known, end, watch and _at_least(watch, floor))])
 
     def _fastest(self, route: tuple[int, ...], space: RecipeSpace) -> Branch:
         """The time of steps on a route."""
@@ -189,21 +226,11 @@ class JoinedProblem:
         """The fastest recipe, and the baselines, the fastest of which is its first incumbent; times are of both."""
         start = time.monotonic()
         kinds = self.baselines(_BASELINES_SHARE * time_budget_s, watch and _at_least(watch, 0.0))
-        parts, several = list(kinds.values()), self._several
-        if len(kinds) < len(self._alone) or any(part.was_interrupted for part in parts):
+        parts = list(kinds.values())
+        if len(kinds) < len(self._alone):
             found = replace(_together(parts), lower_bound=0.0, is_complete=False, was_interrupted=True)
-        elif several:
-            floor, known = min((part.lower_bound for part in parts), default=math.inf), _best_of(parts)
-            left_s = time_budget_s - (time.monotonic() - start)
-            parts.append(
-                self.best(
-                    routes=several, time_budget_s=left_s, known=known and known.recipe,
-                    watch=watch and _at_least(watch, floor),
-                )
-            )  # fmt: skip
-            found = _together(parts)
         else:
-            found = _together(parts)
+            found = self._with_several(parts, self._several, None, start + time_budget_s, watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, route: tuple[int, ...], only: Only | None = None) -> RecipeSpace:
@@ -220,6 +247,17 @@ class JoinedProblem:
             only=only or {},
             pinned=self.pinned,
         )
+
+
+_ALIKE = (
+    "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch", "recompute", "offload", "zero",
+)  # fmt: skip
+"""The fields by which a recipe cuts a micro-batch, and keeps and shards what it makes."""
+
+
+def _alike(recipe: Recipe) -> Only:
+    """The recipes that have these fields as one has."""
+    return {name: (getattr(recipe, name),) for name in _ALIKE}
 
 
 def _best_of(parts: Iterable[FoundRecipe]) -> FoundRecipe | None:

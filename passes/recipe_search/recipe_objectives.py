@@ -30,6 +30,13 @@ class Objective(Protocol):
         """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`."""
         ...
 
+    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """Those of its pipeline ranks, whatever each micro-batch exchanges, by the islands' blocks.
+
+        The recipe exchanges nothing.
+        """
+        ...
+
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """Those of its pipeline ranks that also exchange shards as it does, or do not, by the islands' blocks."""
         ...
@@ -88,10 +95,14 @@ class Fastest:
             kind = replace(first, recompute=recompute, offload=offload)
             yield self.pricer.layout_floor(kind, most) if fits else math.inf
 
+    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `Objective`."""
+        return [self.pricer.ranks_floor(recipe)]
+
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `Objective`."""
         fits = self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven) <= self.memory_limit
-        return [self.pricer.mean_floor(recipe) if fits else math.inf]
+        return [self.pricer.mean_floor(recipe, gathers=True, shares_blocks=True) if fits else math.inf]
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
@@ -137,6 +148,10 @@ class Smallest:
     def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
         """See `Objective`."""
         return self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven).tolist()
+
+    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+        """See `Objective`."""
+        return [0.0]
 
     def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `Objective`."""

@@ -180,7 +180,13 @@ class RecipePricer:
 
     def layout_floor(self, first: Recipe, most: int) -> float:
         """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
-        return min(self.mean_floor(recipe, gathers=False) for recipe in self.layout_variants(first, most))
+        variants = self.layout_variants(first, most)
+        return min(self.mean_floor(recipe, gathers=False, shares_blocks=False) for recipe in variants)
+
+    def ranks_floor(self, recipe: Recipe) -> float:
+        """Bound on all recipes with the pipeline ranks of one, which exchanges nothing for each micro-batch."""
+        variants = self.gathering_variants(recipe)
+        return min(self.mean_floor(each, gathers=False, shares_blocks=True) for each in variants)
 
     def layout_variants(self, first: Recipe, most: int) -> list[Recipe]:
         """Recipes of a layout one of which has sections that take least.
@@ -197,6 +203,11 @@ class RecipePricer:
             recipes += [replace(recipe, zero=_GATHERS, whole_tensors=False) for recipe in recipes]
         return recipes
 
+    def gathering_variants(self, recipe: Recipe) -> list[Recipe]:
+        """A recipe that exchanges nothing for each micro-batch, and, if adding up may take less so, one that does."""
+        gathering = replace(recipe, zero=_GATHERS, whole_tensors=False)
+        return [recipe, gathering] if self._adds_faster_gathered(recipe) else [recipe]
+
     def _adds_faster_gathered(self, recipe: Recipe) -> bool:
         """Whether adding up gradients takes less where each micro-batch's are reduced; alike for all of a search."""
         key = recipe.micro_batches > 1
@@ -208,16 +219,16 @@ class RecipePricer:
             )
         return self._adds_faster[key]
 
-    def mean_floor(self, recipe: Recipe, *, gathers: bool = True) -> float:
+    def mean_floor(self, recipe: Recipe, *, gathers: bool, shares_blocks: bool) -> float:
         """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, and latency.
 
-        `gathers`: with what it gathers, and its pipeline ranks, of which each has whole blocks; without, that of all
-        recipes of as many devices whose micro-batches take as long.
+        `gathers`: with what it gathers; `shares_blocks`: over its pipeline ranks, of which each has whole blocks.
+        Without either it is that of all recipes of as many devices whose micro-batches take as long.
         """
         floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
         gathers_s = self._gathers(recipe) if gathers and recipe.reduces_each else np.zeros((2, len(counts)))
-        shares_blocks = gathers and recipe.pipeline > 1 and self.counted.blocks
-        whole = self._whole_blocks(recipe) if shares_blocks else None
+        has_shares = shares_blocks and recipe.pipeline > 1 and self.counted.blocks
+        whole = self._whole_blocks(recipe) if has_shares else None
         latency, latency_gain = float(counts @ (floors.work - floors.late)), float(counts @ floors.gain)
 
         def at(shares: Floats) -> Floats:

@@ -22,8 +22,9 @@ What no recipe can be is known beforehand:
   micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
 
 Names for the same thing are left out: a group of all replicas is `zero_group=None`, "1f1b" with virtual stages is
-"interleaved-1f1b", and blocks that are shared out evenly are not listed in `stage_blocks`. ZeRO shards over two
-replicas or more, and ZeRO-1 alone can keep tensors whole (`base.whole_tensors`).
+"interleaved-1f1b", blocks that are shared out evenly are not listed in `stage_blocks`, and selective recomputation of
+blocks that have nothing which it computes again is none. ZeRO shards over two replicas or more, and ZeRO-1 alone can
+keep tensors whole (`base.whole_tensors`).
 """
 
 from __future__ import annotations
@@ -206,15 +207,17 @@ class RecipeSpace:
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
 
-    def keepings(self) -> list[Keeping]:
+    def keepings(self, layout: Layout) -> list[Keeping]:
         """What may become of blocks' values; they are kept where there are no blocks."""
         known = KEEPINGS if self.counted.blocks else KEEPINGS[:1]
+        names_none = self._allows("recompute", "none") and not self.counted.has_core(self.kind(layout))
         return [
             keeping
             for keeping in known
             if self._allows("recompute", keeping.recompute)
             and self._allows("offload", keeping.offload)
             and (self.offloads or keeping.offload == "none")
+            and not (names_none and keeping.recompute == "selective")
         ]
 
     def shares(self, ranks: int) -> tuple[Share, ...]:
@@ -327,8 +330,8 @@ class RecipeSpace:
     def recipes(self) -> Iterator[Recipe]:
         """Every recipe, once."""
         for layouts in self.layouts():
-            for layout, keeping in product(layouts, self.keepings()):
-                for ranks in self.pipelines(layout):
+            for layout in layouts:
+                for keeping, ranks in product(self.keepings(layout), self.pipelines(layout)):
                     known = (pipe for share in self.shares(ranks) for pipe in self.pipes(layout, ranks, share))
                     pipes = (each for pipe in known for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):

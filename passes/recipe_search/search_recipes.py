@@ -265,7 +265,7 @@ class _Search:
 
     def _open_keepings(self, branch: Branch, layout: Layout, first: Recipe, most: int) -> None:
         """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
-        keepings = branch.space.keepings()
+        keepings = branch.space.keepings(layout)
         here = [keeping for keeping in keepings if keeping.offload == "none"]
         too_slow = self._open_some(branch, layout, first, most, here)
         kinds = RECOMPUTE if too_slow is None else RECOMPUTE[: RECOMPUTE.index(too_slow.recompute)]
@@ -298,13 +298,22 @@ class _Search:
             self._price(node)
 
     def _split_layout(self, node: _Node) -> None:
-        for ranks in node.branch.space.pipelines(node.layout):
-            shardings = node.branch.space.shardings(node.layout, ranks)
+        space, objective = node.branch.space, node.branch.objective
+        for ranks in space.pipelines(node.layout):
+            shares = self._promising_shares(replace(node, ranks=ranks))
+            shardings = space.shardings(node.layout, ranks) if shares else []
             for exchanges in dict.fromkeys(_exchanges(sharding) for sharding in shardings):
                 child = replace(node, ranks=ranks, exchanges=exchanges)
-                shares = node.branch.space.shares(ranks)
-                bounds = node.branch.objective.pipeline(self._recipe(child), shares)
+                bounds = objective.pipeline(self._recipe(child), shares)
                 self._open_share(child, sorted(zip(bounds, shares, strict=True)))
+
+    def _promising_shares(self, node: _Node) -> list[Share]:
+        """Shares of the blocks with which a node's pipeline ranks may be no worse than the best recipe."""
+        shares = node.branch.space.shares(node.ranks)
+        if self.best is None:
+            return list(shares)
+        bounds = node.branch.objective.ranks(self._recipe(node), shares)
+        return [share for share, bound in zip(shares, bounds, strict=True) if bound <= self.best[0]]
 
     def _open_share(self, node: _Node, shares: Sequence[tuple[float, Share]]) -> None:
         """Open a node with the first of some shares of the blocks, by rising bound."""

@@ -103,7 +103,9 @@ def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster | JoinedC
         return 0
     if isinstance(cluster, JoinedCluster):
         return _held_by_hosts(recipe, _placed_step(priced, recipe, cluster))
-    size = host_bytes(priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe), recipe, in_flight(recipe))
+    size = host_bytes(
+        priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe), recipe, in_flight(recipe)
+    )
     return _held_by_host(recipe, cluster, size)
 
 

@@ -75,6 +75,7 @@ class CountedModel:
     has_experts: bool = False
     _pricers: dict[tuple[object, ...], SectionPricer] = field(default_factory=dict)
     _splits: dict[RecipeKind, frozenset[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
+    _cores: dict[RecipeKind, bool] = field(default_factory=dict)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
         """The dims that a kind of recipe splits in blocks (in everything, where there are none), with their axes."""
@@ -82,6 +83,15 @@ class CountedModel:
             sections = self.count(kind)
             self._splits[kind] = splits_of([sections[name] for name in dict.fromkeys(self.blocks) or sections])
         return self._splits[kind]
+
+    def has_core(self, kind: RecipeKind) -> bool:
+        """Whether blocks have what selective recomputation computes again; fused attention has no such core."""
+        if kind not in self._cores:
+            sections = self.count(kind)
+            blocks = [sections[name] for name in dict.fromkeys(self.blocks)]
+            parts = (part for block in blocks for part in (*block.forward.kernels, *block.saved))
+            self._cores[kind] = any(part.is_core for part in parts)
+        return self._cores[kind]
 
     def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""

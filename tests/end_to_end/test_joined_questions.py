@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -13,6 +14,7 @@ import autoshard
 from autoshard import Cluster, Plan, Recipe
 from autoshard.cluster import JoinedCluster
 from autoshard.ir.program import InputKind
+from autoshard.ir.recipe import RECOMPUTE
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
 from passes.recipe_search.explain_recipe import Value, find_value, spec_of, value_costs, value_memory, value_places
@@ -56,8 +58,8 @@ def every_recipe() -> list[tuple[float, int, Recipe]]:
     problem = alternatives().problem
     assert isinstance(problem, JoinedProblem)
     found = []
-    for route in problem.routes:
-        for recipe in problem.space(route).recipes():
+    for route, recompute in product(problem.routes, RECOMPUTE):
+        for recipe in problem.space(route, {"recompute": (recompute,)}).recipes():
             size, limit = problem.tightest(recipe)
             if size <= limit:
                 found.append((problem.time_s(recipe), problem.fullest_bytes(recipe), recipe))

@@ -1,8 +1,8 @@
 """Every recipe of a small model on a small joined cluster: the oracle of the search over its islands.
 
 As `every_recipe`, whose prices are those of one island alone: the rules of docs/recipes.md are written down once more,
-and whatever `Recipe` and pricing take beside them is a recipe. There are many, so a slice of them is priced: those with some
-values of some fields.
+and whatever `Recipe` and pricing take beside them is a recipe. They are many, so a slice of them is priced: those with
+some values of some fields.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cost_models.errors import CostArgumentError
 from cost_models.joined import JoinedCluster
 from cost_models.schedule_orders import stage_ranks
 from cost_models.step import fitted
+from passes.recipe_search.recipe_space import Only
 from passes.recipes.pipeline_stages import even_blocks, name_of_schedule, share_out
 from passes.recipes.place_islands import place_islands
 from passes.recipes.price_islands import PlacedStep
-from passes.recipe_search.recipe_space import Only
 from passes.sections.price_model import CountedModel
 from passes.sections.price_sections import SectionPrice
 from tests.passes.every_recipe import axes_of, every_recipe, zeros_of

@@ -11,7 +11,7 @@ import pytest
 import autoshard
 from autoshard import Cluster, Plan
 from autoshard.errors import InvalidSpecError
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.recipe import RECOMPUTE, Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
 from passes.recipe_search.explain_recipe import find_value, spec_of
@@ -35,7 +35,8 @@ def every_recipe(name: str) -> list[tuple[float, int, Recipe]]:
     """Time and memory of all that are searched."""
     problem = alternatives(make_plan(name)).problem
     pricer = problem.pricer
-    return [(pricer.time_s(recipe), pricer.memory_bytes(recipe), recipe) for recipe in problem.space().recipes()]
+    recipes = (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": name}).recipes())
+    return [(pricer.time_s(recipe), pricer.memory_bytes(recipe), recipe) for recipe in recipes]
 
 
 def alternatives(plan: Plan) -> RecipeAlternatives:

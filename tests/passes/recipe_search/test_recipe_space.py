@@ -90,6 +90,19 @@ def test_fields_are_restricted() -> None:
     assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2), (2, None)}
 
 
+def test_selective_recomputation_of_nothing_is_none() -> None:
+    """Blocks with fused attention: both have one price, and one name where either would do."""
+    names = {recipe.recompute for recipe in RecipeSpace(DENSE, 4, BASE).recipes()}
+    assert names == {"none", "full"}
+    asked = RecipeSpace(DENSE, 4, BASE, only={"recompute": ("selective", "full")})
+    found = [recipe for recipe in asked.recipes() if recipe.recompute == "selective"]
+    for recipe in found[::20]:
+        kept = dataclasses.replace(recipe, recompute="none")
+        assert predict_recipe(DENSE, recipe, CLUSTER) == predict_recipe(DENSE, kept, CLUSTER)
+    named = dataclasses.replace(BASE, recompute_modules="two")
+    assert "selective" in {recipe.recompute for recipe in RecipeSpace(DENSE, 4, named).recipes()}
+
+
 def test_what_is_not_searched_is_refused() -> None:
     """The message says what is."""
     with pytest.raises(RecipeError, match="'precision' is not searched; the searched fields are data, tensor"):
