@@ -16,6 +16,7 @@ from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
 from passes.recipe_search.explain_recipe import find_value, spec_of
 from passes.recipe_search.recipe_alternatives import FEATURES, RecipeAlternatives
+from passes.recipe_search.recipe_problem import RecipeProblem
 from tests.passes.decoders import dense, sparse, tokens
 
 CLUSTER = Cluster("h100_sxm", 1, 4)
@@ -34,6 +35,7 @@ def make_plan(name: str, memory_budget: int | None = None) -> Plan:
 def every_recipe(name: str) -> list[tuple[float, int, Recipe]]:
     """Time and memory of all that are searched."""
     problem = alternatives(make_plan(name)).problem
+    assert isinstance(problem, RecipeProblem)
     pricer = problem.pricer
     recipes = (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": name}).recipes())
     return [(pricer.time_s(recipe), pricer.memory_bytes(recipe), recipe) for recipe in recipes]
