@@ -34,6 +34,7 @@ from autoshard.errors import DoesNotFitError, NotAvailableError, PlanMismatchErr
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
+from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from autoshard.ir.update import Update
@@ -211,8 +212,7 @@ def plan(
         recipe: no search, the plan of this recipe: `price`.
         backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
             `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": the same, what it fuses
-            taken to be what is generated here. Of others: of operators. The search goes by operators; of several
-            meshes, that with the fastest prediction is taken.
+            taken to be what is generated here. Of others: of operators; of recipes, of what the usual libraries fuse.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
@@ -229,16 +229,17 @@ def plan(
     check_loss(loss_fn)
     check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s, global_batch=global_batch)
     args, kwargs = split_inputs(example_inputs)
-    if recipe is not None or global_batch is not None:
-        _refuse_kernels(backend)
     if recipe is not None:
         cluster = checked_cluster(mesh_or_cluster, mesh)
         _refuse_constraints(constraints)
+        if isinstance(recipe, Recipe) and _has_kernels(backend, _device_of_plans(cluster)):
+            recipe = replace(recipe, kernels=TRITON)
         return _within(price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn), memory_budget)
     if global_batch is not None:
+        cluster = checked_cluster(mesh_or_cluster, mesh)
         return search_plan(
             model,
-            checked_cluster(mesh_or_cluster, mesh),
+            cluster,
             example_inputs=example_inputs,
             optimizer=optimizer,
             global_batch=global_batch,
@@ -246,6 +247,7 @@ def plan(
             constraints=constraints,
             memory_budget=memory_budget,
             precision=precision,
+            with_kernels=_has_kernels(backend, _device_of_plans(cluster)),
             time_budget_s=time_budget_s,
             progress=progress,
         )
@@ -428,17 +430,13 @@ def _bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
     return bucket_updates(graph_module)
 
 
-def _refuse_kernels(backend: str) -> None:
-    if backend in _WITH_KERNELS:
-        raise NotAvailableError(
-            f"backend={backend!r} does not go with global_batch= or recipe=, which are priced by the frameworks' own "
-            "kernels. Leave it out, or plan a mesh."
-        )
-
-
 def _device_of_plans(target: Any) -> torch.device:
     """The kind of device that plans are for: a cluster has GPUs, unless it is this machine without any."""
-    has_gpu = bool(target.device.dispatch_s) if isinstance(target, Cluster) else torch.cuda.is_available()
+    if isinstance(target, (Cluster, JoinedCluster)):
+        islands = target.islands if isinstance(target, JoinedCluster) else (target,)
+        has_gpu = all(bool(island.device.dispatch_s) for island in islands)
+    else:
+        has_gpu = torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.arguments import ExampleInputs
 from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
-from autoshard.ir.recipe import OPTIMIZERS, Recipe
+from autoshard.ir.recipe import OPTIMIZERS, TRITON, Recipe
 from autoshard.pricing import price, priced_model
 from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
@@ -38,10 +38,13 @@ def search_plan(
     constraints: Mapping[str, object] | None = None,
     memory_budget: int | None = None,
     precision: str | None = None,
+    with_kernels: bool = False,
     time_budget_s: float = 60.0,
     progress: bool | None = None,
 ) -> Plan:
     """The plan of the fastest recipe that fits; see `autoshard.plan` for the arguments.
+
+    `with_kernels`: recipes run our own kernels, see `Recipe.kernels`.
 
     Raises:
         DoesNotFitError: no recipe fits; carries the least memory that one takes.
@@ -55,7 +58,8 @@ def search_plan(
     from passes.recipe_search.recipe_shortage import shortage
 
     model = _narrowed(model, precision)
-    base, pinned = pin(base_recipe(model, optimizer, precision, global_batch), constraints or {})
+    base = base_recipe(model, optimizer, precision, global_batch)
+    base, pinned = pin(replace(base, kernels=TRITON) if with_kernels else base, constraints or {})
     counted = priced_model(model, example_inputs, loss_fn).counted
     problem = problem_of(counted, cluster, base, memory_budget, pinned)
     with search_bar(time_budget_s, progress) as show:

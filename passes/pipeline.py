@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
-from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.plan import Plan
@@ -48,6 +48,9 @@ from passes.strategies.elided import find_elided
 from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices, StepPrice
+
+if TYPE_CHECKING:
+    from autoshard.kernels.kernel import FusedKernel
 
 logger = logging.getLogger(__name__)
 
@@ -219,13 +222,24 @@ def _kernels_known(space: SearchSpace, cluster: Cluster) -> Kernels:
 
 
 def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> Kernels:
-    """The Triton kernels with which a program would run where every value is whole, for its search.
+    """The Triton kernels with which a program would run where every value is whole, for its search."""
+    from passes.lowering.price_kernels import price_kernels
+
+    return price_kernels(on_one_device(space), cluster.device, fused=cheap_kernels())
+
+
+def cheap_kernels() -> tuple[FusedKernel, ...]:
+    """The hand-written kernels that searches know.
 
     Without those that compute anew what is dear: they save memory, not time, and depend on the specs.
     """
     from autoshard.kernels.registry import FUSED
-    from passes.lowering.price_kernels import price_kernels
 
+    return tuple(kernel for kernel in FUSED if kernel.readers_of_anew is None)
+
+
+def on_one_device(space: SearchSpace) -> LoweredProgram:
+    """A program lowered with every value whole; the first strategies of its sites are that."""
     whole = Plan(
         mesh=space.mesh,
         program_digest=space.program.digest(),
@@ -241,10 +255,9 @@ def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> Kernels:
         objective=0.0,
         lower_bound=None,
         search_time_s=0.0,
-        hardware=cluster.name,
+        hardware="",
     )
-    cheap = tuple(kernel for kernel in FUSED if kernel.readers_of_anew is None)
-    return price_kernels(Lower(whole)(space.program), cluster.device, fused=cheap)
+    return Lower(whole)(space.program)
 
 
 def _run(passes: Sequence[Callable[[Any], Any]], program: Any, on_pass: OnPass | None = None) -> Any:

@@ -37,7 +37,7 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.verification": _PROVEN,
     "passes.lowering": (*_PROVEN, "passes.verification"),
     "passes.counting": (*_PROGRAMS[:3], "passes.recomputation", "passes.lowering", "passes"),
-    "passes.sections": _PROGRAMS[:3],
+    "passes.sections": (*_PROGRAMS[:3], "passes.verification", "passes.lowering", "passes"),
     "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting"),
 }
 

@@ -10,7 +10,7 @@ import torch
 
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe
-from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.errors import InvalidSpecError, NotAvailableError, RecipeError
 from tests.passes.decoders import dense, tokens
 
 MODEL = dense(4)
@@ -34,6 +34,36 @@ def test_the_plan_is_that_of_the_fastest_recipe(tmp_path) -> None:
     assert {"data parallel", "FSDP", "Megatron TP+SP"} <= plan.baselines.keys()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").recipe == plan.recipe
+
+
+def test_recipes_with_our_own_kernels_are_searched_and_priced_alike(tmp_path) -> None:
+    """The plan's price, a loaded plan's, its baselines' and its alternatives' are those of recipes with the kernels."""
+    plan, library = _plan(backend="triton"), _plan()
+    assert plan.recipe is not None
+    assert plan.recipe.kernels == "triton"
+    assert plan.gap == 0.0
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json").recipe
+    assert loaded is not None
+    assert plan.predicted == autoshard.price(MODEL, CLUSTER, loaded, example_inputs=tokens()).predicted
+    assert plan.objective == plan.predicted.step_time_s != library.objective
+    assert all(seconds is None or seconds >= plan.objective for seconds in plan.baselines.values())
+    sharded = Recipe(data=4, zero=3, global_batch=16)
+    given = _plan(recipe=sharded, backend="triton")
+    assert given.recipe == dataclasses.replace(sharded, kernels="triton")
+    assert given.compare(_plan(recipe=sharded)).recipe_fields == {"kernels": ("triton", "library")}
+    assert "; Triton kernels." in str(given)
+    fsdp = _plan(backend="triton", constraints={"zero": 3, "tensor": 1, "context": 1, "pipeline": 1})
+    (variant,) = plan.why_not("fsdp").variants
+    assert variant.objective is not None
+    assert variant.objective <= fsdp.objective
+    assert variant.name.endswith("; Triton kernels")
+    found = plan.explain("last.weight")
+    assert all("; Triton kernels" in item.recipe for item in found.others)
+    assert any(text.startswith("triton_bias_add_layer_norm for") for text in found.kernels)
+    assert not library.explain("last.weight").kernels
+    with pytest.raises(RecipeError, match="kernels='triton' says what is fused; leave out fused=False"):
+        _plan(backend="triton", constraints={"fused": False})
 
 
 def test_plans_of_recipes_and_of_specs_are_compared(tmp_path) -> None:

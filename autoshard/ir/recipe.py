@@ -17,6 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpip
 PRECISIONS = ("bf16", "f16", "f8", "f32")
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
+LIBRARY, TRITON = KERNELS = ("library", "triton")
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
 
 
@@ -74,6 +75,8 @@ class Recipe:
         whole_tensors: ZeRO-1 keeps each parameter whole on one rank: gradients are reduced to all, updated parameters
             broadcast one by one (InternEvo's hybrid optimizer), not scattered and gathered.
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
+        kernels: what chains of memory-bound operators run as: "library", what the usual libraries have; "triton", what
+            `backend="triton"` puts in their place, see docs/kernels.md.
         unfused: modules, by their own names joined by + ("clamp+bias"), whose operators run one by one all the same.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
@@ -123,6 +126,7 @@ class Recipe:
     listed_collectives: bool = False
     whole_tensors: bool = False
     fused: bool = True
+    kernels: str = LIBRARY
     unfused: str | None = None
     cuda_graph: bool = False
     blocking_launches: bool = False
@@ -140,6 +144,7 @@ class Recipe:
         self._check_axes()
         self._check_islands()
         self._check_stages()
+        self._check_kernels()
 
     @property
     def devices(self) -> int:
@@ -203,7 +208,8 @@ class Recipe:
         again = {"none": "", "selective": f"; {some} computed again", "full": "; blocks computed again"}
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
         host = "; activations on the host" if self.offload == "activations" else ""
-        return f"{', '.join(axes)}; {batches}{again[self.recompute]}{host}"
+        kernels = "; Triton kernels" if self.kernels == TRITON else ""
+        return f"{', '.join(axes)}; {batches}{again[self.recompute]}{host}{kernels}"
 
     def _sharding_words(self) -> str:
         group = "" if self.zero_group in (None, self.replicas) else f" in groups of {self.zero_group}"
@@ -259,6 +265,12 @@ class Recipe:
         if len(set(self.islands)) < len(self.islands):
             raise RecipeError(f"islands={self.islands!r} passes an island twice; a pipeline passes each once.")
 
+    def _check_kernels(self) -> None:
+        if self.kernels == TRITON and (self.unfused or not self.fused):
+            raise RecipeError(
+                f"kernels='triton' says what is fused; leave out fused={self.fused} and unfused={self.unfused!r}."
+            )
+
     def _check_stages(self) -> None:
         if self.virtual_stages > 1 and self.pipeline == 1:
             raise RecipeError(f"virtual_stages={self.virtual_stages} needs a pipeline, but pipeline=1.")
@@ -290,6 +302,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "optimizer": OPTIMIZERS,
     "gradient_dtype": GRADIENT_DTYPES,
     "offload": OFFLOADS,
+    "kernels": KERNELS,
 }
 _OPTIONAL = ("zero_group", "global_batch")
 _FLAGS = tuple(item.name for item in fields(Recipe) if item.type == "bool")

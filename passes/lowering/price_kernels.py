@@ -175,14 +175,14 @@ class _Pricing:
 
     def _alone(self, node: fx.Node) -> float:
         """Seconds of a call of the program without kernels."""
-        done = work(operator_name(node), *_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
+        done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
         return work_time(done, self.device, operator_name(node))
 
     def _products_of(self, node: fx.Node) -> float:
         """Seconds of the arithmetic of a call's matrix products; 0 where it has none."""
         if not is_launch(node):
             return 0.0
-        done = work(operator_name(node), *_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
+        done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
         if not done.products:
             return 0.0
         arithmetic = work_time(done._replace(bytes_read=0, bytes_written=0), self.device)
@@ -219,7 +219,7 @@ def _written_out(call: fx.Node) -> fx.Graph:
     return expanded
 
 
-def _infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
+def tensor_infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
     """What the cost models know of a call's operands and results."""
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else (value,)

@@ -64,8 +64,8 @@ class Part:
     """The terms of a kernel's time that belong to one member.
 
     Args:
-        reads: operands by which it is the first to read a value, each with the bytes of that value over the operand's:
-            a view may repeat what it views.
+        reads: operands by which it is the first to read a value, or a slice of one, each with the bytes of that over
+            the operand's: a view may repeat what it views.
         writes: results that the kernel writes.
         launches: of the kernel, if it is the last member.
         beside_s: what the kernel does beside on one device, if it is the last member.
@@ -142,6 +142,16 @@ def _owners(space: SearchSpace, kernels: Kernels) -> dict[str, KernelUse]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """What a member reads of a value: bytes of it, and bytes of the operand by which it does, which may repeat it."""
+
+    member: str
+    operand: int
+    size: int
+    operand_size: int
+
+
 @dataclass(slots=True)
 class _Finding:
     """The search for parts and seams.
@@ -193,16 +203,23 @@ class _Finding:
         return name
 
     def _find_reads(self, memory: Mapping[int, set[str]]) -> None:
-        """The operands by which members read what their kernels read, each value once."""
-        done: set[tuple[int, str, int]] = set()
+        """The operands by which members read what their kernels read: slices of a value, each once, or all of it."""
+        slices: dict[tuple[int, str, int], dict[tuple[str, int], _Slice]] = defaultdict(dict)
         for name in self.space.sites:
             for link in self.incoming[name] if name in self.owners else ():
-                first, kernel = self._path(link)[0], id(self.owners[name])
-                key = (kernel, first.tail, first.result)
-                if first.tail in memory[kernel] and key not in done:
-                    done.add(key)
-                    values = [self.space.sites[item.tail].results[item.result] for item in (first, link)]
-                    self.reads[name].append((link.operand, _bytes(values[0]) / max(1, _bytes(values[1]))))
+                path, kernel = self._path(link), id(self.owners[name])
+                if path[0].tail in memory[kernel]:
+                    sizes = [_bytes(self.space.sites[item.tail].results[item.result]) for item in path]
+                    narrowest = path[sizes.index(min(sizes))]
+                    found = _Slice(name, link.operand, min(sizes), sizes[-1])
+                    known = slices[kernel, path[0].tail, path[0].result]
+                    known.setdefault((narrowest.tail, narrowest.result), found)
+        for (_, tail, result), known in slices.items():
+            whole, parts = _bytes(self.space.sites[tail].results[result]), list(known.values())
+            if sum(part.size for part in parts) >= whole:
+                parts = [replace(parts[0], size=whole)]
+            for part in parts:
+                self.reads[part.member].append((part.operand, part.size / max(1, part.operand_size)))
 
     def _parts(self) -> dict[str, Part]:
         parts = {name: self._part(name) for name in self.space.sites if name in self.owners}

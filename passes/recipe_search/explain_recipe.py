@@ -25,7 +25,7 @@ from torch import fx
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.explanation import ValueCost
 from autoshard.ir.program import InputKind, tensor_values
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
@@ -110,6 +110,13 @@ def spec_of(priced: PricedModel, value: Value, recipe: Recipe) -> PartitionSpec:
     """The spec of a value under a recipe; batches are split over replicas beside it."""
     spec = _axes_spec(priced, value, RecipeKind.of(recipe))
     return replica_sharded(spec, recipe, recipe_mesh(recipe)) if value.parameter else spec
+
+
+def kernels_of(priced: PricedModel, value: Value, recipe: Recipe) -> tuple[str, ...]:
+    """The kernels of ours that compute or read a value, in words; none where a recipe has the usual libraries'."""
+    if recipe.kernels != TRITON:
+        return ()
+    return tuple(str(kernel) for kernel in priced.kernels if kernel.concerns(value.node.name))
 
 
 def _axes_spec(priced: PricedModel, value: Value, kind: RecipeKind) -> PartitionSpec:
@@ -324,7 +331,7 @@ def _points(priced: PricedModel) -> list[_Point]:
 def _family(priced: PricedModel, value: Value, point: _Point, recipe: Recipe) -> object:
     """What tells specs apart: axes, and whether replicas share a parameter."""
     tensor, parallel, context, expert, expert_tensor, gathers = point
-    names = (recipe.fused, recipe.unfused, recipe.recompute_modules)
+    names = (recipe.fused, recipe.unfused, recipe.recompute_modules, recipe.kernels)
     kind = RecipeKind(tensor, parallel, context, expert, expert_tensor, *names)
     return _axes_spec(priced, value, kind), gathers and bool(value.parameter)
 

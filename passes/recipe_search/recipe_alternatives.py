@@ -18,7 +18,14 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from passes.questions.what_if import MORE_MEMORY, cheapest_first, memory_worth, outcome_of
-from passes.recipe_search.explain_recipe import find_value, spec_families, spec_of, value_costs, value_memory
+from passes.recipe_search.explain_recipe import (
+    find_value,
+    kernels_of,
+    spec_families,
+    spec_of,
+    value_costs,
+    value_memory,
+)
 from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import Only
@@ -137,6 +144,7 @@ class RecipeAlternatives:
             memory_budget=plan.memory_budget,
             costs=value_costs(priced, value, plan.recipe, problem.cluster, problem.model),
             memory=value_memory(priced, value, plan.recipe, problem.cluster),
+            kernels=kernels_of(priced, value, plan.recipe),
         )
 
     def limits(self, plan: Plan) -> Limits:

@@ -190,6 +190,7 @@ class RecipeSpace:
         return RecipeKind(
             layout.tensor > 1, layout.sequence_parallel, layout.context > 1, layout.expert > 1,
             layout.expert_tensor > 1, self.base.fused, self.base.unfused, self.base.recompute_modules,
+            self.base.kernels,
         )  # fmt: skip
 
     def _micro_batches(self, layout: Layout) -> list[int]:

@@ -22,7 +22,7 @@ from cost_models.work import Kind, MatmulShape, TensorInfo
 from passes.counting.count_plan import ring_bytes
 from passes.recipes.price_ends import GRADIENT_BYTES
 from passes.recipes.price_memory import kept_bytes, state_bytes
-from passes.sections.count_sections import Kernel, Phase, Section, Sized
+from passes.sections.count_sections import FUSED, Kernel, Phase, Section, Sized
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import EXPERT
 from passes.sections.propagate_axis import MoveKind
@@ -110,7 +110,7 @@ def _sent(phase: Phase, batch: Size, sizes: Mapping[str, Size]) -> dict[str, Siz
 
 
 def _flops(kernel: Kernel, batch: Size, sizes: Mapping[str, Size]) -> Size:
-    if kernel.operator == "fused":
+    if kernel.operator == FUSED:
         return 0
     inputs, outputs = (
         tuple(_info(item, batch, {**sizes, EXPERT: 1} if any(item.step) else sizes) for item in items)

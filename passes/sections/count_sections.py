@@ -7,9 +7,8 @@ Kernels are the program's calls, with these exceptions, which hold for the libra
 * a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
 * a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
 * what depends on no input or parameter (position tables, causal masks) is made once, not per step;
-* with fused kernels, a chain of pointwise operators is one kernel, which a softmax or norm may end; intermediate values
-  are neither written nor saved, and the backward makes them again from the chain's operands. Modules that the recipe
-  names run operator by operator.
+* chains of memory-bound calls are one kernel each (`chains.py`): those of the usual libraries, but for modules that the
+  recipe names, or our own kernels.
 """
 
 from __future__ import annotations
@@ -22,14 +21,17 @@ import torch
 from torch import fx
 
 from autoshard.ir.program import InputKind, tensor_values
-from cost_models.counting import TABLE
+from passes.sections.chains import Chains, LibraryChains, modules_of
 from passes.sections.fold_program import FoldedProgram, is_layout
+from passes.sections.kernel_chains import KernelChains, ProgramKernel
 from passes.sections.propagate_axis import AxisLayout, MoveKind
 from passes.sections.trace_values import attention_cores, depending, is_free, makers_of_outputs, readers_of, source_of
-from passes.strategies.enumerate_strategies import SearchSpace, operands_of
+from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.price import dtype_name, operator_name
 
 _Key = tuple[str, int]
+FUSED = "fused"
+"""The operator of a chain."""
 aten = torch.ops.aten
 
 
@@ -67,13 +69,15 @@ class Kernel:
 
     Args:
         name: of its last call.
-        operator: as the cost models know it; "fused" for a chain.
+        operator: as the cost models know it; `FUSED` for a chain.
         inputs, outputs: tensors that it reads and writes.
         arguments: positional arguments, see `cost_models.operators.work`.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
         is_core: whether it belongs to attention's core, between its first and its last product, or to other modules
             that a selective recomputation names.
+        launches: of a chain; the others' follow from what they are.
+        later_bytes: see `Asked`.
     """
 
     name: str
@@ -84,6 +88,8 @@ class Kernel:
     has_weight: bool
     makes_gradient: bool
     is_core: bool
+    launches: int = 1
+    later_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,31 +161,34 @@ def _values_of(section: Section) -> Iterator[Sized]:
             yield from (*kernel.inputs, *kernel.outputs)
 
 
-def modules_of(node: fx.Node) -> Sequence[str]:
-    """The names on the path of the module that a node belongs to."""
-    return node.meta.get("module", "").split(".")
-
-
 def count_sections(
     folded: FoldedProgram,
-    space: SearchSpace,
     layouts: Mapping[str, AxisLayout],
     *,
     fused: bool,
     unfused: frozenset[str] = frozenset(),
     recomputed: frozenset[str] = frozenset(),
+    kernels: Sequence[ProgramKernel] | None = None,
 ) -> dict[str, Section]:
     """Every section of a folded program under the layouts of the axes.
 
     Args:
         folded: the program.
-        space: its strategies on one axis.
         layouts: axis to its layout.
         fused: whether chains of memory-bound calls are one kernel.
         unfused: names of modules in which they are not.
         recomputed: names of modules whose calls are the core; none: attention's core is.
+        kernels: our own, which run in place of those of the usual libraries.
     """
-    counting = _Counting(folded, space, layouts, fused, unfused, recomputed)
+    varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
+    working = frozenset(node.name for node in folded.single.graph.nodes if _works(node, varying))
+    chains: Chains
+    if kernels is None:
+        chains = LibraryChains(folded, working, varying, fused=fused, unfused=unfused)
+    else:
+        added = frozenset(node.name for node in folded.single.graph.nodes if _is_bias(node))
+        chains = KernelChains(folded, working, added, kernels, layouts)
+    counting = _Counting(folded, layouts, varying, working, chains, recomputed)
     return {name: counting.section(name) for name in folded.sections}
 
 
@@ -189,20 +198,17 @@ class _Counting:
     def __init__(
         self,
         folded: FoldedProgram,
-        space: SearchSpace,
         layouts: Mapping[str, AxisLayout],
-        fused: bool,
-        unfused: frozenset[str],
+        varying: frozenset[str],
+        working: frozenset[str],
+        chains: Chains,
         again: frozenset[str],
     ) -> None:
-        self.folded, self.space, self.layouts, self.fused, self.unfused = folded, space, layouts, fused, unfused
+        self.folded, self.layouts, self.varying, self.working, self.chains = folded, layouts, varying, working, chains
         self.nodes = folded.single.nodes
         self.slots = {slot.node: slot for slot in folded.single.inputs}
-        self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
         self.gradients = makers_of_outputs(folded)
         self.core = self._calls_of(again) if again else attention_cores(folded)
-        self.recomputed = self._cheap_values() if fused else frozenset()
-        self.groups = self._groups()
 
     def section(self, name: str) -> Section:
         """One section."""
@@ -223,7 +229,7 @@ class _Counting:
     def _phase(self, section: str, phase: str) -> Phase:
         chains: dict[str, list[fx.Node]] = {}
         for node in self._calls(section, phase):
-            chains.setdefault(self.groups[node.name], []).append(node)
+            chains.setdefault(self.chains.chain_of(node), []).append(node)
         kernels = tuple(self._kernel(chain) for chain in chains.values())
         return Phase(kernels, tuple(self._sent(section, phase)))
 
@@ -232,7 +238,9 @@ class _Counting:
         return [
             node
             for node in self.folded.single.graph.nodes
-            if self.folded.section_of.get(node.name) == section and node.meta["phase"] == phase and self._works(node)
+            if node.name in self.working
+            and self.folded.section_of.get(node.name) == section
+            and self.chains.phase_of(node) == phase
         ]
 
     def _calls_of(self, modules: frozenset[str]) -> frozenset[str]:
@@ -242,99 +250,33 @@ class _Counting:
             node.name for node in calls if node.meta["phase"] == "forward" and not modules.isdisjoint(modules_of(node))
         )
 
-    def _works(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.name not in self.varying:
-            return False
-        return not is_free(node) and not self._is_bias(node)
-
-    def _is_bias(self, node: fx.Node) -> bool:
-        """Whether a call adds a vector to a product that nobody else reads."""
-        if node.target is not aten.add.Tensor or len(operands_of(node)) != 2:
-            return False
-        product, bias = operands_of(node)
-        return product.target is aten.mm.default and len(product.users) == 1 and bias.meta["val"].ndim == 1
-
-    # Fusion.
-
-    def _cheap_values(self) -> frozenset[str]:
-        """Forward calls whose results the backward makes again: pointwise, of what is saved anyway or never varies,
-        and not read by products."""
-        cheap: set[str] = set()
-        for node in self.folded.single.graph.nodes:
-            if node.op == "call_function" and node.meta["phase"] == "forward" and self._is_pointwise(node):
-                late = [user for user in readers_of(node) if user.meta["phase"] == "backward"]
-                kept = all(self._is_kept(operand, cheap) for operand in node.all_input_nodes)
-                if late and kept and all(_is_memory_bound(user) for user in late):
-                    cheap.add(node.name)
-        return frozenset(cheap)
-
-    def _is_kept(self, operand: fx.Node, cheap: set[str]) -> bool:
-        owner, index = source_of(operand)
-        return (
-            owner.op != "call_function"
-            or owner.name not in self.varying
-            or owner.name in cheap
-            or any(user.meta["phase"] == "backward" for user in readers_of(owner, index))
-        )
-
-    def _is_pointwise(self, node: fx.Node) -> bool:
-        return self._is_fusible(node) and node.target not in _ENDS and not is_layout(node)
-
-    def _is_fusible(self, node: fx.Node) -> bool:
-        return _is_memory_bound(node) and self.unfused.isdisjoint(modules_of(node))
-
-    def _groups(self) -> dict[str, str]:
-        """Call to the last call of its chain; itself where nothing is fused."""
-        order = [node for node in self.folded.single.graph.nodes if node.op == "call_function" and self._works(node)]
-        group = {node.name: node.name for node in order}
-        if not self.fused:
-            return group
-        for node in reversed(order):
-            if not self._is_pointwise(node):
-                continue
-            readers = [item for item in readers_of(node) if not self._is_remade(node, item)]
-            targets = {group.get(item.name, "") for item in readers}
-            last = self.nodes.get(next(iter(targets), ""))
-            if len(targets) == 1 and last is not None and all(self._joins(node, item) for item in readers):
-                group[node.name] = last.name
-        return group
-
-    def _is_remade(self, node: fx.Node, reader: fx.Node) -> bool:
-        return node.name in self.recomputed and reader.meta["phase"] == "backward"
-
-    def _joins(self, node: fx.Node, reader: fx.Node) -> bool:
-        same = self.folded.section_of.get(node.name) == self.folded.section_of.get(reader.name)
-        return same and node.meta["phase"] == reader.meta["phase"] and self._is_fusible(reader) and self._works(reader)
-
     # Kernels.
 
     def _kernel(self, chain: list[fx.Node]) -> Kernel:
-        last = chain[-1]
+        last, is_fused, asked = chain[-1], self.chains.is_fused(chain), self.chains.asked(chain)
+        read = [self._operand(node, index) for node, index in asked.operands]
+        read += [self._sized(node, index) for node, index in asked.values]
         inside = {node.name for node in chain}
-        read: dict[_Key, Sized] = {}
-        for node in chain:
-            for index, operand in enumerate(operands_of(node)):
-                if source_of(operand)[0].name not in inside:
-                    key = (operand.name, 0) if len(chain) > 1 else (f"{operand.name}/{index}", index)
-                    read[key] = self._operand(node, index)
         written = [
             self._sized(node, index)
             for node in chain
             for index, value in enumerate(tensor_values(node))
-            if value is not None and (node is last or self._is_read_outside(node, inside))
+            if value is not None and (node is last or self._is_read_outside(node, index, inside))
         ]
-        operator = operator_name(last) if len(chain) == 1 else "fused"
-        arguments = tuple(fx.map_arg(last.args, lambda argument: None)) if len(chain) == 1 else ()
+        operator = FUSED if is_fused else operator_name(last)
+        arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
         return Kernel(
-            last.name, operator, tuple(read.values()), tuple(written), arguments,
+            last.name, operator, tuple(read), tuple(written), arguments,
             has_weight=self._reads_weight(last),
             makes_gradient=last.name in self.gradients,
             is_core=all(node.name in self.core for node in chain),
+            launches=asked.launches,
+            later_bytes=asked.later_bytes,
         )  # fmt: skip
 
-    def _is_read_outside(self, node: fx.Node, inside: set[str]) -> bool:
-        readers = readers_of(node)
-        return not readers or any(item.name not in inside and not self._is_remade(node, item) for item in readers)
+    def _is_read_outside(self, node: fx.Node, index: int, inside: set[str]) -> bool:
+        readers = self.chains.readers(node, index)
+        return not readers_of(node, index) or any(item.name not in inside for item in readers)
 
     def _is_parameter(self, node: fx.Node) -> bool:
         return self.slots[node.name].kind == InputKind.PARAMETER if node.name in self.slots else False
@@ -375,11 +317,9 @@ class _Counting:
     def _saved(self, section: str) -> tuple[Saved, ...]:
         found: dict[str, Saved] = {}
         for node in self.folded.single.graph.nodes:
-            if node.meta.get("phase") != "forward" or node.op != "call_function" or is_layout(node):
+            if node.op != "call_function" or is_layout(node) or self.chains.phase_of(node) != "forward":
                 continue
             if self.folded.section_of.get(node.name) != section or node.name not in self.varying:
-                continue
-            if node.name in self.recomputed:
                 continue
             for index, value in enumerate(tensor_values(node)):
                 if value is not None and self._is_read_late(node, index):
@@ -387,7 +327,7 @@ class _Counting:
         return tuple(found.values())
 
     def _is_read_late(self, node: fx.Node, index: int) -> bool:
-        return any(item.meta["phase"] == "backward" for item in readers_of(node, index))
+        return any(self.chains.phase_of(item) == "backward" for item in self.chains.readers(node, index))
 
     def _entering(self, section: str) -> tuple[Sized, ...]:
         found: dict[str, Sized] = {}
@@ -432,28 +372,17 @@ class _Counting:
         return any(self._is_parameter(source_of(operand)[0]) for operand in operands_of(node))
 
 
-_ENDS = frozenset({
-    aten._softmax.default, aten._softmax_backward_data.default, aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default, aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
-    aten.sum.dim_IntList, aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default,
-    aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
-    torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
-})  # fmt: skip
-"""Memory-bound operators that nothing is fused behind: they end a chain, or stand alone."""
-
-_ALONE = frozenset({
-    aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
-    aten._fused_rms_norm_backward.default, aten.embedding.default, aten.embedding_dense_backward.default,
-    aten.index_select.default, aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
-    aten.sum.dim_IntList, torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
-})  # fmt: skip
-"""Those of them that stand alone."""
+def _works(node: fx.Node, varying: frozenset[str]) -> bool:
+    """Whether a node is a call that does work."""
+    return node.op == "call_function" and node.name in varying and not is_free(node) and not _is_bias(node)
 
 
-def _is_memory_bound(node: fx.Node) -> bool:
-    """Whether a call moves bytes and does little else, so that it may be part of a chain."""
-    name = operator_name(node)
-    return isinstance(node.target, torch._ops.OpOverload) and name not in TABLE and node.target not in _ALONE
+def _is_bias(node: fx.Node) -> bool:
+    """Whether a call adds a vector to a product that nobody else reads."""
+    if node.target is not aten.add.Tensor or len(operands_of(node)) != 2:
+        return False
+    product, bias = operands_of(node)
+    return product.target is aten.mm.default and len(product.users) == 1 and bias.meta["val"].ndim == 1
 
 
 def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, object]) -> Sized:

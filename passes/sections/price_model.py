@@ -16,13 +16,15 @@ from torch import fx
 from autoshard.errors import RecipeError
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.recipe import LIBRARY, TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
+from passes.sections.chains import modules_of
 from passes.sections.combine_layouts import combine_layouts
-from passes.sections.count_sections import Section, count_sections, modules_of, splits_of
+from passes.sections.count_sections import Section, count_sections, splits_of
 from passes.sections.fold_program import AFTER, BEFORE, FoldedProgram
+from passes.sections.kernel_chains import ProgramKernel
 from passes.sections.price_sections import SectionPrice, SectionSizes
 from passes.sections.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
 from passes.sections.route_tokens import routed_calls
@@ -42,6 +44,7 @@ class RecipeKind:
     fused: bool
     unfused: str | None = None
     recompute_modules: str | None = None
+    kernels: str = LIBRARY
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeKind:
@@ -55,6 +58,7 @@ class RecipeKind:
             recipe.fused,
             recipe.unfused,
             recipe.recompute_modules,
+            recipe.kernels,
         )
 
 
@@ -144,6 +148,13 @@ class PricedModel:
         return self._space
 
     @cached_property
+    def kernels(self) -> tuple[ProgramKernel, ...]:
+        """The program's Triton kernels."""
+        from passes.sections.program_kernels import find_program_kernels  # imports triton
+
+        return find_program_kernels(self.space)
+
+    @cached_property
     def digest(self) -> str:
         """The digest of the folded program."""
         return self.folded.single.digest()
@@ -160,11 +171,11 @@ class PricedModel:
         if kind not in self._sections:
             self._sections[kind] = count_sections(
                 self.folded,
-                self.space,
                 self.layouts(kind),
                 fused=kind.fused,
                 unfused=self._modules("unfused", kind.unfused),
                 recomputed=self._modules("recompute_modules", kind.recompute_modules),
+                kernels=self.kernels if kind.kernels == TRITON else None,
             )
         return self._sections[kind]
 

@@ -15,7 +15,7 @@ from cost_models.counting import size_bytes
 from cost_models.hardware import Device
 from cost_models.operators import work
 from cost_models.work import Kind, MatmulShape, TensorInfo, Work
-from passes.sections.count_sections import Kernel, Sent, Sized
+from passes.sections.count_sections import FUSED, Kernel, Sent, Sized
 from passes.sections.propagate_axis import MoveKind
 
 EXPERT = "expert"
@@ -125,7 +125,10 @@ def price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], pre
     """What a kernel takes; `precision` is that of products with weights."""
     inputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.inputs)
     outputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.outputs)
-    done = _work(kernel, inputs, outputs)
+    if kernel.operator == FUSED:
+        moved_s = memory_time(size_bytes((*inputs, *outputs)) + kernel.later_bytes, setting.device)
+        return Busy(memory_s=kernel.launches * setting.device.launch_latency_s + moved_s, kernels=kernel.launches)
+    done = work(kernel.operator, inputs, outputs, kernel.arguments)
     kernels = 1
     if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
         done = _shared_out(done, kernel, sizes[EXPERT])
@@ -146,12 +149,6 @@ def price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], pre
     if done.kind is Kind.ATTENTION:
         return Busy(attention_s=time, kernels=1, flops=done.flops)
     return Busy(memory_s=time, kernels=int(done.kind is not Kind.VIEW))
-
-
-def _work(kernel: Kernel, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> Work:
-    if kernel.operator == "fused":
-        return Work(0, size_bytes(inputs), size_bytes(outputs), Kind.POINTWISE, "f32")
-    return work(kernel.operator, inputs, outputs, kernel.arguments)
 
 
 def replace_work(done: Work, dtype: str) -> Work:

@@ -1,6 +1,6 @@
 """How long it takes from a module on meta to a plan of a training step (AdamW, bf16 mixed precision), up to 671B.
 
-Run: python -m tests.benchmarks.deep_models [--models llama3-8b ...] [--json]
+Run: python -m tests.benchmarks.deep_models [--models llama3-8b ...] [--backend triton] [--json]
 
 Each model on a fixed mesh, in a process of its own, so that the peak of memory is its own. Wall-clock time, on as many
 cores as there are.
@@ -107,8 +107,8 @@ class _Stages(logging.Handler):
             self.last = now
 
 
-def measure(name: str, case: Case) -> Measured:
-    """Plan one case."""
+def measure(name: str, case: Case, backend: str = "auto") -> Measured:
+    """Plan one case; `backend` as `autoshard.plan` takes it."""
     with torch.device("meta"):
         model = Decoder(case.shape)
         tokens = torch.zeros(case.batch, case.shape.sequence, dtype=torch.int64)
@@ -123,6 +123,7 @@ def measure(name: str, case: Case) -> Measured:
         mesh=case.mesh,
         example_inputs=(tokens, tokens),
         optimizer="adamw",
+        backend=backend,
     )
     total, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -143,11 +144,12 @@ def measure(name: str, case: Case) -> Measured:
     )
 
 
-def table(rows: list[Measured]) -> Table:
+def table(rows: list[Measured], backend: str) -> Table:
     """One line for each case."""
     stages = ("tracing s", "enumeration s", "search s", "total s", "CPU s")
     columns = ("model", *stages, "memory GiB", "gap %", "step s", "peak GiB")
-    result = Table(*columns, title="From a module on meta to a plan of a step with AdamW, bf16 mixed precision")
+    title = f"From a module on meta to a plan of a step with AdamW, bf16 mixed precision, backend={backend!r}"
+    result = Table(*columns, title=title)
     for row in rows:
         seconds = (row.tracing_s, row.enumeration_s, row.search_s, row.total_s, row.cpu_s)
         sizes = (f"{row.peak_bytes / _GIB:.2f}", f"{100 * row.gap:.3f}", f"{row.objective_s:.4f}")
@@ -155,9 +157,10 @@ def table(rows: list[Measured]) -> Table:
     return result
 
 
-def measure_apart(name: str) -> Measured:
+def measure_apart(name: str, backend: str) -> Measured:
     """In a process of its own."""
-    command = [sys.executable, "-m", "tests.benchmarks.deep_models", "--models", name, "--json"]
+    options = ["--models", name, "--backend", backend, "--json"]
+    command = [sys.executable, "-m", "tests.benchmarks.deep_models", *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Measured(**json.loads(output.splitlines()[-1]))
 
@@ -166,13 +169,15 @@ def main(arguments: list[str]) -> None:
     """Print the table, or with `--json` one line for each case, measured in this process."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.deep_models")
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--backend", default="auto", help="as autoshard.plan takes it: triton, to search with kernels")
     parser.add_argument("--json", action="store_true", help="measure in this process, and print JSON")
     options = parser.parse_args(arguments)
     if options.json:
         for name in options.models:
-            sys.stdout.write(json.dumps(asdict(measure(name, CASES[name]))) + "\n")
+            sys.stdout.write(json.dumps(asdict(measure(name, CASES[name], options.backend))) + "\n")
     else:
-        Console(width=140).print(table([measure_apart(name) for name in options.models]))
+        rows = [measure_apart(name, options.backend) for name in options.models]
+        Console(width=140).print(table(rows, options.backend))
 
 
 if __name__ == "__main__":

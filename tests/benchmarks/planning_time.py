@@ -1,7 +1,8 @@
 """How long each stage of planning takes.
 
 Run: python -m tests.benchmarks.planning_time [--models big_bird t5 ...] [--search-seconds 5] [--large]
-    [--recipes 'Llama-3 8B' ...] [--recipe-seconds 60] [--turns 5]
+    [--recipes 'Llama-3 8B' ...] [--recipe-seconds 60]
+    [--backend triton] [--turns 5]
 
 Models of the zoo of up to 3,000 nodes on two axes, stage by stage; and with `--large` a Llama of over
 10,000 nodes, and a program of over 10,000 nodes no two layers of which have equal shapes (so that no call is like one
@@ -195,6 +196,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--deep", nargs="*", default=list(deep_models.CASES), help="of tests.benchmarks.deep_models")
     parser.add_argument("--recipes", nargs="*", default=list(TASKS), help="of tests.benchmarks.recipe_time")
     parser.add_argument("--recipe-seconds", type=float, default=60.0, help="for each search over recipes")
+    parser.add_argument("--backend", default="auto", help="of both: triton, to search with kernels")
     parser.add_argument("--turns", type=int, default=5, help="of tests.benchmarks.depth_time; 0: none")
     options = parser.parse_args(arguments)
     quiet()
@@ -203,11 +205,13 @@ def main(arguments: list[str]) -> None:
     if rows:
         console.print(table(f"Seconds on {TWO_AXES}", rows))
     if options.deep:
-        console.print(deep_models.table([deep_models.measure_apart(name) for name in options.deep]))
+        deep = [deep_models.measure_apart(name, options.backend) for name in options.deep]
+        console.print(deep_models.table(deep, options.backend))
     if options.large:
         console.print(table(f"Seconds on {THREE_AXES}", time_large(*options.layers)))
     if options.recipes:
-        console.print(recipe_table([time_apart(name, options.recipe_seconds) for name in options.recipes]))
+        recipes = [time_apart(name, options.recipe_seconds, options.backend) for name in options.recipes]
+        console.print(recipe_table(recipes))
     if options.turns:
         console.print(depth_time.table(depth_time.LAYERS, options.turns))
 

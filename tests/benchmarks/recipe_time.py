@@ -1,6 +1,6 @@
 """How long it takes to find the recipe of large models, tracing included: also a table of `planning_time`.
 
-Run: python -m tests.benchmarks.recipe_time [--tasks 'Llama-3 8B' ...] [--seconds 60] [--json]
+Run: python -m tests.benchmarks.recipe_time [--tasks 'Llama-3 8B' ...] [--seconds 60] [--backend triton] [--json]
 
 Each task in a process of its own, so that the peak of memory is its own, on one thread. Seconds begin with the
 building of the module on meta; imports are not counted.
@@ -82,8 +82,8 @@ class Timed:
     words: str
 
 
-def time_task(name: str, task: Task, budget_s: float) -> Timed:
-    """Plan a task."""
+def time_task(name: str, task: Task, budget_s: float, backend: str) -> Timed:
+    """Plan a task; `backend` as `autoshard.plan` takes it."""
     cluster = task.cluster
     wall, cpu = time.monotonic(), time.process_time()
     with torch.device("meta"):
@@ -91,8 +91,9 @@ def time_task(name: str, task: Task, budget_s: float) -> Timed:
         tokens = torch.zeros(1, task.tokens, dtype=torch.int64)
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     plan = autoshard.plan(
-        model, cluster, example_inputs=inputs, optimizer="adamw", global_batch=task.batch, time_budget_s=budget_s
-    )
+        model, cluster, example_inputs=inputs, optimizer="adamw", global_batch=task.batch, time_budget_s=budget_s,
+        backend=backend,
+    )  # fmt: skip
     assert plan.recipe is not None
     assert plan.gap is not None
     return Timed(
@@ -121,18 +122,10 @@ def recipe_table(rows: Sequence[Timed]) -> Table:
     return result
 
 
-def time_apart(name: str, budget_s: float) -> Timed:
+def time_apart(name: str, budget_s: float, backend: str) -> Timed:
     """In a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.benchmarks.recipe_time",
-        "--tasks",
-        name,
-        "--seconds",
-        str(budget_s),
-        "--json",
-    ]
+    options = ["--tasks", name, "--seconds", str(budget_s), "--backend", backend, "--json"]
+    command = [sys.executable, "-m", "tests.benchmarks.recipe_time", *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Timed(**json.loads(output.splitlines()[-1]))
 
@@ -142,14 +135,16 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.recipe_time")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seconds", type=float, default=60.0, help="for each search")
+    parser.add_argument("--backend", default="auto", help="as autoshard.plan takes it: triton, for our own kernels")
     parser.add_argument("--json", action="store_true", help="plan in this process, and print JSON")
     options = parser.parse_args(arguments)
     if not options.json:
-        Console(width=180).print(recipe_table([time_apart(name, options.seconds) for name in options.tasks]))
+        rows = [time_apart(name, options.seconds, options.backend) for name in options.tasks]
+        Console(width=180).print(recipe_table(rows))
         return
     torch.set_num_threads(1)
     for name in options.tasks:
-        sys.stdout.write(json.dumps(asdict(time_task(name, TASKS[name], options.seconds))) + "\n")
+        sys.stdout.write(json.dumps(asdict(time_task(name, TASKS[name], options.seconds, options.backend))) + "\n")
 
 
 if __name__ == "__main__":

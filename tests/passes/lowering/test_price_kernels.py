@@ -12,7 +12,6 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster, Mesh, Plan
-from autoshard.errors import NotAvailableError
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from cost_models.compute import matmul_time
 from cost_models.device import device
@@ -177,9 +176,3 @@ def test_groups_are_shown() -> None:
 def test_products_are_in_no_group() -> None:
     """Nothing is generated for a table that is only looked up."""
     assert make_plan().explain("table.weight").kernels == ()
-
-
-def test_recipes_are_not_priced_with_kernels() -> None:
-    """Recipes have the kernels of the frameworks that they are of: asking for ours is refused."""
-    with pytest.raises(NotAvailableError, match="backend='triton' does not go with global_batch="):
-        autoshard.plan(Scaled(), CLUSTER, example_inputs=(torch.ones(8, 16),), global_batch=8, backend="triton")

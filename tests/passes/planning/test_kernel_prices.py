@@ -61,6 +61,19 @@ class Shared(nn.Module):
         return (y * torch.exp(-x) + y).sum(-1).relu()
 
 
+class Sliced(nn.Module):
+    """A product of which kernels read a third each, one of them in two views of the same part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, 3 * width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three = self.enter(x).chunk(3, -1)
+        left = torch.tanh(one * 2) @ torch.exp(two + 1).transpose(-1, -2)
+        return left @ (three.relu() + three.neg())
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> Program:
     """Forward programs of one kernel of two to four calls."""
@@ -117,6 +130,15 @@ def test_every_plan_of_a_chain_costs_what_its_kernels_do_and_the_search_finds_th
         costs.append(planning.assignment.cost_of(choice))
         assert costs[-1] == pytest.approx(time_of_pieces(planning, choice), rel=1e-9)
     assert Search()(planning).cost == pytest.approx(min(costs), rel=1e-12)
+
+
+def test_a_kernel_reads_no_more_of_a_value_than_its_slices() -> None:
+    """Of a product's result a third each, once; so that its terms sum to its time, with nothing left over."""
+    with torch.device("meta"):
+        program = trace(Sliced(64), (torch.zeros(8, 32, 64),), {}, grad=False)
+    parts = problem_of(program, MESH, with_kernels=True).fusion.parts
+    assert [part.reads for part in parts.values() if part.reads] == [((0, 1.0),)] * 3
+    assert not any(part.beside_s for part in parts.values())
 
 
 def _planned(planning: PlanningProblem, choice: Sequence[int]) -> Plan:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
+from autoshard.ir.recipe import KERNELS
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import RecipeSpace
 from passes.recipe_search.search_recipes import FoundRecipe
@@ -46,6 +47,7 @@ BASES = st.builds(
     overlap_expert=st.booleans(),
     early_stop=st.booleans(),
     fused=st.just(True),
+    kernels=st.sampled_from(KERNELS),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),
     cuda_graph=st.booleans(),
     bucket_bytes=st.sampled_from([10_000, 200_000_000]),
