@@ -70,6 +70,7 @@ class Planner:
         fixed: the plan that calls which train must use.
         made: a plan that is made already, for calls of its program on its mesh.
         precision: what calls compute in where the model's parameters are wider; None: the model's own types.
+        traced: a program that is traced already: of calls that train.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         micro_batches: how many a training step has.
         with_kernels: let Triton kernels stand in for operators, and predict that.
@@ -81,6 +82,7 @@ class Planner:
     cluster: Cluster | None = None
     fixed: Plan | None = None
     made: Plan | None = None
+    traced: Program | None = None
     loss_fn: LossFunction | None = None
     precision: str | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -134,6 +136,8 @@ class Planner:
         """
         if request.grad:
             refuse_scaling(self.precision)
+        if self.traced is not None and request.grad and not request.all_tangents:
+            return self.traced
         start = time.perf_counter()
         program = tracing.trace(
             request.model,

@@ -80,8 +80,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "autoshard",
     ),
     "autoshard.testing": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.arguments"),
-        "autoshard.cluster",
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.arguments", "autoshard.cluster"),
+        "autoshard.planner",
     ),
     "autoshard": (*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.pricing"),
 }

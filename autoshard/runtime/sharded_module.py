@@ -84,7 +84,7 @@ class ShardedModule(nn.Module):
         engine.adopt(model)
         self._original = (model,)  # in a tuple, so that it is no submodule of its own
         self._engine = engine
-        self._compiler = compiler
+        self.compiler = compiler
         self._executables: dict[Hashable, list[Executable]] = {}
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
@@ -208,7 +208,7 @@ class ShardedModule(nn.Module):
         if not program.guards:
             return True
         inputs = [self._engine.global_copy(tensor) for tensor in call.tensors.values()]
-        return self._compiler.guards_hold(program, inputs, dict(self.named_buffers()))
+        return self.compiler.guards_hold(program, inputs, dict(self.named_buffers()))
 
     def _compile(self, call: FlatCall, grad: bool, all_tangents: bool, update: Update | None = None) -> Executable:
         signature = describe_call(call, grad=grad, training=self.training)
@@ -220,7 +220,7 @@ class ShardedModule(nn.Module):
         with lent_parameters(model, self._engine.global_copy):
             self._engine.agree(lambda: _facts(model, signature, self.mesh))
             request = Request(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update)
-            compiled = self._compiler(request, self._engine)
+            compiled = self.compiler(request, self._engine)
         executable = Executable(compiled, self._engine)
         self._place(executable)
         executable.load()

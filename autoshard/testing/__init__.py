@@ -2,7 +2,7 @@
 
 from autoshard.testing.calls import check_calls
 from autoshard.testing.check import check_plan
-from autoshard.testing.plans import plans
+from autoshard.testing.plans import plans, traced_call
 from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.testing.report import CheckReport, Comparison
 from autoshard.testing.strategies import clusters, meshes, schedules, shapes, specs
@@ -22,4 +22,5 @@ __all__ = [
     "schedules",
     "shapes",
     "specs",
+    "traced_call",
 ]

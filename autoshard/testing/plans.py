@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
@@ -52,8 +51,7 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
     if isinstance(program, DrawnProgram):
         is_added_up = program.whole_step is not None and program.whole_step.micro_batches > 1
         precision = effective_precision(program.model, precision)
-        dtype = None if precision is None else PRECISIONS[precision]
-        program = _traced(program, dtype)
+        program = traced_call(program, precision)
     cluster = _laptop(mesh)
     planning = _unfolded_problem(program, mesh, cluster)
     deciding = cache(partial(_deciding, planning, cluster))
@@ -61,8 +59,10 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
     return drawn.map(lambda plan: dataclasses.replace(plan, precision=precision))
 
 
-def _traced(program: DrawnProgram, dtype: torch.dtype | None) -> Program:
-    """The program of a call, or of a micro-batch of a whole step."""
+@lru_cache(maxsize=1)
+def traced_call(program: DrawnProgram, precision: str | None) -> Program:
+    """The program of a call, or of a micro-batch of a whole step; the last one is kept, for `check_plan(traced=)`."""
+    dtype = None if precision is None else PRECISIONS[precision]
     if program.whole_step is None:
         return trace(program.model, program.inputs, compute_dtype=dtype)
     args, _ = program.whole_step.cut(program.inputs, {})[0]
@@ -150,7 +150,7 @@ def _deciding(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> _
     has_host = cluster.device.host_link is not None
     every = find_options(planning.space, planning.classes, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, keepings={})
-    return _Deciding(options, build_recompute_problem(planning, options))
+    return _Deciding(options, build_recompute_problem(planning, options, with_memory=False))
 
 
 def _draw_plan(

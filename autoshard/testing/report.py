@@ -16,6 +16,9 @@ ABSOLUTE_FLOOR = 1e-6
 TOLERANCE = 1e-5
 """Differences relative to the largest element of a value that are rounding in float32."""
 
+PRECISE_TOLERANCE = 1e-9
+"""Differences relative to the largest element of a value that are rounding in float64; one of float32 is 1e-7."""
+
 SAMPLES = 4
 """Runs on nearly the same numbers, should one device's own error not explain a difference."""
 
@@ -61,16 +64,21 @@ class CheckReport:
         tolerance: see `Comparison.is_close`.
         small_failure: where something differs, the shortest part of the program that was found to differ by itself, as
             code to run; "" where there is none.
+        precisely: each value by the same specs in a more precise type, beside one device in that type; only where
+            something differs by more than samples of one device's rounding explain.
     """
 
     plan: Plan
     comparisons: tuple[Comparison, ...]
     tolerance: float
     small_failure: str = ""
+    precisely: tuple[Comparison, ...] = ()
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """The values that differ by more than rounding."""
+        """The values that differ by more than rounding; those of `precisely` decide where there are any."""
+        if self.precisely:
+            return tuple(item for item in self.precisely if not item.is_close(PRECISE_TOLERANCE))
         return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
 
     @property
@@ -107,6 +115,14 @@ class CheckReport:
         if self.small_failure:
             lines += ["A part of the program that differs by itself:", "", self.small_failure]
         return "\n".join([f"values on {self.plan.mesh} that differ from one device:", *lines])
+
+
+def compare_all(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor] = {}
+) -> tuple[Comparison, ...]:
+    """`compare` of all values that either has, by name."""
+    names = dict.fromkeys((*expected, *actual))
+    return tuple(compare(name, actual.get(name), expected.get(name), exact.get(name)) for name in names)
 
 
 def compare(

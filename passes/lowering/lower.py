@@ -93,7 +93,7 @@ class _Lowering:
     nodes: dict[str, fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tracer = LocalTracer(self.graph, fake_mode_of(self.program))
+        self.tracer = LocalTracer(self.graph)
         self.nodes = self.program.nodes
 
     def run(self) -> LoweredProgram:
@@ -128,9 +128,7 @@ class _Lowering:
             self._keep(node, 0, self._placeholder(node), self._node_plan(node).outputs[0])
         elif node.op == "get_attr":
             setattr(constants, str(node.target), getattr(self.program.graph_module, str(node.target)))
-            proxy = self.tracer.create_proxy("get_attr", node.target, (), {})
-            proxy.node.meta["val"] = node.meta["val"]
-            self._keep(node, 0, proxy, PartitionSpec())
+            self._keep(node, 0, self.tracer.constant(str(node.target), node.meta["val"]), PartitionSpec())
         elif node.target is hub:
             spec = self._node_plan(node).outputs[0]
             self._keep(node, 0, self._operand(node.args[0], spec), spec)
@@ -231,13 +229,3 @@ def _check_strides(node: fx.Node, operand: Any) -> None:
 def _note_spec(node: fx.Node, spec: PartitionSpec | None) -> None:
     if spec is not None:
         node.meta["spec"] = spec
-
-
-def fake_mode_of(program: Program) -> Any:
-    """The fake tensor mode that the program was traced under."""
-    for node in program.graph.nodes:
-        for value in tensor_values(node):
-            mode = getattr(value, "fake_mode", None)
-            if mode is not None:
-                return mode
-    raise AssertionError("a traced program has fake values")

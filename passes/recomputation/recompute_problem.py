@@ -154,11 +154,16 @@ def _is_late(head: Site, link: Link) -> bool:
     return head.phase != "forward" and not leaves_program(head, link)
 
 
-def build_recompute_problem(planning: PlanningProblem, options: RecomputeOptions) -> RecomputeProblem:
-    """The problem with recomputation over the strategies of `planning`."""
+def build_recompute_problem(
+    planning: PlanningProblem, options: RecomputeOptions, *, with_memory: bool = True
+) -> RecomputeProblem:
+    """The problem with recomputation over the strategies of `planning`.
+
+    `with_memory`: what lies in memory is listed; a problem that is not searched (a choice is drawn) does without.
+    """
     building = _Building(planning, options)
     assignment = Assignment(tuple(building.costs()), tuple(building.edges()))
-    usage = MemoryUsage.of(building.liveness.points, list(building.items()))
+    usage = MemoryUsage.of(building.liveness.points, list(building.items()) if with_memory else [])
     return RecomputeProblem(planning, options, assignment, usage)
 
 

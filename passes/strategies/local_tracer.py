@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from autoshard.tracing.local_fakes import LOCAL_FAKES
 from passes.preparation.number_values import call_key
 
 EMITTED_AT = "emitted_at"
@@ -22,15 +23,13 @@ class LocalTracer(GraphAppendingTracer):
     """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.
 
     `like` is the traced node that is being lowered; `moving` the one whose value is being resharded for it. Calls of
-    one form share a fake value: a program repeats few forms many times, and a fake value is slow to make.
+    one form share a fake value, in this program and in others (`LocalFakes`).
     """
 
-    def __init__(self, graph: fx.Graph, fake_mode: Any) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         super().__init__(graph)
-        self._fake_mode = fake_mode
         self.like: fx.Node | None = None
         self.moving: fx.Node | None = None
-        self._values: dict[Any, Any] = {}
 
     def placeholder(
         self, name: str, value: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None = None
@@ -44,9 +43,14 @@ class LocalTracer(GraphAppendingTracer):
         strides = range(len(shape), 0, -1) if strides is None else strides
         order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
         held = [size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)]
-        with self._fake_mode:
-            lying = torch.empty_permuted(held, order, dtype=value.dtype, device=value.device)
-            proxy.node.meta["val"] = lying if held == list(shape) else lying.expand(shape)
+        form = ("placeholder", value.dtype, value.device, tuple(held), tuple(order), tuple(shape))
+        proxy.node.meta["val"] = LOCAL_FAKES.result(form, _lying, (value, held, order, shape), {})
+        return proxy
+
+    def constant(self, name: str, value: torch.Tensor) -> fx.Proxy:
+        """A constant of the program's module, the same on all ranks, that looks like `value`."""
+        proxy = self.create_proxy("get_attr", name, (), {})
+        proxy.node.meta["val"] = LOCAL_FAKES.result(("constant", _form(value)), _alike, (value,), {})
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
@@ -65,12 +69,18 @@ class LocalTracer(GraphAppendingTracer):
     def _evaluate(self, node: fx.Node) -> Any:
         if getattr(node.target, "__name__", "") == "axis_index":
             return 0
-        key = call_key(node.op, node.target, node.args, node.kwargs, lambda operand: _form(operand.meta["val"]))
-        if key not in self._values:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-            with self._fake_mode:
-                self._values[key] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        return self._values[key]
+        form = call_key(node.op, node.target, node.args, node.kwargs, lambda operand: _form(operand.meta["val"]))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+        return LOCAL_FAKES.result(form, node.target, args, kwargs)  # pyright: ignore[reportArgumentType]
+
+
+def _lying(value: torch.Tensor, held: list[int], order: list[int], shape: Sequence[int]) -> torch.Tensor:
+    lying = torch.empty_permuted(held, order, dtype=value.dtype, device=value.device)
+    return lying if held == list(shape) else lying.expand(shape)
+
+
+def _alike(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _form(value: Any) -> Any:

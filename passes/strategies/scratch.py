@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import fx
 
 from autoshard.ir.emit import emit_reshard
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.program import tensor_values
 from autoshard.ir.reshard import ReshardStep
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.enumeration import Strategy
@@ -23,7 +21,7 @@ def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
     """The local form of a call under a strategy: from its operands, repeated where it repeats them, to its results."""
     assert site.node is not None
     graph = fx.Graph()
-    tracer = LocalTracer(graph, _fake_mode(site.node))
+    tracer = LocalTracer(graph)
     specs = iter(strategy.inputs)
 
     def operand(argument: fx.Node) -> Any:
@@ -48,15 +46,9 @@ def emitted_reshard(
     `as_traced`: the dims of what is resharded lie in memory as those of the traced value do.
     """
     graph = fx.Graph()
-    tracer = LocalTracer(graph, nullcontext())  # meta tensors know all that counts, and are made sooner than fake ones
+    tracer = LocalTracer(graph)
     shape = tuple(value.shape)
     strides = value.stride() if as_traced else None
-    like = torch.empty((), dtype=value.dtype, device="meta")
-    local = tracer.placeholder("value", like, steps[0].source.local_shape(shape, mesh), strides)
+    local = tracer.placeholder("value", value, steps[0].source.local_shape(shape, mesh), strides)
     graph.output((emit_reshard(local, steps, shape, mesh, dtype=value.dtype).node,))
     return graph
-
-
-def _fake_mode(node: fx.Node) -> Any:
-    values = [*tensor_values(node), *(operand.meta["val"] for operand in node.all_input_nodes)]
-    return next(mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from autoshard import Mesh, Plan
-from autoshard.testing import DrawnProgram, check_plan, meshes, plans, programs
+from autoshard.testing import DrawnProgram, check_plan, meshes, plans, programs, traced_call
 from autoshard.tracing.precision import run_in_precision
 
 
@@ -17,7 +17,8 @@ def any_plan(data: st.DataObject, most_plans: int = 1) -> int:
     mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs())
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans):
-        check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()
+        options = {"plan": plan, "traced": traced_call(program, plan.precision), "precise": torch.float64}
+        check_plan(program.model, mesh, program.inputs, **options).raise_if_different()
         pairs += 1
     return pairs
 
@@ -28,7 +29,8 @@ def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
     program = data.draw(programs(max_blocks=3, whole_steps=True))
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans):
-        options = {"plan": plan, "whole_step": program.whole_step, "steps": 2, "precise": torch.float64}
+        whole = {"whole_step": program.whole_step, "steps": 2}
+        options = {"plan": plan, "traced": traced_call(program, plan.precision), "precise": torch.float64, **whole}
         check_plan(program.model, mesh, program.inputs, **options).raise_if_different()
         pairs += 1
     return pairs
@@ -39,7 +41,8 @@ def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
     mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs().filter(runs_in_bf16))
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans, precision="bf16"):
-        check_plan(program.model, mesh, program.inputs, plan=plan).raise_if_different()
+        traced = traced_call(program, plan.precision)
+        check_plan(program.model, mesh, program.inputs, plan=plan, traced=traced).raise_if_different()
         pairs += 1
     return pairs
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from autoshard import Mesh, P
-from autoshard.testing import check_calls
+from autoshard.testing import check, check_calls, check_plan, report
+from autoshard.testing.plans import most_split_plan
 from autoshard.testing.rounding import nudge
+from autoshard.tracing import trace
 
 
 @given(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), number=st.integers(0, 9))
@@ -45,3 +50,35 @@ def test_partial_sums_that_cancel_differ_by_rounding_alone() -> None:
     report = check_calls(Product(), Mesh({"data": 4}), (x, y), (P(), P()), calls)
     assert report.is_equal
     assert not all(item.difference <= report.tolerance * item.scale for item in report.comparisons)
+
+
+class Cancelling(nn.Module):
+    """A sum that all but vanishes beside its addends; a gradient's path by which each element matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("fault", [0.0, 1e-6])
+def test_the_same_specs_in_a_more_precise_type_decide(monkeypatch: pytest.MonkeyPatch, fault: float) -> None:
+    """What differs in float32 by more than samples say is rounding if float64 agrees, and a fault if not."""
+    torch.manual_seed(0)
+    half = torch.randn(32, dtype=torch.float32) * 1e3
+    inputs = (torch.cat([half, -half * torch.linspace(0.5, 0.99, 32) / torch.linspace(1.01, 1.5, 32)]),)
+    monkeypatch.setattr(report, "ROUNDING_FACTOR", 0.0)  # as if the samples had been small by chance
+    monkeypatch.setattr(report, "ABSOLUTE_FLOOR", 0.0)
+    trained = check.train_compiled
+
+    def with_fault(*args: Any) -> dict[str, torch.Tensor]:
+        return {name: value * (1 + fault) for name, value in trained(*args).items()}
+
+    monkeypatch.setattr(check, "train_compiled", with_fault)
+    mesh, model = Mesh({"data": 4}), Cancelling()
+    plan = most_split_plan(trace(model, inputs), mesh)
+    found = check_plan(model, mesh, inputs, plan=plan, tolerance=1e-12, precise=torch.float64)
+    assert found.precisely
+    assert found.is_equal == (fault == 0)

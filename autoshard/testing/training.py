@@ -1,0 +1,168 @@
+"""Training for some steps on one device or a mesh, and what a user can see afterwards: what `check_plan` compares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.ir.precision import PRECISIONS
+from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.traced_step import find_loss
+from autoshard.runtime.train_step import TrainStep
+from autoshard.testing.rounding import nudge
+from autoshard.testing.whole_step import MakeOptimizer, WholeStep
+from autoshard.tracing.precision import run_in_precision
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What to train on, for how long and by what."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    steps: int
+    make_optimizer: MakeOptimizer
+    whole_step: WholeStep | None
+
+
+def gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """What trains where no optimizer is named."""
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
+    """What `compile` is told of a whole step."""
+    return {
+        "optimizer": whole_step.make_optimizer(model.parameters()),
+        "max_grad_norm": whole_step.max_grad_norm,
+        "micro_batches": whole_step.micro_batches,
+    }
+
+
+def train(network: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
+    """Train, and give what a user can see afterwards, by name; `call` runs the network."""
+    if training.whole_step is not None:
+        return _train_whole(network, call, training, training.whole_step)
+    has_gradients = any(parameter.requires_grad for parameter in network.parameters())
+    optimizer = training.make_optimizer(network.parameters()) if has_gradients else None
+    seen: dict[str, torch.Tensor] = {}
+    for _ in range(training.steps):
+        outputs = _tensors(call(*training.args, **training.kwargs))
+        seen = {f"output:{index}": output.detach().clone() for index, output in enumerate(outputs)}
+        if optimizer is not None:
+            optimizer.zero_grad()
+            _loss(outputs).backward()
+            seen |= _gradients(network)
+            optimizer.step()
+    return seen | _held_by(network)
+
+
+def _train_whole(
+    network: nn.Module, call: Callable[..., Any], training: Training, whole_step: WholeStep
+) -> dict[str, torch.Tensor]:
+    """Train on one device as a whole step does: the mean over micro-batches, clipping, the update."""
+    optimizer = whole_step.make_optimizer(network.parameters())
+    seen: dict[str, torch.Tensor] = {}
+    for _ in range(training.steps):
+        losses = []
+        for args, kwargs in whole_step.cut(training.args, training.kwargs):
+            losses.append(find_loss(call(*args, **kwargs)) / whole_step.micro_batches)
+            losses[-1].backward()
+        seen["loss"] = torch.stack(losses).sum().detach()
+        if whole_step.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), whole_step.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | _held_by(network) | _state_of(optimizer, network)
+
+
+def train_compiled(compiled: ShardedModule | TrainStep, training: Training) -> dict[str, torch.Tensor]:
+    """Train on the mesh."""
+    if isinstance(compiled, TrainStep):
+        return _run_steps(compiled, training)
+    return train(compiled, compiled, training)
+
+
+def _run_steps(step: TrainStep, training: Training) -> dict[str, torch.Tensor]:
+    """Train on the mesh by whole steps."""
+    seen: dict[str, torch.Tensor] = {}
+    for _ in range(training.steps):
+        seen["loss"] = step(*training.args, **training.kwargs)
+    return seen | _held_by(step.sharded) | _state_of(step.optimizer, step.sharded)
+
+
+def _held_by(network: nn.Module) -> dict[str, torch.Tensor]:
+    seen = {f"parameter {name}": parameter.detach() for name, parameter in network.named_parameters()}
+    return seen | {f"buffer {name}": buffer for name, buffer in network.named_buffers()}
+
+
+def _state_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"state {kind} {name}": torch.as_tensor(value)
+        for name, parameter in network.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def train_alone(model: nn.Module, precision: str | None, training: Training) -> dict[str, torch.Tensor]:
+    """Train a model on one device, by the casts of a precision."""
+    narrow = None if precision is None else PRECISIONS[precision]
+    return train(model, model if narrow is None else partial(run_in_precision, model, narrow), training)
+
+
+def train_nearby(model: nn.Module, precision: str | None, training: Training, number: int) -> dict[str, torch.Tensor]:
+    """`train_alone` of a copy of the model, each of its parameters and inputs one rounding away."""
+    eps = 0.0 if precision is None else torch.finfo(PRECISIONS[precision]).eps
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        held = dict(moved.named_parameters())
+        for name, value in nudge(held, number, eps).items():
+            held[name].copy_(value)
+    args, kwargs = nudge((training.args, dict(training.kwargs)), number, eps)
+    return train_alone(moved, precision, replace(training, args=args, kwargs=kwargs))
+
+
+def train_precisely(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
+    """`train` of a copy of the model, it and its inputs in another floating type, or in their own."""
+    precise, training = in_type(model, dtype, training)
+    return train(precise, precise, training)
+
+
+def in_type(model: nn.Module, dtype: torch.dtype | None, training: Training) -> tuple[nn.Module, Training]:
+    """A copy of a model, and what to train it on, in another floating type; None leaves the types as they are."""
+    same = copy.deepcopy(model)
+    if dtype is None:
+        return same, training
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    args, kwargs = pytree.tree_map(convert, (training.args, dict(training.kwargs)))
+    return same.to(dtype), replace(training, args=args, kwargs=kwargs)
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """The first scalar that has a gradient, or a sum of all outputs whose weights differ by element."""
+    differentiable = [output for output in outputs if output.requires_grad]
+    for output in differentiable:
+        if output.ndim == 0:
+            return output
+    weighted = [(output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum() for output in differentiable]
+    return torch.stack(weighted).sum()
+
+
+def _gradients(network: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = network.named_parameters()
+    return {f"gradient {name}": parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}

@@ -1,0 +1,66 @@
+"""Fake values of local programs: one mode for all of a process, and the values that calls of each form give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+_MOST = 1 << 14
+"""Forms whose values are kept; about 2 kB each."""
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+
+_SAME_ON_META = frozenset(
+    {
+        _aten.clone.default,
+        _aten.constant_pad_nd.default,
+        _aten.contiguous.default,
+        _aten.narrow.default,
+        _aten.permute.default,
+        _aten.reshape.default,
+        _aten.view.default,
+        _aten.where.ScalarOther,
+        _c10d.all_gather_into_tensor.default,
+        _c10d.all_reduce.default,
+        _c10d.all_to_all_single.default,
+        _c10d.reduce_scatter_tensor.default,
+        _c10d.wait_tensor.default,
+    }
+)
+"""What reshards are made of. The result lies on the operand's device, and its form does not depend on that; the kernels
+for meta tensors give it 30 times as fast as fake ones do (0.04 ms in place of 1.2 for a view)."""
+
+
+class LocalFakes:
+    """Fake values by the form of the call that gives them.
+
+    The programs of one process repeat few forms of calls many times (for each layer, rank count and plan), and a fake
+    value is slow to make. Where more forms come than are kept, all are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._values: dict[Hashable, Any] = {}
+
+    def result(self, form: Hashable, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a call gives on fake values; `form` says all that this depends on."""
+        if form not in self._values:
+            if len(self._values) >= _MOST:
+                self._values.clear()
+            self._values[form] = self._evaluate(target, args, kwargs)
+        return self._values[form]
+
+    def _evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if target in _SAME_ON_META and isinstance(args[0], FakeTensor):
+            with in_kernel_invocation_manager(self._mode):
+                value = target(*args, **kwargs)
+            return value if value is args[0] else FakeTensor(self._mode, value, args[0].device)
+        with self._mode:
+            return target(*args, **kwargs)
+
+
+LOCAL_FAKES = LocalFakes()
