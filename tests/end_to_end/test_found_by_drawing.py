@@ -108,7 +108,7 @@ inputs = (torch.randn(8, 8, 16),)
 from functools import partial
 from autoshard.testing import WholeStep
 
-whole_step = WholeStep(partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01), max_grad_norm=None, micro_batches=1)
+whole_step = WholeStep(partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01))
 """
 
 
