@@ -1,0 +1,154 @@
+"""`Plan.compare` states what `price` says of two recipes, whichever field differs, on joined clusters too."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import autoshard
+from autoshard import Cluster, Plan, Recipe, RecipeError
+from passes.recipes.recipe_plan import predict_recipe
+from passes.sections.price_model import CountedModel
+from tests.passes.decoders import priced_sparse, sparse, tokens
+
+MODEL = sparse()
+CLUSTERS = {
+    "uniform": Cluster("h100_sxm", 1, 4),
+    "joined": Cluster.join(Cluster("h100_sxm", 1, 2), Cluster("a100_sxm_80gb", 1, 2)),
+}
+BASE = Recipe(data=2, zero=1, pipeline=2, global_batch=8)
+
+CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+    "data": ({"data": 1, "pipeline": 4},),
+    "zero": ({"zero": 0}, {"zero": 2}, {"zero": 3}),
+    "zero_group": ({"zero_group": 2}, {"zero_group": 1}),
+    "tensor": ({"tensor": 2, "data": 1},),
+    "sequence_parallel": ({"tensor": 2, "data": 1, "sequence_parallel": True},),
+    "context": ({"context": 2, "data": 1},),
+    "expert": ({"expert": 2},),
+    "expert_tensor": ({"tensor": 2, "data": 1, "expert_tensor": 2},),
+    "pipeline": ({"pipeline": 4, "data": 1},),
+    "schedule": ({"schedule": "gpipe"}, {"schedule": "zero-bubble"}, {"schedule": "1f1b"}),
+    "virtual_stages": ({"virtual_stages": 2}, {"virtual_stages": 3, "schedule": "zero-bubble"}),
+    "stage_blocks": ({"stage_blocks": (2, 4)}, {"stage_blocks": (5, 1)}),
+    "islands": ({"islands": (0, 1)}, {"islands": (1, 0)}, {"islands": (1,), "pipeline": 1}),
+    "split_ends": ({"split_ends": True},),
+    "micro_batch": ({"micro_batch": 2}, {"micro_batch": 4}),
+    "global_batch": ({"global_batch": 16}, {"global_batch": 4}),
+    "recompute": ({"recompute": "full"}, {"recompute": "selective"}),
+    "recompute_modules": ({"recompute": "selective", "recompute_modules": "wide"},),
+    "early_stop": ({"early_stop": True}, {"early_stop": True, "recompute": "full"}),
+    "attention": ({"attention": "flash2"},),
+    "precision": ({"precision": "f16"},),
+    "optimizer": ({"optimizer": "sgd"}, {"optimizer": "adam"}),
+    "gradient_dtype": ({"gradient_dtype": "bf16"},),
+    "separate_sum": ({"separate_sum": True},),
+    "master_weights": ({"master_weights": False},),
+    "offload": ({"offload": "activations"},),
+    "overlap_gradients": ({"overlap_gradients": False},),
+    "overlap_parameters": ({"overlap_parameters": False},),
+    "overlap_tensor": ({"overlap_tensor": False},),
+    "overlap_pipeline": ({"overlap_pipeline": True},),
+    "overlap_expert": ({"overlap_expert": True, "expert": 2},),
+    "merged_dispatch": ({"merged_dispatch": True, "expert": 2},),
+    "separate_experts": ({"separate_experts": True},),
+    "bucket_bytes": ({"bucket_bytes": 10_000},),
+    "listed_collectives": ({"listed_collectives": True}, {"listed_collectives": True, "zero": 3}),
+    "whole_tensors": ({"whole_tensors": True},),
+    "fused": ({"fused": False},),
+    "unfused": ({"unfused": "wide"},),
+    "cuda_graph": ({"cuda_graph": True},),
+    "blocking_launches": ({"blocking_launches": True},),
+}
+"""Every field of recipes, with changes of it, and of what has to change with it."""
+
+OTHERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "zero": st.sampled_from([1, 2, 3]),
+        "micro_batch": st.sampled_from([1, 2]),
+        "recompute": st.sampled_from(["none", "full"]),
+        "offload": st.sampled_from(["none", "activations"]),
+        "fused": st.booleans(),
+        "overlap_gradients": st.booleans(),
+        "gradient_dtype": st.sampled_from(["f32", "bf16"]),
+    },
+)
+"""Other fields of both recipes."""
+
+
+def plan_of(name: str, recipe: Recipe) -> Plan:
+    """Its price."""
+    return autoshard.plan(MODEL, CLUSTERS[name], example_inputs=tokens(), recipe=recipe)
+
+
+def check(name: str, one: Recipe, other: Recipe) -> None:
+    """Compare their plans, and each figure with that of a model for which nothing was priced before."""
+    found = plan_of(name, one).compare(plan_of(name, other))
+    differing = [item.name for item in fields(Recipe) if getattr(one, item.name) != getattr(other, item.name)]
+    assert found.recipe_fields == {field: (getattr(one, field), getattr(other, field)) for field in differing}
+    assert found.recipes == (one, other)
+    for index, recipe in enumerate((one, other)):
+        again = predict_recipe(unpriced(), recipe, CLUSTERS[name])
+        assert found.step_time_s[index] == again.step_time_s
+        assert found.peak_memory_bytes[index] == again.peak_memory_bytes
+        assert found.tokens_per_s[index] == again.tokens_per_s
+        assert {part: pair[index] for part, pair in found.breakdown.items() if pair[index]} == {
+            part: seconds for part, seconds in again.breakdown.items() if seconds
+        }
+        assert {part: pair[index] for part, pair in found.memory_breakdown.items() if pair[index]} == dict(
+            again.memory_breakdown
+        )
+    changes = [second - first for first, second in found.breakdown.values()]
+    assert sum(changes) == pytest.approx(found.step_time_s[1] - found.step_time_s[0], abs=1e-9 * found.step_time_s[0])
+    assert (
+        sum(b - a for a, b in found.memory_breakdown.values())
+        == found.peak_memory_bytes[1] - found.peak_memory_bytes[0]
+    )
+    assert all(f"recipe: {field}" in str(found) for field in differing)
+
+
+def unpriced() -> CountedModel:
+    """The model, with none of its prices kept."""
+    counted = priced_sparse().counted
+    return CountedModel(counted.blocks, counted.tokens, counted.count, counted.has_experts)
+
+
+def test_every_field_has_changes() -> None:
+    """A new field of recipes is compared too."""
+    assert set(CHANGES) == {item.name for item in fields(Recipe)}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str, name: str) -> None:
+    """Each change of it; clusters of one kind have no islands."""
+    for change in CHANGES[field]:
+        if (field, name) == ("islands", "uniform"):
+            with pytest.raises(RecipeError, match="no joined cluster"):
+                plan_of(name, replace(BASE, **change))
+        else:
+            other = replace(BASE, **change)
+            assert getattr(other, field) != getattr(BASE, field)
+            check(name, BASE, other)
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(list(CLUSTERS)), st.sampled_from(sorted(CHANGES)), st.data(), OTHERS)
+def test_it_does_so_whatever_the_other_fields_are(
+    name: str, field: str, data: st.DataObject, others: dict[str, Any]
+) -> None:
+    """Those that are drawn are the same in both recipes, but for what the change takes."""
+    assume((field, name) != ("islands", "uniform"))
+    change = data.draw(st.sampled_from(CHANGES[field]))
+    try:
+        one = replace(BASE, **others)
+        other = replace(one, **change)
+        _ = [plan_of(name, recipe) for recipe in (one, other)]
+    except RecipeError:
+        assume(condition=False)
+    check(name, one, other)
