@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Cluster, Plan, Recipe, RecipeError
+from autoshard.ir.plan_parts import Prediction
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import priced_sparse, sparse, tokens
@@ -60,6 +62,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "listed_collectives": ({"listed_collectives": True}, {"listed_collectives": True, "zero": 3}),
     "whole_tensors": ({"whole_tensors": True},),
     "fused": ({"fused": False},),
+    "kernels": ({"kernels": "triton"},),
     "unfused": ({"unfused": "wide"},),
     "cuda_graph": ({"cuda_graph": True},),
     "blocking_launches": ({"blocking_launches": True},),
@@ -93,7 +96,7 @@ def check(name: str, one: Recipe, other: Recipe) -> None:
     assert found.recipe_fields == {field: (getattr(one, field), getattr(other, field)) for field in differing}
     assert found.recipes == (one, other)
     for index, recipe in enumerate((one, other)):
-        again = predict_recipe(unpriced(), recipe, CLUSTERS[name])
+        again = priced_afresh(name, recipe)
         assert found.step_time_s[index] == again.step_time_s
         assert found.peak_memory_bytes[index] == again.peak_memory_bytes
         assert found.tokens_per_s[index] == again.tokens_per_s
@@ -112,10 +115,12 @@ def check(name: str, one: Recipe, other: Recipe) -> None:
     assert all(f"recipe: {field}" in str(found) for field in differing)
 
 
-def unpriced() -> CountedModel:
-    """The model, with none of its prices kept."""
+@cache
+def priced_afresh(name: str, recipe: Recipe) -> Prediction:
+    """What a recipe takes, with none of the model's prices kept from other recipes."""
     counted = priced_sparse().counted
-    return CountedModel(counted.blocks, counted.tokens, counted.count, counted.has_experts)
+    unpriced = CountedModel(counted.blocks, counted.tokens, counted.count, counted.has_experts)
+    return predict_recipe(unpriced, recipe, CLUSTERS[name])
 
 
 def test_every_field_has_changes() -> None:
