@@ -46,7 +46,7 @@ from autoshard.planner import (
     update_of,
 )
 from autoshard.pricing import price
-from autoshard.recipe_search import search_plan
+from autoshard.recipe_search import RecipeForecast, search_plan
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
@@ -273,7 +273,14 @@ def plan(
     request = Request(model, args, kwargs, grad, update=update if grad else None)
     program, found = planner.plan_call(request, _meshes_of(mesh_or_cluster, mesh))
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
-    return replace(found, formulas=formulas, alternatives=planner.alternatives(program, found.mesh))
+    cluster = planner.cluster_for(found.mesh)
+    forecast = RecipeForecast(
+        *(model, cluster, example_inputs, loss_fn, optimizer),
+        constrained=bool(planner.constraints),
+        with_kernels=planner.with_kernels,
+        time_budget_s=time_budget_s,
+    )
+    return replace(found, formulas=formulas, alternatives=planner.alternatives(program, found.mesh, forecast))
 
 
 def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:

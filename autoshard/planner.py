@@ -29,6 +29,7 @@ from autoshard.errors import (
     PlanMismatchError,
     TraceError,
 )
+from autoshard.ir.explanation import WhyNot
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -56,6 +57,7 @@ _LOGGER = logging.getLogger(__name__)
 _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
 
 LossFunction = Callable[..., torch.Tensor]
+Forecast = Callable[[Plan, str], WhyNot]
 
 _MARGINS = (1, 2)
 """Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
@@ -221,11 +223,11 @@ class Planner:
         if control.is_stopped:
             _LOGGER.warning("Ctrl-C ended the search for a plan: it is the best until then")
 
-    def alternatives(self, program: Program, mesh: Mesh) -> PlanAlternatives:
-        """What answers `Plan.explain` for the plans that `search_meshes` finds."""
+    def alternatives(self, program: Program, mesh: Mesh, forecast: Forecast) -> PlanAlternatives:
+        """What answers `Plan.explain` for the plans that `search_meshes` finds; see there for `forecast`."""
         from passes.questions.explain import PlanAlternatives
 
-        return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}))
+        return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}), forecast)
 
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
         from passes.pipeline import PlanOptions

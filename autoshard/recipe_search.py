@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autoshard.arguments import ExampleInputs
 from autoshard.errors import NotAvailableError, RecipeError
+from autoshard.ir.explanation import WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import OPTIMIZERS, TRITON, Recipe
 from autoshard.pricing import price, priced_model
@@ -83,6 +85,67 @@ def search_plan(
         baselines={name: each.objective if each.recipe else None for name, each in baselines.items()},
         alternatives=RecipeAlternatives(problem, priced_model(model, example_inputs, loss_fn), time_budget_s),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeForecast:
+    """What recipes say of what plans of specs cannot do: `Plan.why_not("pipeline")`. Traces nothing until it is asked.
+
+    Args:
+        model, example_inputs, loss_fn, optimizer: of the plan.
+        cluster: whose devices it is for.
+        constrained: whether it keeps constraints on specs, which no recipe does.
+        with_kernels: see `search_plan`.
+        time_budget_s: seconds of each search.
+    """
+
+    model: nn.Module
+    cluster: Cluster
+    example_inputs: ExampleInputs
+    loss_fn: Callable[..., torch.Tensor] | None
+    optimizer: str | torch.optim.Optimizer | None
+    constrained: bool
+    with_kernels: bool
+    time_budget_s: float
+
+    def __call__(self, plan: Plan, feature: str) -> WhyNot:
+        """The fastest recipes with a feature beside the fastest without, within the plan's memory, for its batch.
+
+        Raises:
+            NotAvailableError: there is no optimizer, there are constraints, or inputs have no batch: says what to call.
+        """
+        from passes.recipe_search.recipe_alternatives import RecipeAlternatives
+
+        question = f"why_not({feature!r}): plans of specs, as this one, have no such choice, and recipes, which do,"
+        if self.optimizer is None:
+            raise NotAvailableError(
+                f"{question} are of whole training steps: plan with optimizer='adamw', say, and ask that plan."
+            )
+        if self.constrained:
+            raise NotAvailableError(
+                f"{question} keep no constraints on specs: plan without constraints= and ask that plan, or plan with "
+                "global_batch=."
+            )
+        model = _narrowed(self.model, plan.precision)
+        base = base_recipe(model, self.optimizer, None, _batch_of(self.example_inputs, question))
+        base = replace(base, master_weights=plan.precision is not None and base.master_weights)
+        base = replace(base, kernels=TRITON) if self.with_kernels else base
+        priced = priced_model(model, self.example_inputs, self.loss_fn)
+        problem = problem_of(priced.counted, self.cluster, base, plan.memory_budget, {})
+        return RecipeAlternatives(problem, priced, self.time_budget_s).forecast(plan, feature)
+
+
+def _batch_of(example_inputs: ExampleInputs, question: str) -> int:
+    """Sequences of the inputs: their first dim, which all have in common."""
+    leaves = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, torch.Tensor)]
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    size = next(iter(sizes), None)
+    if len(sizes) != 1 or size is None:
+        raise NotAvailableError(
+            f"{question} take the first dim of every input for the batch; those of these inputs differ: "
+            f"{[list(leaf.shape) for leaf in leaves]}. Plan with inputs that have it in common."
+        )
+    return size
 
 
 def problem_of(

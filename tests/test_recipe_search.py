@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe
@@ -177,3 +178,60 @@ def test_a_search_without_time_says_so() -> None:
     """There is nothing to show."""
     with pytest.raises(NotAvailableError, match="time_budget_s=0 ended before any recipe was priced"):
         _plan(time_budget_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def specs() -> Plan:
+    """A plan of specs, for a batch of 8."""
+    return autoshard.plan(MODEL, CLUSTER, mesh=Mesh({"data": 4}), example_inputs=tokens(8), optimizer="adamw")
+
+
+def test_what_plans_of_specs_cannot_do_is_a_forecast(specs: Plan) -> None:
+    """The fastest recipes with a pipeline and without, as planning them gives, and as pricing one says again."""
+    answer = specs.why_not("pp")
+    (found,) = answer.variants
+    same = {"global_batch": 8, "memory_budget": specs.memory_budget}
+    piped, flat = (_plan(**same, constraints={"pipeline": ranks, "master_weights": False}) for ranks in ((2, 4), (1,)))
+    assert piped.recipe is not None
+    assert answer.reference is not None
+    assert found.step_time_s == found.objective == piped.predicted.step_time_s
+    assert found.peak_memory_bytes == piped.predicted.peak_memory_bytes
+    assert found.name == f"pipeline: {piped.recipe.words}"
+    assert answer.reference.step_time_s == flat.predicted.step_time_s
+    again = autoshard.price(MODEL, CLUSTER, piped.recipe, example_inputs=tokens())
+    assert again.predicted.step_time_s == found.step_time_s
+    assert answer.chosen.step_time_s == specs.predicted.step_time_s
+    text = " ".join(str(answer).split())
+    assert "has no such choice: a forecast, by recipes for the same devices, batch and memory" in text
+    assert f"{found.step_time_s / answer.reference.step_time_s - 1:+.1%} beside the best without it" in text
+
+
+@pytest.mark.parametrize("name", ["zero-2", "sequence", "recompute", "offload"])
+def test_every_name_is_answered_by_plans_of_specs(specs: Plan, name: str) -> None:
+    """A figure, and what it is compared with."""
+    answer = specs.why_not(name)
+    assert answer.reference is not None
+    assert answer.reference.fits
+    assert all(item.fits and item.step_time_s for item in answer.variants)
+    assert answer.variants
+    assert answer.to_json()["reference"]["name"] == answer.reference.name
+
+
+def test_a_forecast_of_what_the_model_has_not_says_so(specs: Plan) -> None:
+    """Experts, in a dense model; inputs that share no batch."""
+    answer = specs.why_not("ep")
+    assert answer.variants == ()
+    assert "expert: the model has no experts to share out." in str(answer)
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) + y).sum()
+
+    inputs = (torch.ones(8, 4), torch.ones(1, 4))
+    plan = autoshard.plan(Added(), CLUSTER, mesh=Mesh({"data": 4}), example_inputs=inputs, optimizer="sgd")
+    with pytest.raises(NotAvailableError, match=r"first dim of every input .* differ: \[\[8, 4\], \[1, 4\]\]"):
+        plan.why_not("pipeline")

@@ -162,6 +162,8 @@ class WhyNot:
         variants: each other way of doing it ("tensor over data"), the cheapest first, those that do not fit last.
         memory_budget: bytes per device, or None.
         missing: why there is no such plan at all, in words.
+        reference: of a forecast, the best recipe without it, on whose scale the variants are; None where they are plans
+            of the same kind as the plan.
     """
 
     feature: str
@@ -170,13 +172,23 @@ class WhyNot:
     variants: tuple[Variant, ...]
     memory_budget: int | None
     missing: str = "no axis of the mesh could be used so"
+    reference: Variant | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data."""
         return asdict(self)
 
     def __str__(self) -> str:
-        return as_text(self._answer(), _variants_table(self.chosen, self.variants))
+        if self.reference is None:
+            return as_text(self._answer(), _variants_table(self.chosen, self.variants))
+        table = _variants_table(self.reference, self.variants, self.reference.name)
+        own = format_time(self.chosen.step_time_s or 0.0)
+        return as_text(
+            f"A plan of specs, as this one ({own}), has no such choice: a forecast, by recipes for the same "
+            "devices, batch and memory.",
+            self._answer(),
+            table,
+        )
 
     def _answer(self) -> str:
         if self.used:
@@ -186,13 +198,14 @@ class WhyNot:
             return f"{self.feature}: {self.missing}."
         if not fitting:
             return f"{self.feature}: no plan with it fits in memory."
-        best, chosen = fitting[0], self.chosen
-        if best.step_time_s is None or chosen.step_time_s is None:
+        best, other = fitting[0], self.reference or self.chosen
+        if best.step_time_s is None:
             return ""
-        return (
-            f"{self.feature}: the best plan with it, {best.name}, takes {format_time(best.step_time_s)}, "
-            f"{difference(best.step_time_s, chosen.step_time_s)} beside the chosen one."
-        )
+        takes = f"{self.feature}: the best plan with it, {best.name}, takes {format_time(best.step_time_s)}"
+        if other.step_time_s is None:
+            return f"{takes}; no plan without it fits in memory."
+        beside = "the chosen one" if self.reference is None else "the best without it"
+        return f"{takes}, {difference(best.step_time_s, other.step_time_s)} beside {beside}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +247,10 @@ class Limits:
         return as_text(head, _variants_table(self.chosen, self.variants), end)
 
 
-def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
+def _variants_table(chosen: Outcome, variants: tuple[Variant, ...], name: str = "the plan") -> Table:
     table = Table("", "step", "beside", "peak memory", "where it differs")
-    table.add_row("the plan", *_cells(chosen, chosen))
+    time, word, *others = _cells(chosen, chosen)
+    table.add_row(name, time, word if name == "the plan" else "", *others)
     for item in variants:
         table.add_row(item.name, *_cells(item, chosen))
     return table
@@ -247,7 +261,8 @@ def _cells(item: Outcome, chosen: Outcome) -> list[str]:
     if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
         return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
     if item is chosen or chosen.step_time_s is None or chosen.breakdown is None:
-        return [format_time(item.step_time_s), "chosen", format_bytes(item.peak_memory_bytes), ""]
+        word = "chosen" if item is chosen else ""
+        return [format_time(item.step_time_s), word, format_bytes(item.peak_memory_bytes), ""]
     return [
         format_time(item.step_time_s),
         difference(item.step_time_s, chosen.step_time_s),

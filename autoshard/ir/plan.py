@@ -266,16 +266,20 @@ class Plan:
     def why_not(self, feature: str) -> WhyNot:
         """Why the plan does not do something: what the best plan that does it costs, in each way. Print the result.
 
-        Each figure is that of a plan that is searched for anew, within the same memory limit and constraints.
+        Each figure is that of a plan that is searched for anew, within the same memory limit and constraints. What a
+        plan of specs cannot do ("pipeline") is a forecast: the fastest recipe with it beside the fastest without it,
+        for the same devices and batch (`WhyNot.reference`).
 
         Args:
-            feature: "data" (parameters copied over an axis), "zero-1", "fsdp" or "tensor"; of a recipe that
-                `autoshard.plan` found also "zero-2", "context", "expert", "pipeline", "recompute" or "offload": the
-                fastest recipe that does it, or, where the plan does it, the fastest that does not.
+            feature: "data" (parameters copied over an axis), "zero-1", "zero-2", "fsdp", "hsdp", "tensor", "sequence",
+                "context", "expert", "pipeline", "recompute" or "offload", or what else people call these ("ddp",
+                "zero-3", "tp", "sp", "cp", "ep", "pp", "checkpointing"). Where a plan does it already, the best that
+                does not.
 
         Raises:
             InvalidSpecError: no such feature.
-            NotAvailableError: the plan has no model at hand, as for `explain`.
+            NotAvailableError: the plan has no model at hand, as for `explain`; or no recipe compares with it, as it has
+                no optimizer, or constraints: says what to call instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 

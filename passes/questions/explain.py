@@ -6,7 +6,7 @@ change with it. So a figure here is that of `autoshard.plan` with the spec as a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -23,7 +23,8 @@ from cost_models.hardware import Cluster
 from passes.pipeline import PlanOptions, kernels_of, planning_problem, prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options, constrainable, own_specs
-from passes.questions.what_if import cheapest_first, limits, outcome, outcome_of, why_not
+from passes.questions.feature_names import feature_named
+from passes.questions.what_if import cheapest_first, is_answered, limits, outcome, outcome_of, why_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ class PlanAlternatives:
     Args:
         program: as traced.
         mesh, cluster, options: what the plan was made with.
+        forecast: answers `why_not` of what searching specs does not.
     """
 
     program: Program
     mesh: Mesh
     cluster: Cluster
     options: PlanOptions
+    forecast: Callable[[Plan, str], WhyNot]
     _planning: list[PlanningProblem] = field(default_factory=list, repr=False)
 
     def explain(self, plan: Plan, name: str) -> Explanation:
@@ -77,7 +80,10 @@ class PlanAlternatives:
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
         """See `Plan.why_not`."""
-        return why_not(self.problem(), self.options, plan, feature)
+        feature = feature_named(feature)
+        if is_answered(plan, feature):
+            return why_not(self.problem(), self.options, plan, feature)
+        return self.forecast(plan, feature)
 
     def limits(self, plan: Plan) -> Limits:
         """See `Plan.limits`."""

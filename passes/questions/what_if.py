@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import permutations
 
 import numpy as np
 
-from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError
+from autoshard.errors import DoesNotFitError
 from autoshard.ir.explanation import Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -22,15 +23,12 @@ from passes.pipeline import PlanOptions, plan_of_choice, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.prediction.predict import predict
-from passes.questions.roles import ROLES, restrict, role_of
+from passes.questions.roles import ROLES, Masks, restrict, role_of
 
 MORE = 1.1
 """How much more of each resource `limits` tries."""
 
 _MORE = f"{MORE - 1:.0%}".replace("%", " %")
-
-ONLY_RECIPES = ("zero-2", "context", "expert", "pipeline", "recompute", "offload")
-"""What only plans of recipes can be asked about by `why_not`."""
 
 MORE_MEMORY, TWICE, UNLIMITED = f"{_MORE} more memory", "twice the memory", "memory without limit"
 FASTER_NETWORK = f"{_MORE} faster network"
@@ -78,38 +76,79 @@ def cheapest_first(item: Outcome) -> tuple[bool, float]:
 
 
 def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature: str) -> WhyNot:
-    """See `Plan.why_not`.
-
-    Raises:
-        InvalidSpecError: no such feature.
-        NotAvailableError: only plans of recipes can be asked about it.
-    """
-    if not isinstance(feature, str):
-        raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(ROLES)}.")
-    if feature in ONLY_RECIPES:
-        raise NotAvailableError(
-            f"why_not({feature!r}): this plan is of specs on a mesh, which has no such choice; recipes do. Plan with "
-            f"autoshard.plan(model, cluster, ..., global_batch=) and ask that plan; of this one, {', '.join(ROLES)}."
-        )
-    if feature not in ROLES:
-        raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(ROLES)}.")
-    axes = [axis for axis, size in planning.space.mesh.axes if size > 1]
-    used = [axis for axis in axes if role_of(planning, _specs_of(plan), axis) == feature]
+    """See `Plan.why_not`; `feature` is one that `is_answered`."""
+    if feature in KEEPINGS:
+        return _why_not_keeping(planning, options, plan, feature)
+    ways = _ways(planning, feature)
+    roles = {axis: role_of(planning, _specs_of(plan), axis) for way in ways for axis in way}
+    used = [_over(way) for way in ways if all(roles[axis] == role for axis, role in way.items())]
     allowed = allowed_options(planning, options.constraints)
     variants = []
-    for axis in axes:
-        masks = None if axis in used else restrict(planning, ROLES[feature], axis)
+    for way in ways:
+        masks = None if _over(way) in used else _restrict_all(planning, way)
         if masks is not None:
             both = {**allowed, **{key: mask & allowed.get(key, mask) for key, mask in masks.items()}}
             found = outcome(planning, replace(options, with_baselines=False), both)
-            variants.append(_named(found, f"{feature} over {axis}"))
+            variants.append(_named(found, f"{feature} {_over(way)}"))
     return WhyNot(
         feature=feature,
-        used=f"over {', '.join(used)}" if used else "",
+        used=", ".join(used),
         chosen=outcome_of(plan),
         variants=tuple(sorted(variants, key=cheapest_first)),
         memory_budget=plan.memory_budget,
+        missing="no axis of the mesh could be used so" if ways else "it takes two axes of the mesh, of several ranks",
     )
+
+
+KEEPINGS = ("recompute", "offload")
+"""What a search does where memory is short, and can be told to do without."""
+
+
+def is_answered(plan: Plan, feature: str) -> bool:
+    """Whether searching a mesh's specs again says what a feature costs: where axes have it, or the plan does it."""
+    return feature in (*ROLES, "hsdp") or (feature in KEEPINGS and bool(getattr(plan, feature).nodes))
+
+
+def _why_not_keeping(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature: str) -> WhyNot:
+    """A plan that recomputes or offloads beside the best that does not."""
+    without = replace(options, **{feature: False}, with_baselines=False)
+    found = outcome(planning, without, allowed_options(planning, options.constraints))
+    return WhyNot(
+        feature=feature,
+        used=f"of {len(getattr(plan, feature).nodes)} values",
+        chosen=outcome_of(plan),
+        variants=(_named(found, f"without {feature}"),),
+        memory_budget=plan.memory_budget,
+    )
+
+
+Way = Mapping[str, str]
+"""Axes of the mesh to their roles."""
+
+
+def _ways(planning: PlanningProblem, feature: str) -> list[Way]:
+    """Each way in which axes of a mesh can do something; HSDP is FSDP over one axis, and copies over another."""
+    axes = [axis for axis, size in planning.space.mesh.axes if size > 1]
+    if feature == "hsdp":
+        return [{first: "fsdp", second: "data"} for first, second in permutations(axes, 2)]
+    return [{axis: feature} for axis in axes]
+
+
+def _over(way: Way) -> str:
+    """A way in words: "over data", "over model, copied over data"."""
+    first, *others = way
+    return f"over {first}" + "".join(f", copied over {axis}" for axis in others)
+
+
+def _restrict_all(planning: PlanningProblem, way: Way) -> Masks | None:
+    """The options under which each axis has its role; None if there are none."""
+    parts = [restrict(planning, ROLES[role], axis) for axis, role in way.items()]
+    found: Masks = {}
+    for part in parts:
+        if part is None:
+            return None
+        found.update({key: mask & found.get(key, mask) for key, mask in part.items()})
+    return found
 
 
 def limits(program: Program, planning: PlanningProblem, options: PlanOptions, plan: Plan) -> Limits:

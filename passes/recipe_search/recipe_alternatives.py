@@ -9,14 +9,15 @@ recipe that fits, and keeps the plan's own constraints.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from passes.questions.feature_names import feature_named
 from passes.questions.what_if import MORE_MEMORY, cheapest_first, memory_worth, outcome_of
 from passes.recipe_search.explain_recipe import (
     find_value,
@@ -69,6 +70,7 @@ FEATURES: Mapping[str, Feature] = {
     "zero-2": _sharding("zero-2", 2),
     "fsdp": _sharding("fsdp", 3),
     **{name: _axis(name) for name in ("tensor", "context", "expert", "pipeline")},
+    "sequence": Feature({"sequence": {"sequence_parallel": (True,)}}, {"sequence_parallel": (False,)}),
     "recompute": Feature(
         {
             "recompute of attention's core": {"recompute": ("selective",)},
@@ -99,24 +101,37 @@ class RecipeAlternatives:
         """See `Plan.why_not`.
 
         Raises:
-            NotAvailableError: time ran out before anything was priced.
+            NotAvailableError: time ran out before anything was priced, or recipes are not searched by it.
         """
-        if feature not in FEATURES:
-            raise InvalidSpecError(f"why_not({feature!r}): unknown; ask for one of {', '.join(FEATURES)}.")
         assert plan.recipe is not None, "recipes are asked about"
-        asked, missing = FEATURES[feature], self._missing(feature)
-        is_used = asked.is_used(plan.recipe)
-        ways = {f"without {feature}": asked.without} if is_used else {} if missing else asked.ways
-        found = [variant for name, only in ways.items() if (variant := self._variant(name, only=only)) is not None]
-        if not found:
-            missing = missing or f"no recipe for {self.problem.cluster.size} devices and this batch has it"
+        feature, asked = _asked(feature)
+        if not asked.is_used(plan.recipe):
+            return self._answer(plan, feature, asked.ways)
+        answer = self._answer(plan, feature, {f"without {feature}": asked.without})
+        return replace(answer, used=f"in its recipe ({plan.recipe.words})")
+
+    def forecast(self, plan: Plan, feature: str) -> WhyNot:
+        """The answer for a plan of specs: the fastest recipes that do something, beside the fastest that does not.
+
+        Raises:
+            NotAvailableError: as `why_not`.
+        """
+        feature, asked = _asked(feature)
+        answer = self._answer(plan, feature, asked.ways)
+        return replace(answer, reference=self._variant(f"without {feature}", only=asked.without))
+
+    def _answer(self, plan: Plan, feature: str, ways: Mapping[str, Only]) -> WhyNot:
+        """The best recipe of each way beside a plan."""
+        missing = self._missing(feature)
+        tried = {} if missing else ways
+        found = [variant for name, only in tried.items() if (variant := self._variant(name, only=only)) is not None]
         return WhyNot(
             feature=feature,
-            used=f"in its recipe ({plan.recipe.words})" if is_used else "",
+            used="",
             chosen=outcome_of(plan),
             variants=tuple(sorted(found, key=cheapest_first)),
             memory_budget=plan.memory_budget,
-            missing=missing,
+            missing=missing or f"no recipe for {self.problem.cluster.size} devices and this batch has it",
         )
 
     def explain(self, plan: Plan, name: str) -> Explanation:
@@ -215,6 +230,17 @@ class RecipeAlternatives:
         if least.recipe is None:
             return None
         return least.recipe, Outcome(fits=False, smallest_bytes=int(least.objective))
+
+
+def _asked(name: str) -> tuple[str, Feature]:
+    """The feature that a name stands for."""
+    feature = feature_named(name)
+    if feature not in FEATURES:
+        raise NotAvailableError(
+            f"why_not({name!r}): recipes shard over groups of every size, and are not searched by it. Plan with "
+            "constraints={'zero': 3, 'zero_group': 8}, say, and compare."
+        )
+    return feature, FEATURES[feature]
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:

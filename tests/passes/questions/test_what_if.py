@@ -8,18 +8,19 @@ import pytest
 import torch
 
 import autoshard
-from autoshard import Cluster, Mesh
+from autoshard import Cluster, Mesh, P
 from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.plan import Plan
 from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import plan_of_choice, solve
 from passes.questions.explain import PlanAlternatives
 from passes.questions.roles import ROLES, restrict, role_of
-from passes.recipe_search.recipe_alternatives import FEATURES
 from tests.passes.questions.test_explain import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
 TIGHT = 624_000_000
+SHORT = 452_000_000
+"""Bytes: so few that values go to the host."""
 
 
 def make_plan(cluster: PricedCluster = CLUSTER, **arguments: object) -> Plan:
@@ -66,6 +67,34 @@ def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> 
         assert solution.cost >= free.lower_bound * (1 - 1e-9)
 
 
+def test_hsdp_takes_two_axes(free: Plan) -> None:
+    """Parameters are split over one at rest, and copied over the other: the plan under both restrictions."""
+    alternatives = free.alternatives
+    assert isinstance(alternatives, PlanAlternatives)
+    planning, options = alternatives.problem(), replace(alternatives.options, with_baselines=False)
+    answer = free.why_not("hsdp")
+    assert answer.used == "over model, copied over data"
+    (item,) = answer.variants
+    assert item.name == "hsdp over data, copied over model"
+    first, second = (restrict(planning, ROLES[role], axis) for role, axis in (("fsdp", "data"), ("data", "model")))
+    assert first is not None
+    assert second is not None
+    both = {**first, **{key: mask & first.get(key, mask) for key, mask in second.items()}}
+    assert item.objective == pytest.approx(solve(planning, options, both).solution.cost)
+
+
+def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
+    """Without it nothing fits: the least memory that would do is more than there is."""
+    plan = make_plan(memory_budget=SHORT)
+    assert plan.offload.nodes
+    answer = plan.why_not("cpu offload")
+    (item,) = answer.variants
+    assert (item.name, item.fits) == ("without offload", False)
+    assert item.smallest_bytes is not None
+    assert SHORT < item.smallest_bytes < TIGHT
+    assert f"does use offload, of {len(plan.offload.nodes)} values" in str(answer)
+
+
 def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> None:
     """Copies of all parameters do not fit if nothing is offloaded; the smallest limit that would do is given."""
     alternatives = tight.alternatives
@@ -107,14 +136,17 @@ def test_without_a_limit_memory_is_no_question(free: Plan) -> None:
 
 
 def test_what_cannot_be_asked_is_said(free: Plan) -> None:
-    """An unknown feature; what only recipes have; a plan without its model."""
-    with pytest.raises(InvalidSpecError, match="data, zero-1, fsdp, tensor"):
+    """An unknown feature; a plan without its model, and one of no whole step, or of constraints, beside recipes."""
+    with pytest.raises(InvalidSpecError, match=r"data \(ddp, .*zero-1, zero-2, fsdp \(zero-3, .*pipeline \(pp"):
         free.why_not("magic")
-    for feature in FEATURES.keys() - ROLES.keys():
-        with pytest.raises(
-            NotAvailableError, match=f"why_not\\('{feature}'\\): this plan is of specs .* global_batch="
-        ):
-            free.why_not(feature)
+    forward = make_plan(optimizer=None)
+    constrained = make_plan(constraints={"*.weight": P()})
+    for plan, words in (
+        (forward, "of whole training steps: plan with optimizer='adamw'"),
+        (constrained, "without con"),
+    ):
+        with pytest.raises(NotAvailableError, match=f"why_not\\('pipeline'\\): plans of specs.*{words}"):
+            plan.why_not("pipeline")
     alone = replace(free, alternatives=None)
     for ask in (lambda: alone.why_not("tensor"), alone.limits):
         with pytest.raises(NotAvailableError, match="has no model at hand"):

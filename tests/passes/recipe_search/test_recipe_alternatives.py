@@ -10,7 +10,7 @@ import pytest
 
 import autoshard
 from autoshard import Cluster, Plan
-from autoshard.errors import InvalidSpecError
+from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
@@ -92,9 +92,11 @@ def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
 
 
 def test_what_is_not_answered_is_said() -> None:
-    """An unknown feature; a value that there is not."""
-    with pytest.raises(InvalidSpecError, match="ask for one of data, zero-1, zero-2, fsdp, tensor"):
+    """An unknown feature; one that recipes are not searched by; a value that there is not."""
+    with pytest.raises(InvalidSpecError, match=r"ask for one of data \(ddp, .*zero-1, zero-2, fsdp \(zero-3"):
         make_plan("dense").why_not("magic")
+    with pytest.raises(NotAvailableError, match=r"why_not\('hsdp'\): .* constraints=\{'zero': 3, 'zero_group': 8\}"):
+        make_plan("dense").why_not("hsdp")
     with pytest.raises(InvalidSpecError, match="no parameter, input or node of that name; there are input:0"):
         make_plan("dense").explain("sentences.weight")
 

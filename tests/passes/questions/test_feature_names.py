@@ -1,0 +1,41 @@
+"""What people call the things that plans do."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.errors import InvalidSpecError
+from passes.questions.feature_names import NAMES, feature_named
+from passes.questions.roles import ROLES
+from passes.recipe_search.recipe_alternatives import FEATURES
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("zero-1", "zero-1"), ("ZeRO_2", "zero-2"), ("zero3", "fsdp"), ("zero-3", "fsdp"), ("FSDP", "fsdp"),
+        ("hsdp", "hsdp"), ("ddp", "data"), ("data parallel", "data"), ("tp", "tensor"), ("tensor_parallel", "tensor"),
+        ("sp", "sequence"), ("sequence parallelism", "sequence"), ("cp", "context"), ("ep", "expert"),
+        ("pp", "pipeline"), ("pipeline-parallel", "pipeline"), ("activation checkpointing", "recompute"),
+        ("checkpointing", "recompute"), ("CPU offload", "offload"),
+    ],
+)  # fmt: skip
+def test_other_names(text: str, name: str) -> None:
+    """Abbreviations, stages of ZeRO, any case, with the word parallel or without."""
+    assert feature_named(text) == name
+
+
+@pytest.mark.parametrize("text", ["magic", "", "zero-4", "parallel", None, 3, ["fsdp"]])
+def test_what_is_none_lists_all(text: object) -> None:
+    """Each feature with its other names."""
+    with pytest.raises(InvalidSpecError) as caught:
+        feature_named(text)
+    assert all(name in str(caught.value) for name in NAMES)
+
+
+def test_every_feature_has_a_name() -> None:
+    """Whatever roles and recipes answer can be asked."""
+    assert {*ROLES, *FEATURES} <= NAMES.keys()
+    assert len({other for name, others in NAMES.items() for other in (name, *others)}) == sum(
+        1 + len(others) for others in NAMES.values()
+    )
