@@ -34,11 +34,17 @@ class RuleInferenceError(AutoshardError):
 
 
 class DoesNotFitError(AutoshardError):
-    """No plan fits in the memory limit; carries the smallest limit that would do."""
+    """No plan fits in the memory limit.
 
-    def __init__(self, message: str, *, smallest_bytes: int) -> None:
+    Args:
+        smallest_bytes: the smallest limit that is known to do; 0 where none is.
+        is_proven: whether it is proven that none smaller would.
+    """
+
+    def __init__(self, message: str, *, smallest_bytes: int, is_proven: bool = False) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.is_proven = is_proven
 
 
 class RecipeError(AutoshardError):

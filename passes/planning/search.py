@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,11 +26,12 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.text import format_bytes
 from passes.memory.liveness import Liveness
-from passes.solver.assignment import Assignment, MemoryRow, Solution
+from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution, row_against
 from passes.solver.dual_search import DualSearch
+from passes.solver.least_peak import LeastPeak, PeakSearch, highest_over
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
-from passes.solver.solve_milp import smallest_peak, solve_milp
+from passes.solver.solve_milp import solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace
 
 logger = logging.getLogger(__name__)
@@ -115,9 +117,10 @@ class Search:
         if solution is not None:
             return solution
         hopeless = np.inf if self.says_smallest else problem.limit
-        frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
+        count = planning.usage, planning.memory_row
+        frugal = choice_of_smallest_peak(problem, *count, problem.limit, hopeless, control=self.control)
         if not frugal or planning.usage(frugal).max() > problem.limit:
-            raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
+            raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else None)
         solution = search(problem, planning.usage, planning.memory_row, [frugal])
         assert solution is not None, "the frugal choice fits"
         return solution
@@ -136,43 +139,71 @@ class Search:
                 found = self._by_duals(planning, problem, start)
                 return dataclasses.replace(found, lower_bound=min(found.cost, max(found.lower_bound, bound)))
             if solution is None:
-                frugal = self.frugal(planning, problem)
-                raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else np.inf)
-            new = _over_limit(planning, solution.choice, problem.limit) - points
-            if not new:
+                raise self._nothing_fits(planning, problem)
+            over = _over_limit(planning, solution.choice, problem.limit)
+            if not over:
                 return solution
+            new = over - points
             if not self.is_exact:
                 return self._by_duals(planning, problem, start)
             bound = max(bound, solution.lower_bound)
             points |= new
-            problem = _with_rows(planning, problem, new)
+            problem = _with_rows(planning, problem, new) if new else _without(problem, solution.choice)
 
-    def frugal(self, planning: Searchable, problem: Assignment) -> tuple[int, ...] | None:
-        """The choice of the smallest peak, None if none is allowed: by rounds like those for the cheapest one."""
-        points: set[int] = set()
-        while True:
-            found = smallest_peak(problem)
-            if found is None:
-                return None
-            peak, choice = found
-            # of choices with this peak the cheapest, which takes little at other points, too: fewer rounds
-            cheapest = solve_milp(dataclasses.replace(problem, limit=peak))
-            choice = choice if cheapest is None else cheapest.choice
-            new = _over_limit(planning, choice, peak) - points
-            if not new:
-                return choice
-            points |= new
-            problem = _with_rows(planning, problem, new)
+    def _nothing_fits(self, planning: Searchable, problem: Assignment) -> DoesNotFitError:
+        """The error of a search that counts too much of every choice."""
+        frugal = self.frugal(planning, problem) if self.says_smallest else None
+        return self.does_not_fit(planning, None if frugal is None else frugal.peak)
 
-    def does_not_fit(self, planning: Searchable, peak: float) -> DoesNotFitError:
-        """The error of a search that found nothing within its limit; `peak` bytes would do."""
+    def frugal(self, planning: Searchable, problem: Assignment) -> LeastPeak | None:
+        """A choice of a small peak, as the search counts: of a small problem the smallest, if that is soon proven."""
+        rough = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, control=self.control)
+        if _pairs(problem) > EXACT_PAIRS:
+            return LeastPeak(rough, float(planning.usage(rough).max()), 0.0) if rough else None
+        deadline = time.monotonic() + self.time_budget_s
+        search = PeakSearch(problem, partial(Tabled, planning), planning.usage, deadline, self.control)
+        return search(rough)
+
+    def does_not_fit(
+        self, planning: Searchable, least: float | None = None, *, is_proven: bool = False
+    ) -> DoesNotFitError:
+        """The error of a search that found nothing within its limit.
+
+        Args:
+            planning: the problem.
+            least: bytes that would do; None where nothing is known that would.
+            is_proven: whether no fewer would.
+        """
         limit = self.memory_limit_bytes or 0
+        none = f"no plan {'fits' if is_proven else 'was found that fits'}"
+        if least is None:
+            would_do = "What would do is not known."
+        elif is_proven:
+            would_do = f"The smallest that would do is {least:.0f} bytes ({format_bytes(least)})."
+        else:
+            would_do = f"{least:.0f} bytes ({format_bytes(least)}) would do; whether fewer would is not known."
         return DoesNotFitError(
-            f"no plan for {planning.space.mesh} fits in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per "
-            f"device; the smallest that would do is {peak:.0f} bytes ({format_bytes(peak)}). {_largest(planning)} "
-            "Use more devices, a smaller batch, or fewer constraints.",
-            smallest_bytes=int(np.ceil(peak)) if np.isfinite(peak) else 0,
+            f"{none} for {planning.space.mesh} in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per device. "
+            f"{would_do} {_largest(planning)} Use more devices, a smaller batch, or fewer constraints.",
+            smallest_bytes=0 if least is None else int(np.ceil(least)),
+            is_proven=is_proven,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tabled:
+    """The memory of a problem under one choice, as its tables count it."""
+
+    planning: Searchable
+    choice: Sequence[int]
+
+    def used(self) -> Floats:
+        """See `Counted`."""
+        return self.planning.usage(self.choice)
+
+    def row(self, point: int) -> MemoryRow:
+        """See `Counted`: the same under all choices."""
+        return self.planning.memory_row(point)
 
 
 def _pairs(problem: Assignment) -> int:
@@ -191,18 +222,9 @@ def _over_limit(planning: Searchable, choice: Sequence[int], limit: float) -> se
     return set(highest_over(planning.usage(choice), limit))
 
 
-_MOST_PEAKS = 4
-"""Points whose rows are added at a time."""
-
-
-def highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """The points of the highest peaks over a limit: of each run of points over it, the highest."""
-    over = np.flatnonzero(used > limit)
-    if not len(over):
-        return []
-    runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
-    peaks = (int(run[np.argmax(used[run])]) for run in runs)
-    return sorted(peaks, key=lambda point: -used[point])[:_MOST_PEAKS]
+def _without(problem: Assignment, choice: Sequence[int]) -> Assignment:
+    """The problem without a choice that breaks rows by so little that a solver takes it."""
+    return dataclasses.replace(problem, rows=(*problem.rows, row_against(choice, problem.costs, problem.limit)))
 
 
 def _with_rows(planning: Searchable, problem: Assignment, points: set[int]) -> Assignment:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -19,22 +19,12 @@ import numpy as np
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import memory_of
 from passes.planning.exact_rows import ExactRows
-from passes.planning.search import Search, Searchable, highest_over, restrict
-from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
+from passes.planning.search import Search, Searchable, restrict
+from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution, row_against
+from passes.solver.least_peak import Counted, LeastPeak, PeakSearch, highest_over
 from passes.solver.search_control import SearchControl
+from passes.solver.smallest_peak import choice_of_smallest_peak
 from passes.solver.solve_milp import solve_milp
-
-
-class Counted(Protocol):
-    """The exact count of memory under one choice."""
-
-    def used(self) -> Floats:
-        """Bytes in use on each rank at every program point, [points]."""
-        ...
-
-    def row(self, point: int) -> MemoryRow:
-        """A row that is exact for the choice at one point, and counts no more than there is under all others."""
-        ...
 
 
 class ExactlyCounted(Protocol):
@@ -101,12 +91,14 @@ class ExactSearch:
         problem: its assignment, maybe restricted, with a limit; and the rows so far.
         deadline: of `time.monotonic`.
         control: told the bound; may stop the search.
+        refused: choices that did not fit, whose rows the problem has.
     """
 
     exact: ExactlyCounted
     problem: Assignment
     deadline: float
     control: SearchControl
+    refused: set[tuple[int, ...]] = field(default_factory=set)
 
     def cheapest(self) -> Solution | None:
         """The cheapest choice that fits, None if none does.
@@ -122,28 +114,23 @@ class ExactSearch:
             if solution is None or self._fits(solution.choice, self.problem.limit):
                 return solution
 
-    def smallest_peak(self, frugal: Sequence[int]) -> float:
-        """The smallest limit within which a choice fits, bytes; if time is up, one in which some choice does.
+    def smallest_peak(self, frugal: Sequence[int]) -> LeastPeak | None:
+        """The smallest limit within which a choice fits, with proof if there is time for it; see `PeakSearch`.
 
         Args:
-            frugal: a choice with a small peak: whether another one fits in less is found out.
+            frugal: a choice with a small peak, or nothing.
         """
-        choice = tuple(frugal)
-        while True:
-            peak = float(self.exact.counted(choice).used().max())
-            self.problem = dataclasses.replace(self.problem, limit=np.ceil(peak) - 1)
-            try:
-                found = self.cheapest()
-            except TimeoutError:
-                return peak
-            if found is None:
-                return peak
-            choice = found.choice
+        return PeakSearch(self.problem, self.exact.counted, self.exact.tables.usage, self.deadline, self.control)(
+            frugal
+        )
 
     def _fits(self, choice: Sequence[int], limit: float) -> bool:
         """Whether a choice fits in a limit; if not, rows are added that cut it off."""
         counted = self.exact.counted(choice)
-        rows = tuple(counted.row(point) for point in highest_over(counted.used(), limit))
+        rows = [counted.row(point) for point in highest_over(counted.used(), limit)]
+        if rows and choice in self.refused:
+            rows = [row_against(choice, self.problem.costs, limit)]
+        self.refused.add(tuple(choice))
         self.problem = dataclasses.replace(self.problem, rows=(*self.problem.rows, *rows))
         return not rows
 
@@ -180,7 +167,10 @@ def cheapest_that_fits(
     now = time.monotonic()
     exactly = ExactSearch(exact, problem, now + _SHARE * (deadline - now), search.control)
     found = exactly.cheapest()
-    if found is None:
-        frugal = search.frugal(exact.tables, problem)
-        raise search.does_not_fit(exact.tables, exactly.smallest_peak(frugal) if frugal else np.inf)
-    return found
+    if found is not None:
+        return found
+    rough = choice_of_smallest_peak(problem, exact.tables.usage, exact.tables.memory_row, control=search.control)
+    least = exactly.smallest_peak(rough)
+    if least is None:
+        raise search.does_not_fit(exact.tables)
+    raise search.does_not_fit(exact.tables, least.peak, is_proven=least.is_proven)

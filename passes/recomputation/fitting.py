@@ -1,17 +1,15 @@
 """Search until what is found fits by the exact count of the program that will run (`exact_memory`).
 
 A search counts memory by tables, mostly more than there is. So where it finds nothing, what is smallest as it counts
-may still fit; and where it counts less than there is (of recomputation, before it is clear where clones stand), it is
-repeated with as many bytes less to spend.
+may still fit, and others that it counts as large; and where it counts less than there is (of recomputation, before it
+is clear where clones stand), it is repeated with as many bytes less to spend.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
@@ -44,30 +42,34 @@ class JointSolution:
         return exact_peak(self.planning, self.solution.choice)
 
 
-def fitting(attempt: Callable[[float], JointSolution], limit: float) -> tuple[JointSolution | None, float]:
-    """What a search finds that fits by the exact count, None if nothing does; and the least memory that would do.
+def fitting(
+    attempt: Callable[[float], JointSolution], frugal: Callable[[], Sequence[JointSolution]], limit: float
+) -> tuple[JointSolution | None, float | None]:
+    """What a search finds that fits by the exact count; where nothing does, bytes that would do, None if unknown.
+
+    A search within these bytes finds something that fits, if only what is frugal.
 
     Args:
         attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is none.
+        frugal: choices that take little, the same whenever it is asked.
         limit: bytes on each rank.
     """
-    asked, bound, least = limit, None, np.inf
+    asked, bound = limit, None
     for _ in range(_ATTEMPTS):
         try:
             found = attempt(asked)
-        except DoesNotFitError as error:
-            if asked != limit or error.smallest_bytes <= limit:
-                return None, least
-            asked = least = float(error.smallest_bytes)
-            continue
-        peak = found.peak_bytes()
+        except DoesNotFitError:
+            break
         bound = found.solution.lower_bound if bound is None else bound
-        if peak <= limit:
-            return bounded(found, bound), peak
-        if asked > limit:
-            return None, peak
-        asked, least = asked - (peak - limit), min(least, peak)
-    return None, least
+        excess = found.peak_bytes() - limit
+        if excess <= 0:
+            return bounded(found, bound), None
+        asked -= excess
+    peaks = [(choice.peak_bytes(), choice) for choice in frugal()]
+    fits = [choice for peak, choice in peaks if peak <= limit]
+    if fits:
+        return min(fits, key=lambda choice: choice.solution.cost), None
+    return None, min((peak for peak, _ in peaks), default=None)
 
 
 _ATTEMPTS = 6

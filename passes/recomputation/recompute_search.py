@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.search import Search, restrict
+from passes.planning.search import Search, Searchable, restrict
 from passes.planning.search_exactly import ExactPlanning, cheapest_that_fits, is_searched_exactly
 from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution, bounded, fitting
@@ -129,13 +130,14 @@ def _solve(
         with suppress(TimeoutError):
             return joint(cheapest_that_fits(ExactRecompute(problem), search, problem.widen(allowed), deadline))
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
+    wide = problem.widen(allowed)
 
     def attempt(limit: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
-        within = dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit)
-        return joint(within(problem, problem.widen(allowed), start))
+        return joint(_within(limit, deadline, search)(problem, wide, start))
 
-    found, least = fitting(attempt, search.memory_limit_bytes)
+    frugal = partial(_frugal, problem, deadline, search, wide, joint)
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes)
     if found is not None:
         return found
     if start:
@@ -151,20 +153,50 @@ def _alone(
     deadline: float,
 ) -> JointSolution:
     """The cheapest choice that fits as it is."""
-
-    def attempt(limit: float) -> JointSolution:
-        within = dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit)
-        return JointSolution(planning, within(planning, allowed, start))
-
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
     if is_searched_exactly(planning.assignment) and not planning.elided.sites:
         with suppress(TimeoutError):
             return JointSolution(planning, cheapest_that_fits(ExactPlanning(planning), search, allowed, deadline))
-    found, least = fitting(attempt, search.memory_limit_bytes)
+
+    def attempt(limit: float) -> JointSolution:
+        return JointSolution(planning, _within(limit, deadline, search)(planning, allowed, start))
+
+    frugal = partial(_frugal, planning, deadline, search, allowed, partial(JointSolution, planning))
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes)
     if found is None:
         raise search.does_not_fit(planning, least)
     return found
+
+
+def _frugal(
+    problem: Searchable,
+    deadline: float,
+    search: Search,
+    allowed: Mapping[int, np.ndarray],
+    joint: Callable[[Solution], JointSolution],
+) -> list[JointSolution]:
+    """Choices that take little: one of the smallest peak by the problem's count, and a cheap one within that."""
+    time_s = max(deadline - time.monotonic(), _SHARE_FRUGAL * search.time_budget_s)
+    free = restrict(problem.assignment, allowed)
+    found = dataclasses.replace(search, time_budget_s=time_s).frugal(problem, free)
+    if found is None:
+        return []
+    rough = Solution(found.choice, free.cost_of(found.choice), 0.0)
+    if search.control.is_stopped:
+        return [joint(rough)]
+    quick = DualSearch(search.tolerance, _ROUNDS, time_s, control=search.control)
+    cheap = quick(dataclasses.replace(free, limit=found.peak), problem.usage, problem.memory_row, [found.choice])
+    return [joint(choice) for choice in (rough, cheap) if choice is not None]
+
+
+_SHARE_FRUGAL = 0.25
+"""Part of the time that this takes at most, over the budget if need be: what it gives is the same under all limits."""
+
+
+def _within(limit: float, deadline: float, search: Search) -> Search:
+    """The search within another limit, and what is left of the time."""
+    return dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit, says_smallest=False)
 
 
 def _by(deadline: float, search: Search) -> Search:
@@ -173,7 +205,7 @@ def _by(deadline: float, search: Search) -> Search:
 
 
 _ROUNDS = 12
-"""Rounds of the search for a solution without recomputation to start from."""
+"""Rounds of quick searches: for a solution without recomputation to start from, and for a cheap one that is frugal."""
 
 
 def _without(

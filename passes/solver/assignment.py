@@ -53,6 +53,13 @@ class MemoryRow:
         return float(total)
 
 
+def row_against(choice: Sequence[int], costs: Sequence[Floats], limit: float) -> MemoryRow:
+    """A row that one choice breaks, and no other: for one over the limit by less than a solver tells apart."""
+    flags = (np.arange(len(cost)) == option for cost, option in zip(costs, choice, strict=True))
+    variables = {variable: np.where(flag, limit, 0.0) for variable, flag in enumerate(flags)}
+    return MemoryRow((2.0 - len(choice)) * limit, variables, {})
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """One instance of the problem; see the module's docstring. Edges join distinct variables."""

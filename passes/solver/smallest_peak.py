@@ -14,6 +14,7 @@ import numpy as np
 
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.messages import Messages
+from passes.solver.search_control import SearchControl
 
 _ROUNDS = 24
 _RATE = 4.0
@@ -27,6 +28,8 @@ def choice_of_smallest_peak(
     row_at: Callable[[int], MemoryRow],
     enough: float = 0.0,
     hopeless: float = np.inf,
+    *,
+    control: SearchControl | None = None,
 ) -> tuple[int, ...]:
     """The choice with the smallest peak that was found (see the module's docstring).
 
@@ -34,6 +37,7 @@ def choice_of_smallest_peak(
         problem, usage, row_at: as of `DualSearch`.
         enough: a peak, in bytes, that need not be made smaller.
         hopeless: bytes: once it is proven that every peak is above, nothing is returned.
+        control: may stop it.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
@@ -54,6 +58,8 @@ def choice_of_smallest_peak(
         messages.weigh({point: (rows[point], weight / total) for point, weight in weights.items()})
         known = sum(rows[point].constant * weight / total for point, weight in weights.items())
         for _ in range(3):
+            if control is not None and control.is_stopped:
+                return best
             bound, choice = messages.iterate()
             if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak
                 return ()

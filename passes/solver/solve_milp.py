@@ -18,6 +18,7 @@ The objective is scaled so that the solver's absolute tolerances do not matter.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,15 +63,51 @@ def solve_milp(
     return Solution(full, cost, min(cost, reduced.constant + bound))
 
 
-def smallest_peak(problem: Assignment, *, time_limit_s: float = 60.0) -> tuple[float, tuple[int, ...]] | None:
-    """The smallest memory limit under which a choice of finite cost exists, bytes, and that choice; None for none."""
-    model = _Model(problem, minimise_peak=True)
-    if not model.run(time_limit_s):
-        return None
-    choice = model.choice()
+@dataclass(frozen=True, slots=True)
+class RowPeak:
+    """A choice that takes least where it takes most, among some rows.
+
+    Args:
+        choice: one option per variable.
+        peak: what the rows have under it at most, bytes.
+        bound: proven: no choice has less, bytes.
+    """
+
+    choice: tuple[int, ...]
+    peak: float
+    bound: float
+
+
+def smallest_peak(
+    problem: Assignment, time_limit_s: float = 60.0, control: SearchControl | None = None
+) -> RowPeak | None:
+    """The choice under which the rows have least bytes at most, whatever it costs; None if none is allowed.
+
+    Args:
+        problem: the assignment; its limit is ignored.
+        time_limit_s, control: as of `solve_milp`.
+
+    Raises:
+        TimeoutError: the time went by before any choice was found.
+    """
+    reduced = reduce_assignment(_without_costs(problem))
+    found, bound = (), np.inf
+    if reduced.problem.costs:
+        model = _Model(reduced.problem, minimise_peak=True)
+        if not model.run(time_limit_s, None if control is None else lambda _: not control.is_stopped):
+            return None
+        found, bound = model.choice(), model.bound() * model.unit
+    choice = reduced.expand(found)
     if not np.isfinite(problem.cost_of(choice)):
         return None
-    return max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0), choice
+    peak = max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0)
+    return RowPeak(choice, peak, min(peak, bound))
+
+
+def _without_costs(problem: Assignment) -> Assignment:
+    """The same problem where whatever is allowed costs nothing."""
+    edges = tuple(Edge(edge.tail, edge.head, _keep_infinite(edge.cost, 0.0)) for edge in problem.edges)
+    return dataclasses.replace(problem, costs=tuple(_keep_infinite(cost, 0.0) for cost in problem.costs), edges=edges)
 
 
 _GoesOn = Callable[[float], bool]
@@ -140,7 +177,7 @@ class _Model:
         self._columns, self._rows = _Columns(), _Rows()
         self._scale = 1.0 if minimise_peak else _cost_scale(problem)
         self._limit = problem.limit
-        self._unit = _most_bytes(problem.rows) if minimise_peak else max(1.0, problem.limit)
+        self.unit = _most_bytes(problem.rows) if minimise_peak else max(1.0, problem.limit)
         use = 0.0 if minimise_peak else self._scale
         self._first = [self._columns.add(_keep_infinite(cost, use), integer=True) for cost in problem.costs]
         self._add_choices()
@@ -180,7 +217,7 @@ class _Model:
         return column
 
     def _add_row(self, row: MemoryRow, flows: list[_Flow]) -> None:
-        unit = self._unit
+        unit = self.unit
         index = [
             np.zeros(0, dtype=int),
             *(self._first[v] + np.arange(len(a)) for v, a in row.variables.items()),

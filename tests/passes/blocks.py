@@ -8,6 +8,7 @@ from torch import nn
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
+from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.pipeline import PlanOptions, planning_problem
@@ -74,3 +75,13 @@ def h100s(mesh: Mesh) -> Cluster:
 def problem_of(program: Program, mesh: Mesh, **options: object) -> PlanningProblem:
     """The planning problem of a program on one node of H100s."""
     return planning_problem(program, mesh, h100s(mesh), PlanOptions(**options))  # type: ignore[arg-type]
+
+
+def problem_of_drawn(drawn: DrawnProgram, mesh: Mesh) -> PlanningProblem:
+    """The problem of a drawn program, a whole step maybe."""
+    step = drawn.whole_step
+    if step is None:
+        return problem_of(trace(drawn.model, drawn.inputs), mesh)
+    inputs, _ = step.cut(drawn.inputs, {})[0]
+    program = trace(drawn.model, inputs, update=step.update(drawn.model))
+    return problem_of(program, mesh, micro_batches=step.micro_batches)

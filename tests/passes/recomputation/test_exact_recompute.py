@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
-from autoshard.testing.programs import programs
+from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.tracing import trace
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_memory, exact_peak
 from passes.planning.search import Search
+from passes.planning.search_exactly import is_searched_exactly
 from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.recompute_options import find_options
-from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
+from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.with_again import with_again
 from passes.solver.assignment import Assignment
-from tests.passes.blocks import blocks_program, perceptron_program, problem_of
+from tests.passes.blocks import blocks_program, perceptron_program, problem_of, problem_of_drawn
+from tests.passes.recomputation.cheap_choices import cheaper_than
 from tests.passes.recomputation.test_recompute_problem import chains, drawn_choice, joint, sines
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
@@ -86,49 +90,51 @@ def test_the_count_is_that_of_the_program_that_runs() -> None:
         assert np.array_equal(ExactRecompute(problem).counted(choice).used(), used)
 
 
-def cheaper_than(problem: Assignment, cost: float) -> Iterator[tuple[int, ...]]:
-    """All choices that cost less, one variable after the other: costs are never negative."""
-    before: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]
-    for edge in problem.edges:
-        pair = (edge.tail, edge.cost) if edge.tail < edge.head else (edge.head, edge.cost.T)
-        before[max(edge.tail, edge.head)].append(pair)
-    left = [*np.cumsum([float(costs.min()) for costs in problem.costs[::-1]])[::-1][1:], 0.0]
-
-    def extend(choice: tuple[int, ...], spent: float) -> Iterator[tuple[int, ...]]:
-        variable = len(choice)
-        if variable == len(problem.costs):
-            yield choice
-            return
-        total = spent + problem.costs[variable] + sum(table[choice[other]] for other, table in before[variable])
-        for option in np.flatnonzero(total + left[variable] < cost):
-            yield from extend((*choice, int(option)), float(total[option]))
-
-    return extend((), 0.0)
-
-
 def searched(planning: PlanningProblem) -> RecomputeProblem:
     """The problem of the search."""
     return build_recompute_problem(planning, find_options(planning.space, planning.classes, offload=True))
 
 
+MOST_CHOICES = 20_000
+"""Of which an example is made at most: most stand for the same plans."""
+
+
+@dataclass
+class Oracle:
+    """Every plan of a problem that costs less than some bound, priced and counted in the program that runs then."""
+
+    problem: RecomputeProblem
+    running: dict[Again, PlanningProblem] = field(default_factory=dict)
+
+    def plans(self, cost: float) -> set[tuple[tuple[int, ...], Again]]:
+        """Strategies, and what is recomputed and offloaded."""
+        choices = list(islice(cheaper_than(self.problem.assignment, cost), MOST_CHOICES + 1))
+        assume(len(choices) <= MOST_CHOICES)
+        return {(self.problem.without_keepings(choice), self.problem.again(choice)) for choice in choices}
+
+    def counted(self, strategies: tuple[int, ...], again: Again) -> tuple[float, float]:
+        """Seconds and bytes."""
+        if again not in self.running:
+            self.running[again] = with_again(self.problem.planning, again)
+        running = self.running[again]
+        return running.assignment.cost_of(strategies), exact_peak(running, strategies)
+
+
 def check_optimal(planning: PlanningProblem, limit: float) -> None:
     """What is found fits, and nothing cheaper does; what cannot fit is said, with the least memory that would do."""
-    problem = searched(planning)
-    exact = ExactRecompute(problem)
+    oracle = Oracle(searched(planning))
     try:
         found = solve_jointly(planning, Search(limit), {}, ())
     except DoesNotFitError as error:
         smallest = error.smallest_bytes
         assert limit < smallest == solve_jointly(planning, Search(smallest), {}, ()).peak_bytes()
         return
-    assert found.peak_bytes() <= limit
-    assert found.solution.lower_bound == pytest.approx(found.solution.cost, rel=1e-8)
-    seen = set()
-    for choice in cheaper_than(problem.assignment, found.solution.cost * (1 - 1e-9)):
-        plan = problem.without_keepings(choice), problem.again(choice)
-        if plan not in seen:
-            seen.add(plan)
-            assert exact.counted(choice).used().max() > limit
+    cost, peak = oracle.counted(found.solution.choice, found.again)
+    assert found.peak_bytes() == peak <= limit
+    assert found.solution.cost == pytest.approx(cost, rel=1e-12)
+    assert found.solution.lower_bound == pytest.approx(cost, rel=1e-8)
+    for plan in oracle.plans(cost * (1 - 1e-9)):
+        assert oracle.counted(*plan)[1] > limit
 
 
 @settings(max_examples=2)
@@ -174,3 +180,21 @@ def test_a_search_that_runs_out_of_time_falls_back_on_tables(monkeypatch: pytest
 
 def out_of_time(*_: object) -> None:
     raise TimeoutError
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.data(), programs(max_blocks=1, whole_steps=None), st.sampled_from([LINE, THREE]))
+def test_the_search_of_drawn_programs_equals_trying_every_plan(
+    data: st.DataObject, drawn: DrawnProgram, mesh: Mesh
+) -> None:
+    """In the memory of any plan that costs less than twice the cheapest one, and a byte below."""
+    planning = problem_of_drawn(drawn, mesh)
+    oracle = Oracle(searched(planning))
+    assume(is_searched_exactly(oracle.problem.assignment))
+    choices = islice(cheaper_than(oracle.problem.assignment, 2 * Search()(planning).cost), MOST_CHOICES)
+    plans = [(oracle.problem.without_keepings(choice), oracle.problem.again(choice)) for choice in choices]
+    assume(plans)
+    some = data.draw(st.lists(st.sampled_from(plans), min_size=1, max_size=20))
+    peaks = sorted({oracle.counted(*plan)[1] for plan in some})
+    check_optimal(planning, data.draw(st.sampled_from(peaks)) - data.draw(st.integers(0, 1)))

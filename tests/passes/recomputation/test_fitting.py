@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
+from autoshard.testing.programs import DrawnProgram, programs
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search
 from passes.recomputation.fitting import JointSolution, fitting
 from passes.recomputation.recompute_search import solve_jointly
 from passes.solver.assignment import Solution
-from tests.passes.blocks import perceptron_program, problem_of
+from tests.passes.blocks import perceptron_program, problem_of, problem_of_drawn
 from tests.passes.planning.test_search import chains
 from tests.passes.prediction.test_segment_step import drawn_choice
 
@@ -66,11 +67,12 @@ def trained() -> PlanningProblem:
     return problem_of(perceptron_program(batch=4096), LINE)
 
 
-def check_the_error(planning: PlanningProblem, *, recompute: bool) -> None:
-    """The memory that an error names is enough, and a byte less is refused."""
+def check_the_error(planning: PlanningProblem, *, recompute: bool, is_exact: bool = True) -> None:
+    """The memory that an error names is enough, and a byte less is refused; that it is the least is said if proven."""
     with pytest.raises(DoesNotFitError) as caught:
         found_within(planning, 1.0, recompute=recompute)
     smallest = caught.value.smallest_bytes
+    assert caught.value.is_proven == is_exact
     assert found_within(planning, smallest, recompute=recompute).peak_bytes() <= smallest
     with pytest.raises(DoesNotFitError):
         found_within(planning, smallest - 1, recompute=recompute)
@@ -102,6 +104,13 @@ class Stairs:
         self.asked.append(limit)
         if limit < self.least:
             raise DoesNotFitError("too small", smallest_bytes=self.least)
+        return self.plan(limit)
+
+    def frugal(self) -> list[JointSolution]:
+        """A plan within the least that the search counts of any."""
+        return [self.plan(self.least)]
+
+    def plan(self, limit: float) -> JointSolution:
         return _Counted(Solution((), 1e12 / limit, 1e12 / limit), self.share * limit)  # type: ignore[return-value]
 
 
@@ -116,22 +125,44 @@ class _Counted:
         return self.bytes
 
 
-@given(st.floats(0.5, 1.3), st.integers(1_000, 1_000_000), st.floats(0.0, 2.0))
+@given(st.floats(0.5, 1.3), st.integers(1_000, 1_000_000), st.floats(0.01, 2.0))
 def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int, least: float) -> None:
     """Never above the limit; what is smallest as the search counts is tried before it is refused."""
     search = Stairs(share, int(least * limit))
-    found, smallest = fitting(search, limit)
+    found, smallest = fitting(search, search.frugal, limit)
     if found is not None:
-        assert smallest == found.peak_bytes() <= limit
+        assert smallest is None
+        assert found.peak_bytes() <= limit
         assert found.solution.lower_bound <= found.solution.cost
-        assert len(search.asked) == 1 or search.asked[-1] != limit
         return
-    assert smallest > limit
-    assert share * search.least > limit or share > 1
+    assert smallest == share * search.least > limit
+    assert fitting(search, search.frugal, smallest)[0] is not None
 
 
 def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
     """The limit is asked for as it is."""
     search = Stairs(0.9, 0)
-    assert fitting(search, 1e6)[0] is not None
+    assert fitting(search, search.frugal, 1e6)[0] is not None
     assert search.asked == [1e6]
+
+
+def test_where_nothing_is_allowed_nothing_would_do() -> None:
+    """No limit is named."""
+    assert fitting(Stairs(1.0, 10), list, 5) == (None, None)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(programs(max_blocks=1, whole_steps=None), st.sampled_from([LINE, Mesh({"x": 2, "y": 2})]), st.booleans())
+def test_the_memory_that_an_error_names_is_enough_for_drawn_programs(
+    drawn: DrawnProgram, mesh: Mesh, recompute: bool
+) -> None:
+    """However the problem is searched; where it is said to be the least, a byte less is refused."""
+    planning = problem_of_drawn(drawn, mesh)
+    with pytest.raises(DoesNotFitError) as caught:
+        found_within(planning, 1.0, recompute=recompute)
+    smallest = caught.value.smallest_bytes
+    assert found_within(planning, smallest, recompute=recompute).peak_bytes() <= smallest
+    if caught.value.is_proven:
+        with pytest.raises(DoesNotFitError, match="no plan fits"):
+            found_within(planning, smallest - 1, recompute=recompute)

@@ -91,8 +91,9 @@ def test_the_smallest_peak_is_the_least_limit_that_admits_a_choice(problem: Assi
     if found is None:
         assert solve_exhaustive(Assignment(problem.costs, problem.edges)) is None
         return
-    peak, choice = found
-    assert peak == max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0)
+    peak = found.peak
+    assert peak == max((row.bytes_of(found.choice, problem.edges) for row in problem.rows), default=0.0)
+    assert peak - 1e-6 <= found.bound <= peak
     at_peak = Assignment(problem.costs, problem.edges, problem.rows, peak)
     assert solve_exhaustive(at_peak) is not None
     if problem.rows:
