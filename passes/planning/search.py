@@ -156,13 +156,19 @@ class Search:
         return self.does_not_fit(planning, None if frugal is None else frugal.peak)
 
     def frugal(self, planning: Searchable, problem: Assignment) -> LeastPeak | None:
-        """A choice of a small peak, as the search counts: of a small problem the smallest, if that is soon proven."""
+        """A choice of a small peak, as the search counts: of a small problem the smallest, if that is proven in time.
+
+        What is found without a proof depends on the time that there is. So it is not given: the same choice is found
+        under every limit.
+        """
         rough = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, control=self.control)
-        if _pairs(problem) > EXACT_PAIRS:
-            return LeastPeak(rough, float(planning.usage(rough).max()), 0.0) if rough else None
-        deadline = time.monotonic() + self.time_budget_s
-        search = PeakSearch(problem, partial(Tabled, planning), planning.usage, deadline, self.control)
-        return search(rough)
+        if _pairs(problem) <= EXACT_PAIRS:
+            deadline = time.monotonic() + self.time_budget_s
+            search = PeakSearch(problem, partial(Tabled, planning), planning.usage, deadline, self.control)
+            found = search(rough)
+            if found is None or found.is_proven or not rough:
+                return found
+        return LeastPeak(rough, float(planning.usage(rough).max()), 0.0) if rough else None
 
     def does_not_fit(
         self, planning: Searchable, least: float | None = None, *, is_proven: bool = False

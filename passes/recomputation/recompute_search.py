@@ -65,9 +65,24 @@ def solve_jointly(
     free = JointSolution(planning, dataclasses.replace(search, memory_limit_bytes=None)(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
         return free
+    found = _where_memory_binds(planning, search, allowed, start, end, offload=offload)
+    # neither strategies nor keepings cost less where memory is short
+    return bounded(found, max(found.solution.lower_bound, free.solution.lower_bound))
+
+
+def _where_memory_binds(
+    planning: PlanningProblem,
+    search: Search,
+    allowed: Mapping[int, np.ndarray],
+    start: Sequence[Solution],
+    end: float,
+    *,
+    offload: bool,
+) -> JointSolution:
+    """See `solve_jointly`, where the cheapest choice of all does not fit."""
     if search.control.is_stopped:
         # the bound of the search without recomputation holds for no other
-        return bounded(_alone(planning, search, allowed, start, end), free.solution.lower_bound)
+        return bounded(_alone(planning, search, allowed, start, end), 0.0)
     if not offload or planning.prices.cluster.device.host_link is None:
         return _solve(planning, search, allowed, start, end, offload=False)
     most = end - _SHARE_WITHOUT * search.time_budget_s
@@ -105,7 +120,7 @@ def _solve(
     *,
     offload: bool,
 ) -> JointSolution:
-    """See `solve_jointly`, where the cheapest choice of all does not fit; the host's memory has no limit."""
+    """See `solve_jointly`, where memory binds; the host's memory has no limit."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning.space, planning.classes, offload=offload)
@@ -136,7 +151,7 @@ def _solve(
         """The cheapest choice that fits in a limit by the problem's count."""
         return joint(_within(limit, deadline, search)(problem, wide, start))
 
-    frugal = partial(_frugal, problem, deadline, search, wide, joint)
+    frugal = partial(_frugal, problem, search, wide, joint)
     found, least = fitting(attempt, frugal, search.memory_limit_bytes)
     if found is not None:
         return found
@@ -162,7 +177,7 @@ def _alone(
     def attempt(limit: float) -> JointSolution:
         return JointSolution(planning, _within(limit, deadline, search)(planning, allowed, start))
 
-    frugal = partial(_frugal, planning, deadline, search, allowed, partial(JointSolution, planning))
+    frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning))
     found, least = fitting(attempt, frugal, search.memory_limit_bytes)
     if found is None:
         raise search.does_not_fit(planning, least)
@@ -171,27 +186,25 @@ def _alone(
 
 def _frugal(
     problem: Searchable,
-    deadline: float,
     search: Search,
     allowed: Mapping[int, np.ndarray],
     joint: Callable[[Solution], JointSolution],
 ) -> list[JointSolution]:
     """Choices that take little: one of the smallest peak by the problem's count, and a cheap one within that."""
-    time_s = max(deadline - time.monotonic(), _SHARE_FRUGAL * search.time_budget_s)
     free = restrict(problem.assignment, allowed)
-    found = dataclasses.replace(search, time_budget_s=time_s).frugal(problem, free)
+    found = dataclasses.replace(search, time_budget_s=_SHARE_FRUGAL * search.time_budget_s).frugal(problem, free)
     if found is None:
         return []
     rough = Solution(found.choice, free.cost_of(found.choice), 0.0)
     if search.control.is_stopped:
         return [joint(rough)]
-    quick = DualSearch(search.tolerance, _ROUNDS, time_s, control=search.control)
+    quick = DualSearch(search.tolerance, _ROUNDS, np.inf, control=search.control)
     cheap = quick(dataclasses.replace(free, limit=found.peak), problem.usage, problem.memory_row, [found.choice])
     return [joint(choice) for choice in (rough, cheap) if choice is not None]
 
 
 _SHARE_FRUGAL = 0.25
-"""Part of the time that this takes at most, over the budget if need be: what it gives is the same under all limits."""
+"""Part of the time in which the smallest peak is proven, or is not: beyond the budget if need be."""
 
 
 def _within(limit: float, deadline: float, search: Search) -> Search:
