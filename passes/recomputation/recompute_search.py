@@ -17,6 +17,7 @@ taken.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -86,8 +87,13 @@ def _where_memory_binds(
     if not offload or planning.prices.cluster.device.host_link is None:
         return _solve(planning, search, allowed, start, end, offload=False)
     most = end - _SHARE_WITHOUT * search.time_budget_s
-    found = _solve(planning, search, allowed, start, most, offload=True)
     room = planning.prices.cluster.host_bytes_per_device
+    try:
+        found = _solve(planning, search, allowed, start, most, offload=True)
+    except DoesNotFitError:
+        if room is None or _most_host_bytes(planning) <= room:
+            raise
+        return _solve(planning, search, allowed, start, end, offload=False)
     has_room = room is None or found.host_bytes <= room
     is_near = found.solution.cost * (1 - _FAR) <= found.solution.lower_bound
     if has_room and (is_near or search.control.is_stopped):
@@ -101,6 +107,12 @@ def _where_memory_binds(
     if has_room and found.solution.cost <= other.solution.cost:
         return found
     return bounded(other, found.solution.lower_bound)
+
+
+def _most_host_bytes(planning: PlanningProblem) -> int:
+    """No plan offloads more, bytes: all values of the forward, whole."""
+    results = (item for site in planning.space.sites.values() if site.phase == "forward" for item in site.results)
+    return sum(math.prod(item.shape) * item.itemsize for item in results)
 
 
 _SHARE_WITHOUT = 0.3

@@ -268,6 +268,25 @@ def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
     assert bool(again.recomputed) == (link is None)
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_host_holds_no_more_than_it_has(share: float) -> None:
+    """Neither in plans nor in those that are within the limit that an error names, which one then is."""
+    one, cluster = Mesh({"x": 1}), slow_cluster(NEAR)
+    planning = planning_problem(sines(4), one, cluster, PlanOptions())
+    limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
+    room = int(share * solve_jointly(planning, Search(limit), {}, ()).host_bytes)
+    node = dataclasses.replace(cluster.node, host_memory_bytes=room * cluster.devices_per_node)
+    narrow = planning_problem(sines(4), one, Cluster(node, 1, cluster.devices_per_node), PlanOptions())
+    found = solve_jointly(narrow, Search(limit), {}, ())
+    assert found.host_bytes <= room
+    assert bool(found.again.offloaded) == (share == 1.0)
+    with pytest.raises(DoesNotFitError) as caught:
+        solve_jointly(narrow, Search(1.0), {}, ())
+    found = solve_jointly(narrow, Search(caught.value.smallest_bytes), {}, ())
+    assert found.host_bytes <= room
+    assert found.peak_bytes() <= caught.value.smallest_bytes
+
+
 def test_stages_of_a_sweep_of_limits() -> None:
     """From too little memory to plenty on two H100s: offload, recomputation, split values; time never rises."""
     planning = planning_problem(sines(4), LINE, h100s(LINE), PlanOptions())
