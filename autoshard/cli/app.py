@@ -55,7 +55,7 @@ _GlobalBatch = Annotated[
     int | None,
     typer.Option(help="Sequences per step: search recipes (pipelines, micro-batches, recomputation) instead of specs."),
 ]
-_Backend = Annotated[str, typer.Option(help="triton: price the program with its Triton kernels.")]
+_Backend = Annotated[str, typer.Option(help="triton: price the program, or recipes, with our Triton kernels.")]
 _TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may take.")]
 _Precision = Annotated[str, typer.Option(help="bf16 or f32: what a model with wider parameters computes in.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
@@ -194,6 +194,7 @@ def report(
     memory_gib: _MemoryGib = None,
     global_batch: _GlobalBatch = None,
     constrain: _Constrain = None,
+    backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
     as_json: _Json = False,
 ) -> None:
@@ -206,7 +207,7 @@ def report(
     else:
         found = _plan(
             source, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
-            global_batch=global_batch, constrain=constrain, time_budget_s=time_budget_s,
+            global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
         )  # fmt: skip
     _write(out, found.report)
     _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")

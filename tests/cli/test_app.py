@@ -11,6 +11,7 @@ import pytest
 
 import autoshard
 from autoshard import cli
+from autoshard.ir.text import format_time
 from passes.lowering.lower import Lower
 from tests.passes.mutations import copy_of, scale_value
 
@@ -64,6 +65,22 @@ def test_plan_searches_recipes_for_a_global_batch(
     arguments = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16", "--json")
     assert _run(monkeypatch, "plan", model, *arguments) == 0
     assert json.loads(capsys.readouterr().out)["recipe"]["global_batch"] == 8
+
+
+def test_plan_searches_recipes_with_our_own_kernels(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """And price says the same of the recipe that is found, given in words; a page tells it."""
+    cluster, page = ("--cluster", "h100_sxm:1x4", "--seq", "16"), tmp_path / "plan.html"
+    arguments = (*cluster, "--global-batch", "8", "--backend", "triton")
+    assert _run(monkeypatch, "plan", model, *arguments, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["recipe"]["kernels"] == "triton"
+    (tmp_path / "recipe.json").write_text(json.dumps(plan["recipe"]))
+    assert _run(monkeypatch, "price", model, *cluster, "--recipe", str(tmp_path / "recipe.json"), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["predicted"] == plan["predicted"]
+    assert _run(monkeypatch, "report", model, *arguments, "--out", str(page)) == 0
+    assert format_time(plan["predicted"]["step_time_s"]) in page.read_text()
 
 
 def test_plan_json_is_the_plan(
