@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -74,7 +75,9 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
     saved = _CHANNELS if training else all_blocked(1)
     results = (dims, saved, saved, *([_CHANNELS] * 2 if updates else []))
     whole = {**dict.fromkeys(_elements(x), range(1, len(results))), **({} if training else {"c": (1, 2)})}
-    local = partial(_local_forward, dtype=_wide(x.dtype), updates=updates, elements=_elements(x))
+    held = None if len(others) == 2 or others[2] is None else others[2].dtype
+    dtypes = _Types(x.dtype, _saved(x, others), held)
+    local = partial(_local_forward, dtypes=dtypes, updates=updates, elements=_elements(x))
     carries = only_in(0, len(results), _carried(x, others))
     return Rule((operands, results), whole=whole, local=local if training else None, carries=carries)
 
@@ -89,32 +92,52 @@ def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Car
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics are kept."""
+    """The dtype in which statistics are computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtype:
+    """The dtype of the mean and inverse deviation that are saved: on a CPU that of `x`, unless a parameter is wider."""
+    is_wide = any(tensor is not None and tensor.dtype == _wide(x.dtype) for tensor in others)
+    return _wide(x.dtype) if is_wide or x.device.type != "cpu" else x.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Types:
+    """Of the operand, of what is saved for the backward, and of the running statistics (None: there are none)."""
+
+    x: torch.dtype
+    saved: torch.dtype
+    held: torch.dtype | None
+
+
 def _local_forward(
-    context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtype: torch.dtype, updates: bool,
+    context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtypes: _Types, updates: bool,
     elements: Sequence[str],
 ) -> Any:  # fmt: skip
     """`rest`: running mean and variance unless the operator has none, training, momentum, eps."""
     if not any(map(context.is_split, elements)):
         return context.default(x, weight, bias, *rest)
-    call = context.call
+    call, wide = context.call, _wide(dtypes.x)
+
+    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+        return value if value is None or wide is dtypes.x else call(aten._to_copy.default, value, dtype=dtype)
+
     *running, _, momentum, eps = rest
-    mean, variance = _moments(context, call(aten._to_copy.default, x, dtype=dtype), elements)
-    normalised = call(aten.native_batch_norm.default, x, weight, bias, mean, variance, False, 0.0, eps)
+    mean, variance = _moments(context, cast(x, wide), elements)
+    affine = (cast(weight, wide), cast(bias, wide))
+    normalised = call(aten.native_batch_norm.default, x, *affine, mean, variance, False, 0.0, eps)
     invstd = call(aten.rsqrt.default, call(aten.add.Scalar, variance, eps))
-    results = (normalised[0], mean, invstd)
+    results = (normalised[0], cast(mean, dtypes.saved), cast(invstd, dtypes.saved))
     if not updates:
         return results
     count = math.prod(map(context.global_size, elements))
     unbiased = call(aten.mul.Scalar, variance, count / max(count - 1, 1))
-    return (
-        *results,
-        call(aten.lerp.Scalar, running[0], mean, momentum),
-        call(aten.lerp.Scalar, running[1], unbiased, momentum),
+    moved = (
+        call(aten.lerp.Scalar, cast(old, wide), new, momentum)
+        for old, new in zip(running, (mean, unbiased), strict=True)
     )
+    return (*results, *(cast(new, dtypes.held) for new in moved))
 
 
 def _moments(context: LocalContext, x: Any, elements: Sequence[str]) -> tuple[Any, Any]:
@@ -160,7 +183,7 @@ def batch_norm_backward(
         reduce=dict.fromkeys(_elements(x), "sum"),
         whole=whole,
         linear=[(0,)],
-        local=_local_backward(x, weight.dtype if weight is not None else _wide(x.dtype)) if train else None,
+        local=_local_backward(x, _saved(x, [save_mean]) if weight is None else weight.dtype) if train else None,
     )
 
 
@@ -186,7 +209,9 @@ def _local_backward(like: torch.Tensor, weight_dtype: torch.dtype) -> Rewrite:
         def total(values: Any) -> Any:
             return _total(context, call(aten.sum.dim_IntList, values, over), elements)
 
-        grad = call(aten._to_copy.default, grad, dtype=_wide(x_dtype))
+        if x_dtype is not _wide(x_dtype):
+            wide = partial(call, aten._to_copy.default, dtype=_wide(x_dtype))
+            grad, mean, invstd = wide(grad), wide(mean), wide(invstd)
         scale = per_channel(invstd)
         normal = call(aten.mul.Tensor, call(aten.sub.Tensor, x, per_channel(mean)), scale)
         weight_grad, bias_grad = total(call(aten.mul.Tensor, grad, normal)), total(grad)

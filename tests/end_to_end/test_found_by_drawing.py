@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from autoshard import Mesh
+from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan, traced_call
-from autoshard.testing.plans import most_split_plan
+from autoshard.testing.plans import greedy_plan, most_split_plan
 from autoshard.testing.programs import run_source
 from autoshard.tracing import trace
+from passes.strategies.enumerate_strategies import Site
 from tests.end_to_end.drawn_pairs import runs_in_bf16
 
 _HEAD = """
@@ -69,6 +73,20 @@ inputs = (torch.randn(4, 8),)
 """
 
 
+_NARROW_BATCH_NORM = """
+class Drawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.batch_norm_1 = nn.BatchNorm1d(8, eps=0.01, track_running_stats=False)
+
+    def forward(self, x):
+        return self.batch_norm_1(x.flatten(0, 1)).unflatten(0, (4, 4)).mean()
+
+torch.manual_seed(0)
+model = Drawn()
+inputs = (torch.randn(4, 4, 8),)
+"""
+
 _SHARP_ATTENTION = """
 class Drawn(nn.Module):
     def __init__(self):
@@ -126,6 +144,19 @@ def test_the_rounding_of_a_mean_near_zero_is_no_difference() -> None:
     """In bfloat16 one device is off by a rounding that is small by chance; the mesh adds a bias by itself."""
     program = run_source(_HEAD + _MEAN_NEAR_ZERO)
     check_plan(program.model, Mesh({"data": 1}), program.inputs, precision="bf16").raise_if_different()
+
+
+def test_a_batch_norm_whose_weights_are_cast_runs_over_a_split_batch() -> None:
+    """Its weights are as narrow as its input, and the statistics of the whole batch are computed in float32."""
+    mesh, program = Mesh({"data": 4}), run_source(_HEAD + _NARROW_BATCH_NORM)
+    traced = traced_call(program, "bf16")
+    plan = replace(greedy_plan(traced, mesh, _rows_split), precision="bf16")
+    assert any(node.inputs[0].axes_of(0) for name, node in plan.nodes.items() if "batch_norm_legit" in name)
+    check_plan(program.model, mesh, program.inputs, plan=plan, traced=traced).raise_if_different()
+
+
+def _rows_split(_: Site, strategy: Strategy) -> int:
+    return sum(bool(spec.dims and spec.axes_of(0)) for spec in (*strategy.inputs[:1], *strategy.outputs[:1]))
 
 
 def test_gradients_of_sharp_attention_are_settled_in_float64() -> None:

@@ -44,13 +44,17 @@ def test_evaluation(affine: bool) -> None:
     check_splits(aten.native_batch_norm_backward.default, *args)
 
 
-def test_statistics_stay_wide() -> None:
-    """Half-precision operands keep statistics and gradients of the dtypes of the whole call."""
-    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(8)
-    running = (torch.randn(8), torch.rand(8))
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, None])
+def test_half_precision(parameters: torch.dtype | None) -> None:
+    """Statistics and gradients have the dtypes of the whole call: wide where parameters are, else narrow on a CPU."""
+    x, grad = torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16()
+    weight = None if parameters is None else torch.randn(8).to(parameters)
+    running = (torch.randn(8).to(parameters or x.dtype), torch.rand(8).to(parameters or x.dtype))
     check_splits(aten._native_batch_norm_legit_functional.default, x, weight, weight, *running, True, 0.1, 1e-5)
+    check_splits(aten._native_batch_norm_legit.no_stats, x, weight, weight, True, 0.1, 1e-5)
     _, mean, invstd = aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)
-    args = (torch.randn(4, 8).bfloat16(), x, weight, *running, mean, invstd, True, 1e-5, [True, True, True])
+    mask = [True, weight is not None, weight is not None]
+    args = (grad, x, weight, *running, mean, invstd, True, 1e-5, mask)
     check_splits(aten.native_batch_norm_backward.default, *args)
 
 
