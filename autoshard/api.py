@@ -24,6 +24,7 @@ from autoshard.arguments import (
     check_loss,
     check_model,
     check_optimizer,
+    check_previous,
     check_target,
     checked_cluster,
     checked_constraints,
@@ -189,6 +190,7 @@ def plan(
     memory_budget: int | None = None,
     precision: str | None = "bf16",
     recipe: Any = None,
+    previous: Plan | None = None,
     backend: str = "auto",
     strict: bool = False,
     time_budget_s: float = 60.0,
@@ -210,6 +212,8 @@ def plan(
             expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
         recipe: no search, the plan of this recipe: `price`.
+        previous: with `global_batch`, a plan of a recipe, for another cluster, batch or budget: the search begins with
+            its recipe where that will do here, and else with the best that cuts a micro-batch as it does.
         backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
             `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": the same, what it fuses
             taken to be what is generated here. Of others: of operators; of recipes, of what the usual libraries fuse.
@@ -228,6 +232,7 @@ def plan(
     check_backend(backend)
     check_loss(loss_fn)
     check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s, global_batch=global_batch)
+    check_previous(previous, searches=global_batch is not None and recipe is None)
     args, kwargs = split_inputs(example_inputs)
     if recipe is not None:
         cluster = checked_cluster(mesh_or_cluster, mesh)
@@ -248,6 +253,7 @@ def plan(
             memory_budget=memory_budget,
             precision=precision,
             with_kernels=_has_kernels(backend, _device_of_plans(cluster)),
+            previous=previous,
             time_budget_s=time_budget_s,
             progress=progress,
         )

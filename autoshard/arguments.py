@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, TraceError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
@@ -51,6 +52,22 @@ def check_loss(loss_fn: Any) -> None:
     """Raise `TraceError` for a loss that cannot be called."""
     if loss_fn is not None and not callable(loss_fn):
         raise TraceError(f"loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function (outputs, *targets).")
+
+
+def check_previous(previous: Any, *, searches: bool) -> None:
+    """Raise `NotAvailableError` for a plan that a search over recipes, if there is one, cannot begin with."""
+    if previous is None:
+        return
+    if not searches:
+        raise NotAvailableError(
+            "previous= is where a search over recipes begins: pass global_batch=, and no recipe=. A plan of specs is "
+            "where autoshard.compile(plan=...) begins on another mesh."
+        )
+    if not isinstance(previous, Plan) or previous.recipe is None:
+        found = "has no recipe" if isinstance(previous, Plan) else f"is a {type(previous).__name__}"
+        raise NotAvailableError(
+            f"previous= {found}; pass a plan that autoshard.plan gave with global_batch= or recipe=."
+        )
 
 
 def check_limits(*, memory_budget: Any, time_budget_s: Any, global_batch: Any = None) -> None:

@@ -41,6 +41,7 @@ def search_plan(
     memory_budget: int | None = None,
     precision: str | None = None,
     with_kernels: bool = False,
+    previous: Plan | None = None,
     time_budget_s: float = 60.0,
     progress: bool | None = None,
 ) -> Plan:
@@ -58,6 +59,7 @@ def search_plan(
     from passes.recipe_search.recipe_alternatives import RecipeAlternatives
     from passes.recipe_search.recipe_constraints import pin
     from passes.recipe_search.recipe_shortage import shortage
+    from passes.recipe_search.warm_start import known_recipe
 
     model = _narrowed(model, precision)
     base = base_recipe(model, optimizer, precision, global_batch)
@@ -66,7 +68,9 @@ def search_plan(
     problem = problem_of(counted, cluster, base, memory_budget, pinned)
     with search_bar(time_budget_s, progress) as show:
         watch = None if show is None else _watching(show)
-        found, baselines = problem.best_of_all(time_budget_s=time_budget_s, watch=watch)
+        before = None if previous is None else previous.recipe
+        known = None if before is None else known_recipe(problem, before, time_budget_s)
+        found, baselines = problem.best_of_all(time_budget_s=time_budget_s, known=known, watch=watch)
     if found.recipe is None:
         if not found.is_complete:
             raise NotAvailableError(

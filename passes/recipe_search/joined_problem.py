@@ -22,7 +22,7 @@ from passes.recipe_search.islands_objectives import IslandsFastest, IslandsSmall
 from passes.recipe_search.islands_pricer import IslandsPricer
 from passes.recipe_search.recipe_objectives import Fastest, Smallest
 from passes.recipe_search.recipe_pricer import RecipePricer
-from passes.recipe_search.recipe_space import Only, RecipeSpace
+from passes.recipe_search.recipe_space import Only, RecipeSpace, keeps
 from passes.recipe_search.search_recipes import Branch, FoundRecipe, Watch, search_recipes
 from passes.recipes.place_islands import chosen_islands
 from passes.sections.price_model import CountedModel
@@ -120,8 +120,8 @@ class JoinedProblem:
         """The fastest recipe of the searches that were made, and of choices of several islands; see `_search`."""
         best = _best_of(parts)
         if routes and best is not None and best.recipe is not None and not best.was_interrupted:
-            alike = {**(only or {}), **_alike(best.recipe)}
-            parts = [*parts, self._search(routes, alike, best.recipe, end, watch and _at_least(watch, 0.0))]
+            like = {**(only or {}), **alike(best.recipe)}
+            parts = [*parts, self._search(routes, like, best.recipe, end, watch and _at_least(watch, 0.0))]
         if any(part.was_interrupted for part in parts):
             return replace(_together(parts), lower_bound=0.0, is_complete=False)
         if not routes:
@@ -177,6 +177,11 @@ class JoinedProblem:
         """The choices of more than one island."""
         return [route for route in self.routes if len(route) > 1]
 
+    def admits(self, recipe: Recipe) -> bool:
+        """Whether a recipe fits, and keeps the constraints. Raises RecipeError for one that does not lie here."""
+        places = chosen_islands(recipe, self.cluster)
+        return keeps(recipe, self.pinned) and self._pricer(places).fits(recipe, self._limits(places))
+
     def time_s(self, recipe: Recipe) -> float:
         """The step of a recipe."""
         return self._pricer(chosen_islands(recipe, self.cluster)).time_s(recipe)
@@ -221,12 +226,17 @@ class JoinedProblem:
         return {f"island {route[0]} ({islands[route[0]].name}) alone": route for route in single}
 
     def best_of_all(
-        self, *, time_budget_s: float = math.inf, watch: Watch | None = None
+        self, *, time_budget_s: float = math.inf, known: Recipe | None = None, watch: Watch | None = None
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
-        """The fastest recipe, and the baselines, the fastest of which is its first incumbent; times are of both."""
+        """The fastest recipe, and the baselines; the fastest of these, and of `known`, is its first incumbent.
+
+        Times are of both.
+        """
         start = time.monotonic()
         kinds = self.baselines(_BASELINES_SHARE * time_budget_s, watch and _at_least(watch, 0.0))
         parts = list(kinds.values())
+        if known is not None:
+            parts.append(FoundRecipe(known, self.time_s(known), math.inf, True, False, 1, 0, 0.0))
         if len(kinds) < len(self._alone):
             found = replace(_together(parts), lower_bound=0.0, is_complete=False, was_interrupted=True)
         else:
@@ -255,7 +265,7 @@ _ALIKE = (
 """The fields by which a recipe cuts a micro-batch, and keeps and shards what it makes."""
 
 
-def _alike(recipe: Recipe) -> Only:
+def alike(recipe: Recipe) -> Only:
     """The recipes that have these fields as one has."""
     return {name: (getattr(recipe, name),) for name in _ALIKE}
 
@@ -267,9 +277,10 @@ def _best_of(parts: Iterable[FoundRecipe]) -> FoundRecipe | None:
 
 def _together(parts: Sequence[FoundRecipe]) -> FoundRecipe:
     """The best of several searches, each of a part of all recipes, one after the other."""
+    best = _best_of(reversed(parts)) or parts[-1]
     return replace(
-        _best_of(reversed(parts)) or parts[-1],
-        lower_bound=min(part.lower_bound for part in parts),
+        best,
+        lower_bound=min(best.objective, *(part.lower_bound for part in parts)),
         is_complete=all(part.is_complete for part in parts),
         was_interrupted=any(part.was_interrupted for part in parts),
         priced=sum(part.priced for part in parts),

@@ -13,7 +13,7 @@ from cost_models.hardware import Cluster
 from cost_models.step import StepModel, fitted
 from passes.recipe_search.recipe_objectives import Fastest, Smallest
 from passes.recipe_search.recipe_pricer import RecipePricer
-from passes.recipe_search.recipe_space import Only, RecipeSpace
+from passes.recipe_search.recipe_space import Only, RecipeSpace, keeps
 from passes.recipe_search.search_recipes import Branch, FoundRecipe, Watch, search_recipes
 from passes.sections.price_model import CountedModel
 
@@ -110,19 +110,28 @@ class RecipeProblem:
                 raise
         return found
 
+    def admits(self, recipe: Recipe) -> bool:
+        """Whether a recipe fits, and keeps the constraints. Raises RecipeError for one of another number of devices."""
+        return keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
+
     def best_of_all(
-        self, *, time_budget_s: float = math.inf, watch: Watch | None = None
+        self, *, time_budget_s: float = math.inf, known: Recipe | None = None, watch: Watch | None = None
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
-        """The fastest recipe, and the baselines, the fastest of which is its first incumbent; times are of both."""
+        """The fastest recipe, and the baselines; the fastest of these, and of `known`, is its first incumbent.
+
+        Times are of both.
+        """
         start = time.monotonic()
         kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
-        known = min(kinds.values(), key=lambda each: each.objective)
+        first = min(kinds.values(), key=lambda each: each.objective)
+        if known is not None and (known_s := self.pricer.time_s(known)) < first.objective:
+            first = replace(first, recipe=known, objective=known_s)
         is_cut = len(kinds) < len(known_kinds(self.cluster, has_experts=self.counted.has_experts))
         if is_cut or any(each.was_interrupted for each in kinds.values()):
-            found = replace(known, lower_bound=0.0, is_complete=False, was_interrupted=True)
+            found = replace(first, lower_bound=0.0, is_complete=False, was_interrupted=True)
         else:
             left_s = time_budget_s - (time.monotonic() - start)
-            found = self.best(known=known.recipe, time_budget_s=left_s, watch=watch)
+            found = self.best(known=first.recipe, time_budget_s=left_s, watch=watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, fixed: Mapping[str, object] | None = None, only: Only | None = None) -> RecipeSpace:

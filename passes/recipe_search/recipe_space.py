@@ -58,6 +58,11 @@ Only = Mapping[str, Collection[object]]
 """Fields and the values that they may have."""
 
 
+def keeps(recipe: Recipe, only: Only) -> bool:
+    """Whether each restricted field of a recipe has one of its values."""
+    return all(getattr(recipe, name) in values for name, values in only.items())
+
+
 class Layout(NamedTuple):
     """How a micro-batch is cut."""
 

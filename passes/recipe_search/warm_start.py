@@ -1,0 +1,36 @@
+"""What a search over recipes begins with: the recipe of another plan, where it will do, or the best one like it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.errors import RecipeError
+from autoshard.ir.recipe import Recipe
+from cost_models.errors import CostModelError
+from passes.recipe_search.joined_problem import JoinedProblem, alike
+from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_space import SEARCHED
+
+_SHARE = 0.2
+"""Part of the time budget that recipes like another plan's may take."""
+
+
+def known_recipe(problem: RecipeProblem | JoinedProblem, before: Recipe, time_budget_s: float) -> Recipe | None:
+    """A recipe of a problem: that of another plan, if it fits and keeps the constraints; else the fastest like it.
+
+    Like it are recipes that cut a micro-batch as it does (`joined_problem.alike`): on another number of devices these
+    have other replicas or pipeline ranks. None where there is none of these either, or time runs out first.
+    """
+    try:
+        recipe = _on_base(problem, before)
+        if problem.admits(recipe):
+            return recipe
+    except (RecipeError, CostModelError):
+        pass  # it is no recipe for this cluster or batch
+    return problem.best(only=alike(before), time_budget_s=_SHARE * time_budget_s).recipe
+
+
+def _on_base(problem: RecipeProblem | JoinedProblem, before: Recipe) -> Recipe:
+    """A recipe with the problem's own batch, precision, and all else that is not searched."""
+    names = (*SEARCHED, "islands") if isinstance(problem, JoinedProblem) and problem.base.islands is None else SEARCHED
+    return replace(problem.base, **{name: getattr(before, name) for name in names})

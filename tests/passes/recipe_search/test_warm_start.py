@@ -1,0 +1,109 @@
+"""Searches that begin with another plan's recipe: what is found is the same."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoshard
+from autoshard import Cluster, NotAvailableError, Plan, Recipe
+from autoshard.cluster import JoinedCluster
+from autoshard.recipe_search import problem_of
+from passes.recipe_search.joined_problem import JoinedProblem
+from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_space import Only, RecipeSpace
+from passes.recipe_search.warm_start import known_recipe
+from tests.passes.decoders import dense, priced_dense, tokens
+from tests.passes.islands import JOINED
+
+MODEL, COUNTED = dense(4), priced_dense(4).counted
+FOUR, EIGHT = Cluster("h100_sxm", 1, 4), Cluster("h100_sxm", 1, 8)
+OPTIONS = {"optimizer": "adamw", "global_batch": 8, "constraints": {"micro_batch": (1, 2)}}
+CLUSTERS = {"uniform": FOUR, "joined": JOINED}
+
+
+@cache
+def plan(name: str) -> Plan:
+    """Found without any other."""
+    return autoshard.plan(MODEL, CLUSTERS[name], example_inputs=tokens(), **OPTIONS)
+
+
+def problem(
+    cluster: Cluster | JoinedCluster, *, batch: int = 8, limit: float = 80e9, pinned: Only | None = None
+) -> RecipeProblem | JoinedProblem:
+    """The search of `plan`, on any cluster."""
+    return problem_of(
+        COUNTED, cluster, Recipe(global_batch=batch), int(limit), {"micro_batch": (1, 2), **(pinned or {})}
+    )
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_same_recipe_is_found(name: str) -> None:
+    """On the cluster that it was found for, with a proof."""
+    again = autoshard.plan(MODEL, CLUSTERS[name], example_inputs=tokens(), previous=plan(name), **OPTIONS)
+    assert (again.recipe, again.objective, again.gap) == (plan(name).recipe, plan(name).objective, 0.0)
+    assert again.baselines == plan(name).baselines
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_recipe_that_will_do_is_the_first(name: str) -> None:
+    """For another batch it has that; the fastest there is found all the same."""
+    before = plan(name).recipe
+    assert before is not None
+    other = problem(CLUSTERS[name], batch=16)
+    known = known_recipe(other, before, math.inf)
+    assert known is not None
+    assert (known.batch, known.words.partition(";")[0]) == (16, before.words.partition(";")[0])
+    warm, cold = other.best_of_all(known=known)[0], other.best_of_all()[0]
+    assert (warm.recipe, warm.objective, warm.lower_bound) == (cold.recipe, cold.objective, cold.lower_bound)
+
+
+@settings(max_examples=8)
+@given(st.data(), st.sampled_from([FOUR, EIGHT, JOINED]))
+def test_a_recipe_of_eight_devices_is_where_any_search_begins(
+    data: st.DataObject, cluster: Cluster | JoinedCluster
+) -> None:
+    """As it is where it will do; else with one like it, or with none; what it begins with fits."""
+    recipes = list(RecipeSpace(COUNTED, 8, Recipe(global_batch=8), only={"stage_blocks": (None,)}).recipes())
+    before, limit = data.draw(st.sampled_from(recipes)), data.draw(st.sampled_from([80e9, 3e6, 1.0]))
+    here = problem(cluster, limit=limit)
+    known = known_recipe(here, before, math.inf)
+    if known is None:
+        return
+    assert here.admits(known)
+    assert known.tensor == before.tensor
+    assert known == before or cluster is not EIGHT or not here.admits(before)
+
+
+@pytest.mark.parametrize("cluster", [FOUR, JOINED], ids=["uniform", "joined"])
+def test_a_faster_recipe_from_elsewhere_is_kept(cluster: Cluster | JoinedCluster) -> None:
+    """One that the search does not look at; no bound is above it."""
+    whole = problem_of(COUNTED, cluster, Recipe(global_batch=8), int(80e9), {}).best()
+    slow = {"recompute": ("full",)}
+    found, _ = problem(cluster, pinned=slow).best_of_all(known=whole.recipe)
+    assert (found.recipe, found.objective, found.lower_bound) == (whole.recipe, whole.objective, whole.objective)
+    assert problem(cluster, pinned=slow).best().objective > whole.objective
+
+
+def test_constraints_are_kept() -> None:
+    """A recipe without a pipeline, where one is asked for."""
+    here = problem(FOUR, pinned={"pipeline": (2,)})
+    known = known_recipe(here, Recipe(data=4, zero=1), math.inf)
+    assert known is not None
+    assert (known.pipeline, known.zero) == (2, 1)
+
+
+def test_what_a_search_cannot_begin_with_is_refused() -> None:
+    """By name, with what to pass."""
+    specs = autoshard.plan(MODEL, FOUR, mesh=autoshard.Mesh({"data": 4}), example_inputs=tokens(4))
+    for wrong, message in ((specs, "has no recipe; pass a plan"), (3, "is a int; pass a plan")):
+        with pytest.raises(NotAvailableError, match=message):
+            autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=cast("Any", wrong), **OPTIONS)
+    for other in ({}, {"recipe": Recipe(data=4), "global_batch": 8}):
+        with pytest.raises(NotAvailableError, match="pass global_batch=, and no recipe="):
+            autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan("uniform"), **other)
