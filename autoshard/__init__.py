@@ -4,6 +4,7 @@
 would.
 """
 
+from autoshard import data
 from autoshard.api import compile, plan, prove, verify
 from autoshard.calibration import calibrate
 from autoshard.cluster import Cluster, JoinedCluster
@@ -65,6 +66,7 @@ __all__ = [
     "VerificationError",
     "calibrate",
     "compile",
+    "data",
     "infer_rule",
     "plan",
     "price",

@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.calibration": ("autoshard.kernels", "cost_models"),
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.cluster": _LEAVES,
+    "autoshard.data": (*_IR, "autoshard.runtime"),
     "autoshard.progress": (*_IR, "passes", *_PASSES),
     "autoshard.planner": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster"),
@@ -83,7 +84,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.arguments", "autoshard.cluster"),
         "autoshard.planner",
     ),
-    "autoshard": (*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.pricing"),
+    "autoshard": (
+        *(*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.data"),
+        "autoshard.pricing",
+    ),
 }
 
 # Private torch modules without a public twin that hold still across releases: the type of an operator, trees.

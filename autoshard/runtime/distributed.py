@@ -241,7 +241,7 @@ class DistributedEngine:
         if tensor.device_mesh != self.device_mesh:
             raise MeshError(
                 f"A DTensor of shape={tuple(tensor.shape)} lies on {tensor.device_mesh}, but the model was compiled "
-                f"for {self.device_mesh}. Make it on the same DeviceMesh (sharded.device_mesh)."
+                f"for {self.device_mesh}. Make it on the same DeviceMesh (sharded.engine.device_mesh)."
             )
 
 

@@ -14,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
+from autoshard.data import sampler
 from autoshard.errors import MeshError, RankMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.distributed import DistributedEngine
@@ -159,6 +161,26 @@ def check_dtensor_input_and_sharded_output() -> None:
     loss.backward()
     assert isinstance(x.grad, DTensor)
     assert x.grad.placements == x.placements
+
+
+def check_a_rank_loads_its_rows_alone() -> None:
+    """The sampler's rows, as DTensors, give the loss of the whole batches; nothing is moved to read them."""
+    plain, sharded = pair()
+    sharded(batch())
+    dataset = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(2))
+    rows = sampler(dataset, sharded, seed=3)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
+    assert rows.batch_size == 2
+    place = dist.get_rank() // 2
+    assert list(rows) == [*order[2 * place : 2 * place + 2].tolist(), *order[4 + 2 * place : 6 + 2 * place].tolist()]
+    loader = DataLoader(dataset, batch_size=rows.batch_size, sampler=rows)  # type: ignore[arg-type]
+    for number, local in enumerate(loader):
+        given = rows.whole(local)
+        assert given.placements == (Shard(0), Replicate())
+        loss, y = sharded(given)
+        expected, y_plain = plain(dataset[order[4 * number : 4 * number + 4]])
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(y, y_plain)
 
 
 def check_groups_over_several_axes() -> None:

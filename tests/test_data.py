@@ -1,0 +1,95 @@
+"""Which rows a rank loads, without processes; tests/runtime/test_distributed.py has them with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+import autoshard
+from autoshard import AutoshardError, Mesh
+from autoshard.data import RankSampler
+
+MESH = Mesh({"data": 2})
+ROWS = torch.arange(20.0)[:, None].expand(20, 4)
+
+
+def total(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+@given(
+    length=st.integers(1, 60), rows=st.integers(1, 4), pieces=st.integers(1, 4), shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)  # fmt: skip
+def test_ranks_together_draw_the_batches_of_one_device(
+    length: int, rows: int, pieces: int, shuffle: bool, epoch: int
+) -> None:
+    """Their rows behind each other are the global batch; nothing is drawn twice, and each rank draws as many."""
+    batch = rows * pieces
+    ranks = [RankSampler(length, batch, pieces=pieces, index=index, shuffle=shuffle, seed=7) for index in range(pieces)]
+    alone = RankSampler(length, batch, shuffle=shuffle, seed=7)
+    for each in (*ranks, alone):
+        each.set_epoch(epoch)
+    drawn = [list(each) for each in ranks]
+    assert [len(each) for each in ranks] == list(map(len, drawn))
+    joined = [row for start in range(0, len(drawn[0]), rows) for own in drawn for row in own[start : start + rows]]
+    assert joined == list(alone)
+    assert len(set(joined)) == len(joined) == length // batch * batch
+
+
+def test_epochs_have_orders_of_their_own() -> None:
+    """The same again for the same epoch."""
+    each = RankSampler(50, 10)
+    first = list(each)
+    assert list(each) == first
+    each.set_epoch(1)
+    assert list(each) != first
+    assert sorted(each) == sorted(first)
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Any:
+    return autoshard.compile(nn.Linear(4, 2), MESH, example_inputs=(ROWS[:8],), loss_fn=None)
+
+
+def test_without_processes_a_loader_gives_whole_batches(sharded: Any) -> None:
+    """All ranks are in this process."""
+    rows = autoshard.data.sampler(ROWS, sharded, shuffle=False)
+    batches = list(DataLoader(ROWS, batch_size=rows.batch_size, sampler=rows))  # type: ignore[arg-type]
+    assert [batch[:, 0].tolist() for batch in batches] == [list(range(8)), list(range(8, 16))]
+    assert rows.whole({"x": batches[0], "name": "first"})["x"] is batches[0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [(ROWS[:7], "the dataset has 7 samples, and a batch 8 rows"), (iter(ROWS), "the dataset has no length")],
+)
+def test_datasets_without_a_batch_are_refused(sharded: Any, dataset: Any, words: str) -> None:
+    """Too few samples, or a number that is not known."""
+    with pytest.raises(AutoshardError, match=words):
+        autoshard.data.sampler(dataset, sharded)
+
+
+def test_what_is_no_part_of_a_batch_is_refused(sharded: Any) -> None:
+    """A loader with another batch size, modules that are not compiled, steps of several micro-batches."""
+    rows = autoshard.data.sampler(ROWS, sharded)
+    with pytest.raises(AutoshardError, match=r"shape=\[4, 4\] is no part of a batch, of which this rank has 8 rows"):
+        rows.whole(ROWS[:4])
+    with pytest.raises(AutoshardError, match="a Linear is not compiled"):
+        autoshard.data.sampler(ROWS, nn.Linear(4, 2))  # type: ignore[arg-type]
+    model = nn.Linear(4, 2)
+    with pytest.raises(AutoshardError, match="nothing has been compiled yet"):
+        autoshard.data.sampler(ROWS, autoshard.compile(model, MESH))
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    step = autoshard.compile(
+        model, MESH, example_inputs=(ROWS[:8],), optimizer=optimizer, loss_fn=total, micro_batches=2
+    )
+    with pytest.raises(AutoshardError, match="micro_batches=2, whose rows are shared out one by one"):
+        autoshard.data.sampler(ROWS, step)
