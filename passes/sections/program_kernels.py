@@ -37,7 +37,7 @@ def find_program_kernels(space: SearchSpace) -> tuple[ProgramKernel, ...]:
         launched = [calls[member] for member in members if is_launch(calls[member])]
         if not any(map(_is_product, launched)):
             names = tuple(dict.fromkeys(node.meta["global"] for node in launched))
-            reads = tuple(_traced(calls[operand.name]) for operand in operands)
+            reads = tuple(_traced(calls[_lowered_name(operand)]) for operand in operands)
             found.append(ProgramKernel(name, names, reads, phase, later.launches, later.memory_bytes))
 
     for phase, module in (("forward", phased.forward), ("backward", phased.backward)):
@@ -50,6 +50,11 @@ def find_program_kernels(space: SearchSpace) -> tuple[ProgramKernel, ...]:
                 name = target._schema.name.removeprefix("autoshard::")
                 add(name, node.meta[STANDS_FOR], node.all_input_nodes, phase, later)
     return tuple(found)
+
+
+def _lowered_name(operand: fx.Node) -> str:
+    """The lowered node that a phase's node is a copy of; torch.fx writes names of inputs in lower case."""
+    return str(operand.target) if operand.op == "placeholder" else operand.name
 
 
 def _traced(node: fx.Node) -> tuple[str, int]:

@@ -29,16 +29,16 @@ NAMES = ["dense", "rms", "gated", "sparse"]
 
 
 class Gated(nn.Module):
-    """A gated feed-forward block, whose kernel's backward makes the activation again."""
+    """A gated feed-forward block, whose kernel's backward makes the activation again; a name is in upper case."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(64)
+        self.norm, self.A_log = nn.RMSNorm(64), nn.Parameter(torch.zeros(64))
         self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((64, 128), (64, 128), (128, 64)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return x - self.A_log.exp() * self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 @cache
