@@ -54,6 +54,9 @@ FIRST, MIDDLE, LAST = range(3)
 
 _NOWHERE = -1
 
+_NEAR = 1.1
+"""How much longer than the best one a way to share blocks out may be for its ends to be looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageLoads:
@@ -131,6 +134,14 @@ class Costs:
             least[rank, begins] = np.maximum(self.of(rank, begins, ends), least[rank + 1, ends]).min(axis=1)
         return least
 
+    def within(self, greatest: float) -> NDArray[np.bool_]:
+        """Whether a load may be part of a way to share blocks out whose greatest cost is no larger, [loads]."""
+        least, found = self.least(), np.zeros(len(self.loads.counts), dtype=bool)
+        for rank in range(len(self.ranks)):
+            may = np.maximum(self.of(rank), least[rank + 1]) <= greatest
+            found[self.loads.places[_kind(rank, len(self.ranks))][may]] = True
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
@@ -200,11 +211,11 @@ def fastest_boundaries(
     shapes: PipeShapes,
     send_s: float,
     recipe: Recipe,
-    work_of: EndWorkOf,
+    work_of: EndWorkOf | None,
     cluster: Cluster,
     model: StepModel,
 ) -> Boundaries:
-    """Bounds on the price of a step.
+    """Bounds on the price of a step; with ends only where they count, of loads near the best ones.
 
     Args:
         floors, loads: of the pipelines' sections and stages.
@@ -212,27 +223,33 @@ def fastest_boundaries(
         shapes: of one of the pipelines.
         send_s: of a hand-over.
         recipe: the recipe, but for its boundaries.
-        work_of: its ends.
+        work_of: its ends; None: before them.
         cluster, model: what it is priced for.
     """
     kinds = [_kind(rank, len(fits)) for rank in range(len(fits))]
     fits = fits & loads.has[kinds]
-    fitting = fits.any(axis=0)
-    ends = ends_of(floors, loads.counts[fitting], work_of) if fitting.any() else None
     sends_s = shapes.hand_overs(recipe.micro_batches, overlaps=recipe.overlap_pipeline)[0] * send_s
     refused = np.where(fits, 0.0, np.inf) + sends_s[:, None]
     latency, latency_gain = latencies(floors, shapes, send_s)
     is_whole = shapes.is_whole[0, 0]
 
-    def costs(share: float) -> Costs:
+    def path_costs(share: float) -> Costs:
         forward, backward = (
             seconds - share * gain
             for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
         )
         work = recipe.micro_batches * (loads.counts @ (forward + backward))
-        if ends is not None:
-            work[fitting] += ends.least(np.full(fitting.sum(), share), recipe, model)
         return Costs(loads, loads.before @ (forward + is_whole * backward), refused + work)
+
+    known = path_costs(0.0)
+    near = known.within(_NEAR * float(known.least()[0, 0]))
+    ends = ends_of(floors, loads.counts[near], work_of) if work_of and near.any() else None
+
+    def costs(share: float) -> Costs:
+        found = path_costs(share)
+        if ends is not None:
+            found.ranks[:, near] += ends.least(np.full(near.sum(), share), recipe, model)
+        return found
 
     def bound(greatest: Floats, share: float) -> Floats:
         return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s

@@ -144,15 +144,19 @@ def layout_memory_floors(
     *,
     whole: Floats | None,
 ) -> Floats:
-    """Bounds on the memory of the recipes of a layout, by what becomes of blocks' values, bytes.
+    """Bounds on the memory of the recipes of a layout, by sharding and what becomes of blocks' values, bytes.
 
     Args:
         sections: what they keep and hold.
         ranks: of the pipelines that the recipes have.
         recipe: one of the recipes.
-        states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [pipes].
-        keepings: what may become of them.
+        states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [shardings,
+            pipes].
+        keepings: what may become of blocks' values.
         whole: how often the model has each section, [sections], where blocks may be shared out unevenly; else None.
+
+    Returns:
+        [shardings, keepings].
     """
     micro_batches = recipe.batch / recipe.micro_batch * recipe.context * recipe.tensor * ranks.sizes / recipe.devices
     dense, expert, largest = (
@@ -163,43 +167,43 @@ def layout_memory_floors(
     kept = np.array([[held_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
     again = [[again_bytes(size, name, kind.recompute) for kind in kinds] for name, size in sections.items()]
     held, has = np.minimum(ranks.sizes, micro_batches), ranks.counts > 0
-    floors = held[:, None] * (ranks.counts @ kept)
-    floors += (has[:, :, None] * np.array(again, dtype=float)).max(axis=1)
+    passing = held[:, None] * (ranks.counts @ kept)
+    passing += (has[:, :, None] * np.array(again, dtype=float)).max(axis=1)
     if any(each.offload != "none" for each in keepings):
         buffers = [[buffer_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
-        floors += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
+        passing += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
     held_states = states[0] * (ranks.counts @ dense) + states[1] * (ranks.counts @ expert)
-    floors += (held_states + 2 * (has * largest).max(axis=1))[:, None]
-    least = floors.min(axis=0)
+    floors = held_states[:, :, None] + (passing + 2 * (has * largest).max(axis=1)[:, None])
+    least = floors.min(axis=1)
     piped = ranks.may_be_uneven
     if whole is not None and piped.any():
         sizes, first = np.unique(ranks.sizes[piped], return_index=True)
-        dense_state, expert_state, turns = (values[piped][first] for values in (*states, micro_batches))
-        each = dense_state[:, None] * dense + expert_state[:, None] * expert
-        uneven = _uneven_floors(whole, each, kept, sizes, turns) + 2 * largest.min()
-        least = np.minimum(least, uneven.min(axis=0))
+        dense_state, expert_state = (values[:, piped][:, first, None] for values in states)
+        each = dense_state * dense + expert_state * expert
+        uneven = _uneven_floors(whole, each, kept, sizes, micro_batches[piped][first]) + 2 * largest.min()
+        least = np.minimum(least, uneven.min(axis=1))
     return whole_bytes(least)
 
 
 def _uneven_floors(whole: Floats, states: Floats, kept: Floats, sizes: Floats, micro_batches: Floats) -> Floats:
-    """Bounds where blocks are shared out in any way (see the module's docstring), [sizes, keepings].
+    """Bounds where blocks are shared out in any way (see the module's docstring), [shardings, sizes, keepings].
 
     Args:
         whole: how often the model has each section, [sections].
-        states, kept: bytes of a section, [sizes, sections], and for a micro-batch, [sections, keepings].
+        states, kept: bytes of a section, [shardings, sizes, sections], and for a micro-batch, [sections, keepings].
         sizes, micro_batches: ranks of each pipeline, and how many micro-batches it runs, [sizes].
     """
-    state, keeps = (states @ whole)[:, None], whole @ kept
+    state, keeps = (states @ whole)[..., None], whole @ kept
     ranks = np.arange(sizes.max())
     held = np.minimum(sizes[:, None] - ranks, micro_batches[:, None])
-    weights = 1.0 / (state[:, None] + np.maximum(held, 0.0)[:, :, None] * keeps)
-    total = (weights * (held > 0)[:, :, None]).sum(axis=1)
+    weights = 1.0 / (state[:, :, None] + np.maximum(held, 0.0)[:, :, None] * keeps)
+    total = (weights * (held > 0)[:, :, None]).sum(axis=2)
     most = np.minimum(sizes, micro_batches)[:, None]
     ends = [
-        (states[:, :, None] + turns[:, :, None] * kept) / (state + turns * keeps)[:, None]
+        (states[..., None] + turns[:, :, None] * kept) / (state + turns * keeps)[:, :, None]
         for turns in (np.minimum(most, 1.0), most)
     ]
-    return (whole[:, None] * np.minimum(*ends)).sum(axis=1) / total
+    return (whole[:, None] * np.minimum(*ends)).sum(axis=2) / total
 
 
 def whole_bytes(floors: Floats) -> Floats:

@@ -16,7 +16,9 @@ each section.
    replicas is fixed, that depends on the layout alone. Of several ranks each has whole blocks: where the one with the
    model's end, which takes a, has n of N blocks that take u each, another has at least ceil((N - n) / (P - 1)), so
 
-       T >= m min over n of max(a + n u, ceil((N - n) / (P - 1)) u).
+       T >= m min over n of max(a + n u, ceil((N - n) / (P - 1)) u)
+
+   (`bound_ranks`).
 3. *Latency.* One micro-batch passes all stages and back: T >= sum(f + b) and all hand-overs; less the gradients of
    weights, which nothing waits for, where backwards are cut in two.
 4. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_ends.end_times`). Overlapped with its
@@ -36,7 +38,6 @@ Every bound is taken less one part in 10^9, for rounding.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,9 +55,8 @@ from cost_models.step import StepModel
 from passes.recipe_search.recipe_space import Pipe, schedule_of
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_ends import EndWork
-from passes.recipes.price_recipe import copies_time, section_products, section_time, sharded_time
+from passes.recipes.price_recipe import adding_time, copies_time, section_products, section_time, sharded_time
 from passes.recipes.recipe_groups import Groups
-from passes.sections.fold_program import AFTER
 from passes.sections.price_sections import SectionPrice
 
 Floats = NDArray[np.float64]
@@ -78,6 +78,7 @@ class SectionFloors:
         forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
         forward_gain, backward_gain: what an infinitely fast clock takes off them at most.
         late: the part of `backward` that makes gradients of weights.
+        adding: the part of `backward`, and of `late`, that adds them up.
         products: seconds of products and attention in both.
         dense, expert, tensors: parameters, see `price_ends.RankLoad`.
     """
@@ -87,6 +88,7 @@ class SectionFloors:
     forward_gain: Floats
     backward_gain: Floats
     late: Floats
+    adding: Floats
     products: Floats
     dense: Floats
     expert: Floats
@@ -111,6 +113,7 @@ class SectionFloor(NamedTuple):
     forward_gain: float
     backward_gain: float
     late: float
+    adding: float
     products: float
     dense: float
     expert: float
@@ -133,7 +136,7 @@ def section_floor(
     ]
     return SectionFloor(
         forward=totals[0], backward=totals[1], forward_gain=gains[0], backward_gain=gains[1],
-        late=time.weight_gradient_s, products=sum(products),
+        late=time.weight_gradient_s, adding=adding_time(price, recipe, cluster, model), products=sum(products),
         dense=price.parameters, expert=price.expert_parameters, tensors=price.tensors,
     )  # fmt: skip
 
@@ -289,35 +292,6 @@ def longer_step(products_s: float, step_s: float, cluster: Cluster) -> tuple[flo
         return 0.0, math.inf
     speed = power_limit().speed(min(1.0, products_s / (_LONGER * step_s)))
     return 1.0 - 1.0 / speed, _LONGER * step_s / speed
-
-
-@dataclass(frozen=True, slots=True)
-class WholeBlocks:
-    """How many blocks of a kind the fullest ranks of a pipeline have, however they are shared out.
-
-    Args:
-        with_end: on the rank with the model's end, any number, [ways].
-        beside: on the fullest other rank, at least, [ways].
-        kind, end: places of the kind and of the model's end among the sections.
-    """
-
-    with_end: Floats
-    beside: Floats
-    kind: int
-    end: int
-
-    def floor(self, seconds: Floats) -> float:
-        """The least that the fullest rank takes for a micro-batch, of which sections take so many seconds."""
-        each = seconds[self.kind]
-        return float(np.maximum(seconds[self.end] + self.with_end * each, self.beside * each).min())
-
-
-@lru_cache(maxsize=1024)
-def whole_blocks(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int) -> WholeBlocks:
-    """Those of a model's most frequent blocks on two ranks or more; `names` is the order of sections."""
-    name, count = Counter(blocks).most_common(1)[0]
-    with_end = np.arange(count + 1.0)
-    return WholeBlocks(with_end, np.ceil((count - with_end) / (ranks - 1)), names.index(name), names.index(AFTER))
 
 
 @dataclass(frozen=True, slots=True)

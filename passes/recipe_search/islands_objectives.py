@@ -45,9 +45,11 @@ class IslandsFastest:
         """See `recipe_objectives.Objective`."""
         return self.pricer.ranks_floors(recipe, tuple(shares)).tolist()
 
-    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
         """See `recipe_objectives.Objective`."""
-        known = tuple(shares)
+        return [self._pipeline(recipe, tuple(shares)) for recipe in recipes]
+
+    def _pipeline(self, recipe: Recipe, known: tuple[Share, ...]) -> Sequence[float]:
         fits = self.pricer.share_fullness(recipe, known, self.limits) <= 1.0
         if not fits.any():
             return [math.inf] * len(known)
@@ -106,9 +108,9 @@ class IslandsSmallest:
         """See `recipe_objectives.Objective`."""
         return [0.0] * len(shares)
 
-    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
         """See `recipe_objectives.Objective`."""
-        return self.pricer.share_fullness(recipe, tuple(shares), self.limits).tolist()
+        return [self.pricer.share_fullness(recipe, tuple(shares), self.limits).tolist() for recipe in recipes]
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Protocol
 
 import numpy as np
@@ -37,8 +38,11 @@ class Objective(Protocol):
         """
         ...
 
-    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
-        """Those of its pipeline ranks that also exchange shards as it does, or do not, by the islands' blocks."""
+    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
+        """Those of some pipeline ranks that also exchange shards as one of the recipes or another, or do not.
+
+        Each by the islands' blocks.
+        """
         ...
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
@@ -99,10 +103,13 @@ class Fastest:
         """See `Objective`."""
         return [self.pricer.ranks_floor(recipe)]
 
-    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
         """See `Objective`."""
-        fits = self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven) <= self.memory_limit
-        return [self.pricer.mean_floor(recipe, gathers=True, shares_blocks=True) if fits else math.inf]
+        fits = self.pricer.pipeline_memory_floors(recipes, uneven=self.has_uneven) <= self.memory_limit
+        bounds = np.full(len(recipes), math.inf)
+        if fits.any():
+            bounds[fits] = self.pricer.mean_floors(list(compress(recipes, fits)))
+        return bounds[:, None].tolist()
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
@@ -153,9 +160,9 @@ class Smallest:
         """See `Objective`."""
         return [0.0]
 
-    def pipeline(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
         """See `Objective`."""
-        return [self.pricer.pipeline_memory_floor(recipe, uneven=self.has_uneven)]
+        return self.pricer.pipeline_memory_floors(recipes, uneven=self.has_uneven)[:, None].tolist()
 
     def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
@@ -163,7 +170,7 @@ class Smallest:
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""
-        return self.pricer.pipeline_memory_floor(recipe, uneven=True)
+        return float(self.pricer.pipeline_memory_floors([recipe], uneven=True)[0])
 
     def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
         """See `Objective`."""

@@ -23,19 +23,17 @@ from passes.recipe_search.bound_boundaries import (
     uneven_floor,
 )
 from passes.recipe_search.bound_memory import FullRanks, full_ranks, layout_memory_floors, memory_floors, rank_floors
+from passes.recipe_search.bound_ranks import WholeBlocks, mean_floors, whole_blocks
 from passes.recipe_search.bound_recipes import (
     Floats,
     PipeShapes,
     SectionFloor,
     SectionFloors,
-    WholeBlocks,
     path_floors,
     pipe_shapes,
     rank_paths,
     section_floor,
     stack_floors,
-    step_floors,
-    whole_blocks,
 )
 from passes.recipe_search.recipe_space import Keeping, Pipe, divisors, schedule_of
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
@@ -131,8 +129,8 @@ class RecipePricer:
         """
         ranks, state = self._full_ranks(first, most), self._state(first)
         shares = (first.tensor, first.expert * first.expert_tensor)
-        dense, expert = (state * share * ranks.sizes / first.devices for share in shares)
-        return self._memory_floors(first, ranks, (dense, expert), keepings, uneven=uneven)
+        dense, expert = (state * share * ranks.sizes[None] / first.devices for share in shares)
+        return self._memory_floors(first, ranks, (dense, expert), keepings, uneven=uneven)[0]
 
     def _full_ranks(self, first: Recipe, most: int) -> FullRanks:
         """The fullest ranks of the pipelines of a layout, with those of the first or more, to `most`."""
@@ -164,29 +162,34 @@ class RecipePricer:
             self._least_state = sum(state_bytes(1.0, 1, sharded).values())
         return self._least_state
 
-    def pipeline_memory_floor(self, recipe: Recipe, *, uneven: bool) -> float:
-        """Bound on the memory of all recipes with the pipeline ranks of one, and that gather as it does.
+    def pipeline_memory_floors(self, recipes: Sequence[Recipe], *, uneven: bool) -> Floats:
+        """Bounds on the memory of all recipes with the pipeline ranks of one, and that gather as it does, [recipes].
 
-        It is of those that shard most of them.
+        It is of those that shard most of them; the recipes differ in sharding.
         """
-        groups, ranks = self.groups(recipe), self._full_ranks(recipe, recipe.pipeline)
-        one = np.ones(len(ranks.sizes))
+        first = recipes[0]
+        ranks = self._full_ranks(first, first.pipeline)
+        states = np.array([self._states(recipe) for recipe in recipes])[:, :, None] * np.ones(len(ranks.sizes))
+        keeping = Keeping(first.recompute, first.offload)
+        return self._memory_floors(first, ranks, (states[:, 0], states[:, 1]), [keeping], uneven=uneven)[:, 0]
+
+    def _states(self, recipe: Recipe) -> tuple[float, float]:
+        """Bytes of a parameter with its gradient and state on each rank, and of one of experts."""
+        groups = self.groups(recipe)
         dense, expert = (
-            one * sum(state_bytes(1.0, shards, recipe).values())
-            for shards in (groups.zero.size, groups.expert_replicas.size)
+            sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
         )
-        keeping = Keeping(recipe.recompute, recipe.offload)
-        return float(self._memory_floors(recipe, ranks, (dense, expert), [keeping], uneven=uneven)[0])
+        return dense, expert
 
     def layout_floor(self, first: Recipe, most: int) -> float:
         """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
         variants = self.layout_variants(first, most)
-        return min(self.mean_floor(recipe, gathers=False, shares_blocks=False) for recipe in variants)
+        return min(self._mean_floor(recipe, shares_blocks=False) for recipe in variants)
 
     def ranks_floor(self, recipe: Recipe) -> float:
         """Bound on all recipes with the pipeline ranks of one, which exchanges nothing for each micro-batch."""
         variants = self.gathering_variants(recipe)
-        return min(self.mean_floor(each, gathers=False, shares_blocks=True) for each in variants)
+        return min(self._mean_floor(each, shares_blocks=True) for each in variants)
 
     def layout_variants(self, first: Recipe, most: int) -> list[Recipe]:
         """Recipes of a layout one of which has sections that take least.
@@ -219,34 +222,37 @@ class RecipePricer:
             )
         return self._adds_faster[key]
 
-    def mean_floor(self, recipe: Recipe, *, gathers: bool, shares_blocks: bool) -> float:
-        """Bound on the step of a recipe under any schedule, before the ends: the mean of ranks, and latency.
+    def mean_floors(self, recipes: Sequence[Recipe]) -> Floats:
+        """Bounds on the step of recipes under any schedule, before the ends: the mean of ranks, and latency, [recipes].
 
-        `gathers`: with what it gathers; `shares_blocks`: over its pipeline ranks, of which each has whole blocks.
-        Without either it is that of all recipes of as many devices whose micro-batches take as long.
+        With what they gather, over their pipeline ranks, of which each has whole blocks; they differ in sharding.
+        """
+        first = recipes[0]
+        floors = [self.section_floors(recipe, gathers=False) for recipe in recipes]
+        exchanges = [self.exchanges(recipe) for recipe in recipes]
+        whole = self._whole_blocks(first)
+        return mean_floors(floors, exchanges, self._counts(first), whole, first, self.cluster, self.model)
+
+    def _mean_floor(self, recipe: Recipe, *, shares_blocks: bool) -> float:
+        """The same without what is gathered.
+
+        `shares_blocks`: over its pipeline ranks, of which each has whole blocks; without, it is that of all recipes of
+        as many devices whose micro-batches take as long.
         """
         floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
-        gathers_s = self._gathers(recipe) if gathers and recipe.reduces_each else np.zeros((2, len(counts)))
-        has_shares = shares_blocks and recipe.pipeline > 1 and self.counted.blocks
-        whole = self._whole_blocks(recipe) if has_shares else None
-        latency, latency_gain = float(counts @ (floors.work - floors.late)), float(counts @ floors.gain)
+        whole = self._whole_blocks(recipe) if shares_blocks else None
+        nothing = np.zeros((2, len(counts)))
+        return float(mean_floors([floors], [nothing], counts, whole, recipe, self.cluster, self.model)[0])
 
-        def at(shares: Floats) -> Floats:
-            share = shares[0]
-            forward = np.maximum(floors.forward - share * floors.forward_gain, gathers_s[0])
-            each = forward + np.maximum(floors.backward - share * floors.backward_gain, gathers_s[1])
-            busy_s = float(counts @ each) / recipe.pipeline
-            if whole is not None:
-                busy_s = max(busy_s, whole.floor(each))
-            longest = max(recipe.micro_batches * busy_s, latency - share * latency_gain)
-            return np.array([longest + self.model.step_overhead_s])
-
-        turns = recipe.micro_batches / recipe.pipeline
-        return float(step_floors(at, turns * float(counts @ floors.products), self.cluster)[0])
-
-    def _whole_blocks(self, recipe: Recipe) -> WholeBlocks:
-        """How many blocks the fullest of its pipeline ranks have."""
+    def _whole_blocks(self, recipe: Recipe) -> WholeBlocks | None:
+        """How many blocks the fullest of its pipeline ranks have; None where there is one rank, or no block."""
+        if recipe.pipeline == 1 or not self.counted.blocks:
+            return None
         return whole_blocks(tuple(self.sections(recipe)), self.counted.blocks, recipe.pipeline)
+
+    def exchanges(self, recipe: Recipe) -> Floats:
+        """What a micro-batch exchanges of parameters and gradients, [2, sections]."""
+        return self._gathers(recipe) if recipe.reduces_each else np.zeros((2, len(self.sections(recipe))))
 
     def _gathers(self, recipe: Recipe) -> Floats:
         """Seconds of gathering sections' parameters in the forward, and again with reducing after, [2, sections]."""
@@ -288,13 +294,13 @@ class RecipePricer:
         loads, memory = self._stage_memory(recipe, pipe)
 
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
-            return [self.end_work(dense, expert, tensors, recipe) if has_ends else EndWork(0.0, 0.0, 0.0)]
+            return [self.end_work(dense, expert, tensors, recipe)]
 
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
         shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
         return fastest_boundaries(
-            self.section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe, work_of,
-            self.cluster, self.model,
+            self.section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe,
+            work_of if has_ends else None, self.cluster, self.model,
         )  # fmt: skip
 
     def smallest_boundaries(self, recipe: Recipe, pipe: Pipe) -> Boundaries:

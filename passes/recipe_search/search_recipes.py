@@ -302,9 +302,10 @@ class _Search:
         for ranks in space.pipelines(node.layout):
             shares = self._promising_shares(replace(node, ranks=ranks))
             shardings = space.shardings(node.layout, ranks) if shares else []
-            for exchanges in dict.fromkeys(_exchanges(sharding) for sharding in shardings):
-                child = replace(node, ranks=ranks, exchanges=exchanges)
-                bounds = objective.pipeline(self._recipe(child), shares)
+            kinds = dict.fromkeys(_exchanges(sharding) for sharding in shardings)
+            children = [replace(node, ranks=ranks, exchanges=exchanges) for exchanges in kinds]
+            known = objective.pipelines([self._recipe(child) for child in children], shares) if children else ()
+            for child, bounds in zip(children, known, strict=True):
                 self._open_share(child, sorted(zip(bounds, shares, strict=True)))
 
     def _promising_shares(self, node: _Node) -> list[Share]:
@@ -354,10 +355,11 @@ class _Search:
         bounds = node.boundaries.next_stage(open_pipe.stage_blocks)
         for pipe in node.branch.space.next_stages(open_pipe):
             least = max(bound, float(bounds[pipe.stage_blocks[-1]]))
-            child = replace(node, pipe=pipe)
-            if not pipe.is_open and least < math.inf:
-                least = max(least, node.branch.objective.recipe(self._recipe(child), pipe))
-            self._push(least, child)
+            if pipe.is_open or self._is_hopeless(least):
+                self._push(least, node, pipe=pipe)
+            else:
+                child = replace(node, pipe=pipe)
+                self._push(max(least, node.branch.objective.recipe(self._recipe(child), pipe)), child)
 
     def _sharded(self, node: _Node) -> list[_Node]:
         """A node with each sharding that it may have."""
@@ -372,7 +374,7 @@ class _Search:
     def _push(self, bound: float, node: _Node, **choice: Any) -> bool:
         """Open a node, with some more of the choice, whose bound is no worse than the best recipe; whether it is."""
         self.nodes += 1
-        if math.isinf(bound) or (self.best is not None and bound > self.best[0]):
+        if self._is_hopeless(bound):
             return False
         node = replace(node, **choice) if choice else node
         number = next(self.numbers)
@@ -383,6 +385,10 @@ class _Search:
             heapq.heappush(self.open, entry)
             heapq.heappush(self.deep, (-node.depth, bound, number, node))
         return True
+
+    def _is_hopeless(self, bound: float) -> bool:
+        """Whether nothing with such a bound is as good as the best recipe."""
+        return math.isinf(bound) or (self.best is not None and bound > self.best[0])
 
     def _price(self, node: _Node) -> None:
         recipe = self._recipe(node)

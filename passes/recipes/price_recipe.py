@@ -79,7 +79,7 @@ def section_time(
         totals[name] = model.beside(busy, max(beside, copy_s))
         shown = _sum(shown, {axis: value for axis, value in times.items() if axis != "compute"})
         shown = _sum(shown, {"data": gathered - alone, **({HOST: totals[name] - gathered} if copy_s else {})})
-    summing = memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
+    summing = adding_time(price, recipe, cluster, model)
     totals["backward"] += summing
     late = price.backward.busy.weight_gradient_s * model.matmul_slowdown + summing
     late = min(late, totals["backward"] - recompute)
@@ -285,6 +285,11 @@ def load_of(
         forward_s=sum(time.forward_s * count for _, time, count in mine),
         backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
     )
+
+
+def adding_time(price: SectionPrice, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
+    """Seconds of adding a micro-batch's gradients to those before it; nothing runs beside that."""
+    return memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
 
 
 def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:

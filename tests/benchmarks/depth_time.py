@@ -1,6 +1,6 @@
 """What twice the layers add to a search: Llama-3 8B with 16, 32, 64 and 128 layers, all in turns.
 
-Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 5]; also a table of `planning_time`.
+Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 7]; also a table of `planning_time`.
 
 Specs of a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill, and recipes for a step of 512
 sequences on 64 of them. Each search runs in a process of its own, on one thread. Seconds are medians of the turns: by a
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
     """Print the table, or with `--one` the seconds of one search."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.depth_time")
     parser.add_argument("--layers", nargs="+", type=int, default=LAYERS)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--one", choices=SEARCHES, help="the search of the first of --layers, in this process")
     options = parser.parse_args(arguments)
     if options.one:

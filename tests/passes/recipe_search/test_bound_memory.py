@@ -45,4 +45,4 @@ def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: s
             pipes = itertools.chain.from_iterable(map(space.closed, space.pipes(layout, size)))
             for pipe, sharding in itertools.product(pipes, space.shardings(layout, size)):
                 recipe = space.recipe(layout, keeping, pipe, sharding)
-                assert floor <= pricer.pipeline_memory_floor(recipe, uneven=uneven) <= pricer.memory_bytes(recipe)
+                assert floor <= pricer.pipeline_memory_floors([recipe], uneven=uneven)[0] <= pricer.memory_bytes(recipe)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Recipe
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
-from passes.recipe_search.bound_recipes import SectionFloors, pipe_shapes, rank_paths, step_floors, whole_blocks
+from passes.recipe_search.bound_recipes import SectionFloors, pipe_shapes, rank_paths, step_floors
 from passes.recipe_search.recipe_space import Pipe, _pipes
 from passes.recipes.pipeline_stages import run_stages, share_out
 from passes.sections.fold_program import AFTER, BEFORE
@@ -41,7 +39,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     pipe, blocks, micro_batches = drawn
     forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
     zeros = np.zeros(4)
-    floors = SectionFloors(forward, backward, *[zeros] * 7)
+    floors = SectionFloors(forward, backward, *[zeros] * 8)
     shapes = pipe_shapes(NAMES, tuple(blocks), (pipe,))
     found = rank_paths(floors, shapes, micro_batches, send_s, overlaps=overlaps).floor(np.zeros(1))[0]
     recipe = Recipe(
@@ -57,22 +55,9 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     assert found <= total_s * (1 + 1e-9) + 1e-12
 
 
-@given(pipelines(), st.lists(SECONDS, min_size=4, max_size=4))
-def test_some_rank_takes_as_long_as_the_floor_of_whole_blocks(
-    drawn: tuple[Pipe, list[str], int], seconds: list[float]
-) -> None:
-    """Whatever the schedule, and however blocks of two kinds are shared out; with one stage on each rank, one does."""
-    pipe, blocks, _ = drawn
-    floor = whole_blocks(NAMES, tuple(blocks), pipe.pipeline).floor(np.array(seconds))
-    assert floor <= (pipe_shapes(NAMES, tuple(blocks), (pipe,)).counts[0] @ seconds).max()
-    alike, cuts = ("a",) * len(blocks), combinations_with_replacement(range(len(blocks) + 1), pipe.pipeline - 1)
-    ways = (np.diff([0, *cut, len(alike)]) * seconds[1] + seconds[3] * np.eye(pipe.pipeline)[-1] for cut in cuts)
-    assert whole_blocks(NAMES, alike, pipe.pipeline).floor(np.array(seconds)) == min(way.max() for way in ways)
-
-
 def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
-    floors = SectionFloors(np.array([0.0, 1, 0]), np.array([0.0, 2, 0]), *[np.zeros(3)] * 7)
+    floors = SectionFloors(np.array([0.0, 1, 0]), np.array([0.0, 2, 0]), *[np.zeros(3)] * 8)
     shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 3, (Pipe(3, "1f1b"), Pipe(3, "zero-bubble")))
     paths = rank_paths(floors, shapes, 6, 0.0, overlaps=True)
     assert paths.floor(np.zeros(1)).tolist() == [24.0, 20.0]
