@@ -3,7 +3,7 @@
 Run: python -m tests.nightly [--first 0] [--shards 300] [--examples 40] [--jobs 2] [--minutes 480] [--folder FOLDER]
 
 A shard is a property (`tests.end_to_end.drawn_pairs`) with the seed of its number, and as many examples as are asked
-for: programs, each with up to four plans, for tracing takes longer than lowering.
+for: programs, each with up to eight plans, for tracing takes longer than lowering.
 What came of it is kept in FOLDER; a shard that is there is not run again: a run goes on where the last one stopped.
 Once the minutes are over no further shard begins. Exit status 1 if something differed: the report names the files that
 hold the smallest examples, as code to run. Each failure that is found becomes a test of its own
@@ -31,7 +31,7 @@ from rich.console import Console
 
 from tests.end_to_end.drawn_pairs import PROPERTIES
 
-_MOST_PLANS = 4
+_MOST_PLANS = 8
 
 
 @dataclass(frozen=True, slots=True)
