@@ -8,7 +8,7 @@ demand.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,15 +126,35 @@ class PlanningProblem:
 def row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
     """The memory row of items that are in memory at once; `edge_between` gives the edges of pairs of variables."""
     variables: dict[int, Floats] = {}
-    edges: dict[tuple[int, ...], Floats] = {}
+    edges: dict[int, list[Item]] = defaultdict(list)
     for item in items:
-        sizes = item.number * item.table.whole()
         first, last = item.variables[0], item.variables[-1]
-        if sizes.ndim == 2 and first != last:
-            _accumulate(edges, item.variables, sizes)
+        if not item.table.is_of_one and first != last:
+            edges[edge_between[item.variables]].append(item)
         else:
-            _accumulate(variables, first, np.diagonal(sizes) if sizes.ndim == 2 else sizes)
-    return MemoryRow(0.0, variables, {edge_between[pair]: sizes for pair, sizes in edges.items()})
+            sizes = item.number * item.table.whole()
+            _accumulate(variables, first, sizes if item.table.is_of_one else np.diagonal(sizes))
+    return MemoryRow(0.0, variables, _PairBytes(edges))
+
+
+class _PairBytes(Mapping[int, Floats]):
+    """Bytes per pair of options by edge, found when they are asked for: most repairs of a choice never do."""
+
+    def __init__(self, items: Mapping[int, Sequence[Item]]) -> None:
+        self._items = items
+        self._known: dict[int, Floats] = {}
+
+    def __getitem__(self, edge: int) -> Floats:
+        if edge not in self._known:
+            first, *others = (item.number * item.table.whole() for item in self._items[edge])
+            self._known[edge] = sum(others, first)
+        return self._known[edge]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 def build_problem(
