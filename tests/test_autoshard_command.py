@@ -37,8 +37,12 @@ main()
 """
 
 
+_HEARS_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+"""As in a terminal, wherever the tests run: what a script puts into the background ignores it."""
+
+
 def _run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", _HEARS_CTRL_C + program], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_ctrl_c_during_imports_ends_the_command() -> None:

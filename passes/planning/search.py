@@ -117,8 +117,8 @@ class Search:
         if solution is not None:
             return solution
         hopeless = np.inf if self.says_smallest else problem.limit
-        count = planning.usage, planning.memory_row
-        frugal = choice_of_smallest_peak(problem, *count, problem.limit, hopeless, control=self.control)
+        # a few rounds, even of a search that is stopped: it is to give something that fits
+        frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
         if not frugal or planning.usage(frugal).max() > problem.limit:
             raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else None)
         solution = search(problem, planning.usage, planning.memory_row, [frugal])

@@ -67,7 +67,7 @@ def test_a_parameter_moved_by_hand(data: dict[str, Any], tmp_path: Path) -> None
         (lambda found: found["outputs"].pop("gradient 0.weight"), r"no output 'gradient 0.weight'"),
         (lambda found: place(found, "P('tensor')"), r"Mesh\(data=2, model=2\) has no axis 'tensor'"),
         (lambda found: place(found, "P('data"), r"plan.json: spec=\"P\('data\" cannot be read"),
-        (lambda found: found.pop("mesh"), r"plan.json is not a plan that autoshard wrote: KeyError\('mesh'\)"),
+        (lambda found: found.pop("mesh"), r"plan.json' is not a plan that autoshard wrote: KeyError\('mesh'\)"),
         (
             lambda found: found.update(autoshard_plan=99),
             r"plan.json: the plan has schema version 99.*Upgrade",
@@ -85,7 +85,7 @@ def test_a_damaged_plan(
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(bytes(range(256)))
-    with pytest.raises(PlanMismatchError, match=r"plan.json is not a plan that autoshard wrote: it is no text"):
+    with pytest.raises(PlanMismatchError, match=r"plan.json' is not a plan that autoshard wrote: it is no text"):
         Plan.load(tmp_path / "plan.json")
 
 
