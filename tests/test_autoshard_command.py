@@ -42,7 +42,8 @@ _HEARS_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_
 
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", _HEARS_CTRL_C + program], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _HEARS_CTRL_C + program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_ctrl_c_during_imports_ends_the_command() -> None:

@@ -49,6 +49,9 @@ def emitted_reshard(
     tracer = LocalTracer(graph)
     shape = tuple(value.shape)
     strides = value.stride() if as_traced else None
-    local = tracer.placeholder("value", value, steps[0].source.local_shape(shape, mesh), strides)
+    like = torch.empty(
+        (), dtype=value.dtype, device="meta"
+    )  # knows all that counts, and is made sooner than a fake one
+    local = tracer.placeholder("value", like, steps[0].source.local_shape(shape, mesh), strides)
     graph.output((emit_reshard(local, steps, shape, mesh, dtype=value.dtype).node,))
     return graph
