@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -118,9 +119,9 @@ def verify_program(
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
     """The slots are the traced program's, with its shapes, and as many as the graph has."""
-    nodes = list(lowered.graph_module.graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    results = _results(nodes[-1])
+    local, nodes = list(lowered.graph_module.graph.nodes), program.nodes
+    placeholders = [node for node in local if node.op == "placeholder"]
+    results = _results(local[-1])
     for word, slots, traced, count in (
         ("inputs", lowered.inputs, program.inputs, len(placeholders)),
         ("outputs", lowered.outputs, program.outputs, len(results)),
@@ -131,12 +132,12 @@ def _check_slots(program: Program, lowered: LoweredProgram) -> None:
                 f"the traced program has {[slot.name for slot in traced]}."
             )
         for slot in slots:
-            _check_slot(program, lowered, slot)
+            _check_slot(nodes[slot.slot.node].meta["val"], lowered, slot)
     _check_owners(lowered)
 
 
-def _check_slot(program: Program, lowered: LoweredProgram, slot: LocalSlot) -> None:
-    value = program.nodes[slot.slot.node].meta["val"]
+def _check_slot(value: torch.Tensor, lowered: LoweredProgram, slot: LocalSlot) -> None:
+    """That a slot is a piece of a traced value, as it is promised."""
     if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
         raise VerificationError(
             f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
