@@ -36,8 +36,7 @@ from autoshard.testing.training import (
     train_nearby,
     train_precisely,
 )
-from autoshard.testing.whole_step import MakeOptimizer, WholeStep
-from autoshard.tracing import trace
+from autoshard.testing.whole_step import MakeOptimizer, WholeStep, trace_training
 from passes.pipeline import prepare_for
 
 _LOGGER = logging.getLogger(__name__)
@@ -142,12 +141,9 @@ def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training
 
 def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
     """A plan for the same model and inputs in other types."""
-    args, kwargs = training.args, training.kwargs
-    whole = training.whole_step
-    if whole is not None:
-        args, kwargs = whole.cut(args, kwargs)[0]
-    program = trace(model, tuple(args), dict(kwargs), update=None if whole is None else whole.update(model))
-    inputs = {slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
+    program = trace_training(model, training.args, training.kwargs, training.whole_step)
+    nodes = program.nodes
+    inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
     return replace(plan, program_digest=prepare_for(program, plan).digest(), inputs=inputs)
 
 

@@ -23,7 +23,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing.blocks import Draw
 from autoshard.testing.programs import DrawnProgram
-from autoshard.tracing import trace
+from autoshard.testing.whole_step import trace_training
 from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type
 from passes.memory.liveness import UPDATE, find_lifetimes
@@ -63,10 +63,7 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
 def traced_call(program: DrawnProgram, precision: str | None) -> Program:
     """The program of a call, or of a micro-batch of a whole step; the last one is kept, for `check_plan(traced=)`."""
     dtype = None if precision is None else PRECISIONS[precision]
-    if program.whole_step is None:
-        return trace(program.model, program.inputs, compute_dtype=dtype)
-    args, _ = program.whole_step.cut(program.inputs, {})[0]
-    return trace(program.model, args, compute_dtype=dtype, update=program.whole_step.update(program.model))
+    return trace_training(program.model, program.inputs, {}, program.whole_step, dtype)
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.ir.program import Program
 from autoshard.ir.update import Update
 from autoshard.runtime.traced_optimizer import describe_update, names_of
+from autoshard.tracing import trace
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -45,3 +47,17 @@ class WholeStep:
         """What the optimizer does with the gradients of a model, as data."""
         optimizer = self.make_optimizer(model.parameters())
         return describe_update(optimizer, names_of(model.named_parameters()), self.max_grad_norm)
+
+
+def trace_training(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    whole_step: WholeStep | None,
+    dtype: torch.dtype | None = None,
+) -> Program:
+    """The program of a call, or of a micro-batch of a whole step; `dtype` is what it computes in, see `trace`."""
+    if whole_step is None:
+        return trace(model, tuple(args), dict(kwargs), compute_dtype=dtype)
+    part, named = whole_step.cut(args, kwargs)[0]
+    return trace(model, part, named, compute_dtype=dtype, update=whole_step.update(model))
