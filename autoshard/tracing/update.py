@@ -88,12 +88,12 @@ class _Appending:
 
     def _updates(self, gradients: dict[str, fx.Node], scale: fx.Node | None) -> Iterator[tuple[OutputSlot, fx.Node]]:
         """The results of the update, parameter by parameter in the order of the model."""
-        groups, hypers = self.update.group_of(), dict[int, fx.Node]()
+        groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes
         for slot in self.program.inputs_of(InputKind.PARAMETER):
             number = groups.get(slot.name)
             if slot.name not in gradients or number is None:
                 continue
-            parameter = self.program.nodes[slot.node]
+            parameter = nodes[slot.node]
             rule = self.update.groups[number].rule
             if number not in hypers:
                 hypers[number] = self._hyper(number, rule, parameter)

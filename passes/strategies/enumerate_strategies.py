@@ -176,9 +176,9 @@ class EnumerateStrategies:
                 links += _call_links(node, narrow)
                 if call.rule is None:
                     replicated_operators[str(node.target), node.meta.get("source", "")] = None
-        owners = _owners(program)
+        owners, nodes = _owners(program), program.nodes
         for slot in program.outputs:
-            site, link = self._result(program, slot, owners)
+            site, link = self._result(nodes[slot.node], slot, owners)
             if site is not None:
                 sites[site.name] = site
             links.append(link)
@@ -226,12 +226,12 @@ class EnumerateStrategies:
         return self._cache[key]
 
     def _result(
-        self, program: Program, slot: OutputSlot, owners: Mapping[tuple[InputKind, str], str]
+        self, node: fx.Node, slot: OutputSlot, owners: Mapping[tuple[InputKind, str], str]
     ) -> tuple[Site | None, Link]:
-        tail, result = resolve(program.nodes[slot.node])
+        tail, result = resolve(node)
         if slot.kind != OutputKind.OUTPUT:
             return None, Link(tail.name, result, owners[OWNERS[slot.kind], slot.name], -1)
-        shape = tuple(program.nodes[slot.node].meta["val"].shape)
+        shape = tuple(node.meta["val"].shape)
         specs = self.placements(shape)
         strategies = tuple(Strategy((spec,), (), ()) for spec in specs)
         return Site(slot.name, None, "forward", strategies, ()), Link(tail.name, result, slot.name, 0)
