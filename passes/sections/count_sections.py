@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -230,8 +230,22 @@ class _Counting:
         chains: dict[str, list[fx.Node]] = {}
         for node in self._calls(section, phase):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
-        kernels = tuple(self._kernel(chain) for chain in chains.values())
-        return Phase(kernels, tuple(self._sent(section, phase)))
+        kernels = [self._kernel(chain) for chain in chains.values()]
+        return Phase((*kernels, *self._sums(section, phase)), tuple(self._sent(section, phase)))
+
+    def _sums(self, section: str, phase: str) -> Iterator[Kernel]:
+        """The sums over sequences that the program of one lacks, of values that a section makes."""
+        names = {two: one for one, two in self.folded.twin.items()}
+        for node in self.folded.sums:
+            source, index = source_of(operands_of(node)[0])
+            name = names.get(source, "")
+            if self.folded.section_of.get(name) == section and self.chains.phase_of(self.nodes[name]) == phase:
+                summed = self._sized(self.nodes[name], index)
+                made = replace(summed, step=(0,) * len(summed.step))
+                yield Kernel(
+                    f"{name}_sum", operator_name(node), (summed,), (made,), (),
+                    has_weight=False, makes_gradient=False, is_core=False,
+                )  # fmt: skip
 
     def _calls(self, section: str, phase: str) -> list[fx.Node]:
         """The calls of a section that do work, in order."""

@@ -2,13 +2,15 @@
 
 The model, cut short, is traced twice, with one and with two sequences. Both traces must be the same program but for
 shapes and for views and copies of layout; then every dim is `first + step * (batch - 1)`, and one folded program serves
-all micro-batch sizes. A section
-is a maximal part that is repeated as a whole: the calls of one block of a kind, of everything before the blocks, or of
-everything after them. Of a kind's blocks the last one that was kept stands for all.
+all micro-batch sizes. Only sums may be there for two sequences and not for one: gradients of what the sequences share
+(GPT-2's embeddings of positions, T5's biases of attention). They are counted for one sequence too.
+A section is a maximal part that is repeated as a whole: the calls of one block of a kind, of everything before the
+blocks, or of everything after them. Of a kind's blocks the last one that was kept stands for all.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +36,7 @@ class FoldedProgram:
         blocks: the section of every block of the whole model, in order.
         parameters: section to names of the parameters' placeholders that belong to it.
         lists: the lists of blocks.
+        sums: the calls of the program of two sequences that `single` lacks.
     """
 
     single: Program
@@ -42,6 +45,7 @@ class FoldedProgram:
     blocks: tuple[str, ...]
     parameters: Mapping[str, tuple[str, ...]]
     lists: tuple[BlockList, ...] = ()
+    sums: tuple[fx.Node, ...] = ()
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """The qualified names, in the whole model, of the parameters that a parameter of the short one stands for.
@@ -69,14 +73,14 @@ def fold_program(single: Program, double: Program, lists: Sequence[BlockList]) -
     """The folded form of a model's traces with one and with two sequences.
 
     Raises:
-        TraceError: the two traces differ in more than shapes.
+        TraceError: the two traces differ in more than shapes and sums over sequences.
     """
     single, double = Canonicalize()(single), Canonicalize()(double)
-    twin = _twins(single, double)
+    twin, sums = _twins(single, double)
     places = _places(lists)
     section_of = _sections(single, places)
     parameters = _parameters(single, places, section_of)
-    return FoldedProgram(single, twin, section_of, _all_blocks(lists), parameters, tuple(lists))
+    return FoldedProgram(single, twin, section_of, _all_blocks(lists), parameters, tuple(lists), sums)
 
 
 def is_layout(node: fx.Node) -> bool:
@@ -87,17 +91,45 @@ def is_layout(node: fx.Node) -> bool:
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 
 
-def _twins(single: Program, double: Program) -> dict[str, fx.Node]:
-    ones, twos = _working_calls(single), _working_calls(double)
-    for one, two in zip(ones, twos, strict=False):
-        if one.target is not two.target:
+def _twins(single: Program, double: Program) -> tuple[dict[str, fx.Node], tuple[fx.Node, ...]]:
+    """Each working call of one sequence to that of two, and the sums that only two sequences need."""
+    ones, twos = _working_calls(single), deque(_working_calls(double))
+    twin: dict[str, fx.Node] = {}
+    sums: list[fx.Node] = []
+    for one in ones:
+        while twos and _is_sum(twos[0]) and not _is_twin(one, twos[0], twin, sums):
+            sums.append(twos.popleft())
+        if not twos or twos[0].target is not one.target:
             raise TraceError(
-                f"The model runs other operators for two sequences than for one: {two.target} in place of "
-                f"{one.target} ({one.meta.get('source') or 'unknown line'}), so its cost cannot be told from one trace."
+                f"The model runs other operators for two sequences than for one: {twos[0].target if twos else 'none'} "
+                f"in place of {one.target} ({one.meta.get('source') or 'unknown line'}), so its cost cannot be told "
+                "from one trace."
             )
-    if len(ones) != len(twos):
-        raise TraceError(f"The model runs {len(twos)} operators for two sequences, and {len(ones)} for one.")
-    return {one.name: two for one, two in zip(ones, twos, strict=True)}
+        twin[one.name] = twos.popleft()
+    if not all(map(_is_sum, twos)):
+        raise TraceError(f"The model runs {len(twos)} operators more for two sequences than for one.")
+    return twin, (*sums, *twos)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sum.dim_IntList
+
+
+def _is_twin(one: fx.Node, two: fx.Node, twin: Mapping[str, fx.Node], sums: Sequence[fx.Node]) -> bool:
+    """Whether a sum of two sequences is, of the same value, one that one sequence has too."""
+    if two.target is not one.target:
+        return False
+    before, after = _maker(one.all_input_nodes[0]), _maker(two.all_input_nodes[0])
+    while after in sums:
+        after = _maker(after.all_input_nodes[0])
+    return after is twin[before.name] if before.name in twin else after.name == before.name
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """What made a value, views and copies of layout undone."""
+    while is_layout(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _working_calls(program: Program) -> list[fx.Node]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autoshard import TraceError, tracing
+from passes.sections.count_sections import count_sections
 from passes.sections.fold_program import fold_program
 from tests.passes.decoders import dense, folded, sparse, tokens
 
@@ -65,3 +66,25 @@ def test_inputs_of_any_batch_give_the_same_fold() -> None:
     """What is traced does not depend on the example's batch."""
     assert tokens(3)[0].shape[0] == 3
     assert folded(dense()).section_of == folded(dense()).section_of
+
+
+class Shared(nn.Module):
+    """Adds to all sequences what it has once, as GPT-2 does with its embeddings of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shared = nn.Linear(4, 8), nn.Parameter(torch.ones(1, 6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + self.shared).square().sum()
+
+
+def test_gradients_summed_over_sequences_are_counted() -> None:
+    """One sequence needs no such sum, two do; the sum of the bias, which both have, is told from it."""
+    traces = (tracing.trace(Shared(), (torch.ones(batch, 6, 4),), {}) for batch in (1, 2))
+    program = fold_program(*traces, ())
+    assert [node.args[1] for node in program.sums] == [[0]]
+    section = count_sections(program, {}, fused=False)["after"]
+    sums = [kernel for kernel in section.backward.kernels if kernel.operator == "aten.sum.dim_IntList"]
+    sizes = {(item.inputs[0].shape(5, {}), item.outputs[0].shape(5, {})) for item in sums}
+    assert sizes == {((5 * 6, 8), (1, 8)), ((5, 6, 8), (1, 6, 8))}
