@@ -74,7 +74,7 @@ def rank_floors(
     again = largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
     passing = held * kept + again
     passing += largest(buffer_bytes(price, name, recipe) for name, price in sections.items())
-    passing += 2 * largest(price.largest_bytes for price in sections.values())
+    passing += largest(price.workspace_bytes for price in sections.values())
     return whole_bytes(sum(states) + passing)
 
 
@@ -159,9 +159,9 @@ def layout_memory_floors(
         [shardings, keepings].
     """
     micro_batches = recipe.batch / recipe.micro_batch * recipe.context * recipe.tensor * ranks.sizes / recipe.devices
-    dense, expert, largest = (
+    dense, expert, workspace = (
         np.array([getattr(size, name) for size in sections.values()], dtype=float)
-        for name in ("parameters", "expert_parameters", "largest_bytes")
+        for name in ("parameters", "expert_parameters", "workspace_bytes")
     )
     kinds = [_KINDS[each] for each in keepings]
     kept = np.array([[held_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
@@ -173,14 +173,14 @@ def layout_memory_floors(
         buffers = [[buffer_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
         passing += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
     held_states = states[0] * (ranks.counts @ dense) + states[1] * (ranks.counts @ expert)
-    floors = held_states[:, :, None] + (passing + 2 * (has * largest).max(axis=1)[:, None])
+    floors = held_states[:, :, None] + (passing + (has * workspace).max(axis=1)[:, None])
     least = floors.min(axis=1)
     piped = ranks.may_be_uneven
     if whole is not None and piped.any():
         sizes, first = np.unique(ranks.sizes[piped], return_index=True)
         dense_state, expert_state = (values[:, piped][:, first, None] for values in states)
         each = dense_state * dense + expert_state * expert
-        uneven = _uneven_floors(whole, each, kept, sizes, micro_batches[piped][first]) + 2 * largest.min()
+        uneven = _uneven_floors(whole, each, kept, sizes, micro_batches[piped][first]) + workspace.min()
         least = np.minimum(least, uneven.min(axis=1))
     return whole_bytes(least)
 

@@ -27,7 +27,7 @@ class IslandsFastest:
 
     def is_too_large(self, recipe: Recipe) -> bool:
         """See `recipe_objectives.Objective`."""
-        return 2 * self.pricer.largest_bytes(recipe) > max(self.limits)
+        return self.pricer.workspace_bytes(recipe) > max(self.limits)
 
     def more_only_adds(self, keeping: Keeping) -> bool:
         """See `recipe_objectives.Objective`."""

@@ -82,9 +82,9 @@ class IslandsPricer:
         sizes = self._step(recipe).host_bytes(in_flight(recipe))
         return all(share is None or size <= share for size, share in zip(sizes, shares, strict=True))
 
-    def largest_bytes(self, recipe: Recipe) -> int:
-        """The largest value that a recipe's layout makes: some rank has twice that, beside all else."""
-        return min(pricer.largest_bytes(recipe) for pricer in self.pricers)
+    def workspace_bytes(self, recipe: Recipe) -> int:
+        """The largest workspace of a recipe's layout: some rank has it, beside all else."""
+        return min(pricer.workspace_bytes(recipe) for pricer in self.pricers)
 
     def _alone(self, recipe: Recipe) -> list[Recipe]:
         """What a recipe is on each island."""

@@ -85,7 +85,7 @@ class Fastest:
 
     def is_too_large(self, recipe: Recipe) -> bool:
         """See `Objective`."""
-        return 2 * self.pricer.largest_bytes(recipe) > self.memory_limit
+        return self.pricer.workspace_bytes(recipe) > self.memory_limit
 
     def more_only_adds(self, keeping: Keeping) -> bool:
         """See `Objective`. Of what is copied, what is computed again need not be."""

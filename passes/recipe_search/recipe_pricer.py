@@ -118,9 +118,9 @@ class RecipePricer:
             self._sizes[key] = self.counted.section_sizes(recipe, self.cluster)
         return self._sizes[key]
 
-    def largest_bytes(self, recipe: Recipe) -> int:
-        """The largest value that a recipe's layout makes: a rank has twice that, beside all else."""
-        return max(size.largest_bytes for size in self.sizes(recipe).values())
+    def workspace_bytes(self, recipe: Recipe) -> int:
+        """The largest workspace of a recipe's layout: a rank has it, beside all else."""
+        return max(size.workspace_bytes for size in self.sizes(recipe).values())
 
     def layout_memory_floors(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, uneven: bool) -> Floats:
         """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.

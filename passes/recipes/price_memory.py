@@ -7,8 +7,8 @@
   modules that it names). Offloaded, what blocks keep lies on the host, but for two of them: the one whose values go
   or come, and its neighbour.
 * What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
-* Workspace: the largest value that is made beside what is kept, twice (a value and its gradient), and the buffers of
-  collectives.
+* Workspace: the most that one kernel reads and writes of what is not kept: of logits that are kept their gradient, of
+  other values a gradient and what is made of it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def rank_memory(
         parts["recomputed activations"] = max((block.saved_bytes for block in blocks), default=0)
     elif recipe.recompute == "selective":
         parts["recomputed activations"] = max((block.core_bytes for block in blocks), default=0)
-    parts["workspace"] = 2.0 * max(sections[name].largest_bytes for name in counts)
+    parts["workspace"] = float(max(sections[name].workspace_bytes for name in counts))
     update = _update_bytes(dense, groups.zero.size, recipe) + _update_bytes(expert, groups.expert_replicas.size, recipe)
     passing = ("activations", "offload buffers", "recomputed activations", "gathered parameters", "workspace")
     if update > sum(parts.get(name, 0.0) for name in passing):

@@ -135,6 +135,7 @@ def _sized(section: Section) -> Iterator[tuple[Sized, str]]:
     yield from ((item.value, "what is saved") for item in section.saved)
     yield from ((item, "what enters") for item in section.entering)
     yield from ((item, name) for name, item in section.parameters.items())
+    yield from ((item, "what passes") for items in section.workspaces for item in items)
 
 
 def _filled(section: Section, numbers: Iterator[Size]) -> Section:
@@ -156,4 +157,5 @@ def _filled(section: Section, numbers: Iterator[Size]) -> Section:
     saved = tuple(replace(item, value=fill(item.value)) for item in section.saved)
     entering = tuple(map(fill, section.entering))
     parameters = {name: fill(item) for name, item in section.parameters.items()}
-    return Section(forward, backward, saved, entering, parameters, section.expert_parameters)
+    workspaces = tuple(tuple(map(fill, items)) for items in section.workspaces)
+    return Section(forward, backward, saved, entering, parameters, section.expert_parameters, workspaces)

@@ -33,6 +33,7 @@ _Key = tuple[str, int]
 FUSED = "fused"
 """The operator of a chain."""
 aten = torch.ops.aten
+_PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,17 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A value that the forward keeps for the backward; `is_core` as for kernels."""
+    """A value that the forward keeps for the backward.
+
+    Args:
+        value: it.
+        is_core: as for kernels.
+        is_operand: whether only products that make parameters' gradients read it, in their precision.
+    """
 
     value: Sized
     is_core: bool
+    is_operand: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +141,7 @@ class Section:
         entering: the values that come from another section: all that is kept if the section is recomputed.
         parameters: by qualified name.
         expert_parameters: names of those that the expert axis splits.
+        workspaces: of each kernel, what it reads and writes that is not kept between the phases.
     """
 
     forward: Phase
@@ -141,6 +150,7 @@ class Section:
     entering: tuple[Sized, ...]
     parameters: Mapping[str, Sized]
     expert_parameters: frozenset[str]
+    workspaces: tuple[tuple[Sized, ...], ...]
 
 
 def splits_of(sections: Iterable[Section]) -> frozenset[tuple[int, tuple[str, ...]]]:
@@ -223,15 +233,19 @@ class _Counting:
         )
         return Section(
             self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
-            parameters, expert_names,
+            parameters, expert_names, self._workspaces(name),
         )  # fmt: skip
 
     def _phase(self, section: str, phase: str) -> Phase:
+        kernels = [self._kernel(chain) for chain in self._chains_in(section, phase)]
+        return Phase((*kernels, *self._sums(section, phase)), tuple(self._sent(section, phase)))
+
+    def _chains_in(self, section: str, phase: str) -> list[list[fx.Node]]:
+        """The calls of a section that do work, by chain."""
         chains: dict[str, list[fx.Node]] = {}
         for node in self._calls(section, phase):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
-        kernels = [self._kernel(chain) for chain in chains.values()]
-        return Phase((*kernels, *self._sums(section, phase)), tuple(self._sent(section, phase)))
+        return list(chains.values())
 
     def _sums(self, section: str, phase: str) -> Iterator[Kernel]:
         """The sums over sequences that the program of one lacks, of values that a section makes."""
@@ -270,13 +284,7 @@ class _Counting:
         last, is_fused, asked = chain[-1], self.chains.is_fused(chain), self.chains.asked(chain)
         read = [self._operand(node, index) for node, index in asked.operands]
         read += [self._sized(node, index) for node, index in asked.values]
-        inside = {node.name for node in chain}
-        written = [
-            self._sized(node, index)
-            for node in chain
-            for index, value in enumerate(tensor_values(node))
-            if value is not None and (node is last or self._is_read_outside(node, index, inside))
-        ]
+        written = [self._sized(node, index) for node, index in self._written(chain)]
         operator = FUSED if is_fused else operator_name(last)
         arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
         return Kernel(
@@ -287,6 +295,16 @@ class _Counting:
             launches=asked.launches,
             later_bytes=asked.later_bytes,
         )  # fmt: skip
+
+    def _written(self, chain: list[fx.Node]) -> list[tuple[fx.Node, int]]:
+        """The results of a chain's calls that it writes to memory."""
+        inside = {node.name for node in chain}
+        return [
+            (node, index)
+            for node in chain
+            for index, value in enumerate(tensor_values(node))
+            if value is not None and (node is chain[-1] or self._is_read_outside(node, index, inside))
+        ]
 
     def _is_read_outside(self, node: fx.Node, index: int, inside: set[str]) -> bool:
         readers = self.chains.readers(node, index)
@@ -336,12 +354,38 @@ class _Counting:
             if self.folded.section_of.get(node.name) != section or node.name not in self.varying:
                 continue
             for index, value in enumerate(tensor_values(node)):
-                if value is not None and self._is_read_late(node, index):
-                    found[f"{node.name}:{index}"] = Saved(self._sized(node, index), node.name in self.core)
+                if value is not None and (late := self._late_readers(node, index)):
+                    is_operand = all(item.name in self.gradients and item.target in _PRODUCTS for item in late)
+                    found[f"{node.name}:{index}"] = Saved(self._sized(node, index), node.name in self.core, is_operand)
         return tuple(found.values())
 
-    def _is_read_late(self, node: fx.Node, index: int) -> bool:
-        return any(self.chains.phase_of(item) == "backward" for item in self.chains.readers(node, index))
+    def _late_readers(self, node: fx.Node, index: int) -> list[fx.Node]:
+        return [item for item in self.chains.readers(node, index) if self.chains.phase_of(item) == "backward"]
+
+    def _workspaces(self, section: str) -> tuple[tuple[Sized, ...], ...]:
+        """See `Section`; values that are views of one are one, whole."""
+        found: dict[tuple[Sized, ...], None] = {}
+        for phase in ("forward", "backward"):
+            for chain in self._chains_in(section, phase):
+                if self._sums_gradients(chain):
+                    continue
+                asked = self.chains.asked(chain)
+                read = [source_of(operands_of(node)[index]) for node, index in asked.operands]
+                values = dict.fromkeys((*read, *asked.values, *self._written(chain)))
+                passing = (self._sized(*value) for value in values if self._passes(*value, phase))
+                found[tuple(passing)] = None
+            found |= {(*kernel.inputs, *kernel.outputs): None for kernel in self._sums(section, phase)}
+        return tuple(found)
+
+    def _sums_gradients(self, chain: list[fx.Node]) -> bool:
+        """Whether a chain adds up a parameter's gradient, which is done where the gradient lies."""
+        return chain[-1].name in self.gradients and all(node.target is aten.add.Tensor for node in chain)
+
+    def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
+        """Whether a value is made in a phase and not kept behind it; what is made again lies nowhere."""
+        if node.op != "call_function" or node.name not in self.varying or self.chains.phase_of(node) != phase:
+            return False
+        return phase == "backward" or not self._late_readers(node, index)
 
     def _entering(self, section: str) -> tuple[Sized, ...]:
         found: dict[str, Sized] = {}

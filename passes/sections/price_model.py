@@ -109,7 +109,7 @@ class CountedModel:
         """What each section keeps and holds under a recipe: a part of its price that is found sooner."""
         kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
         return {
-            name: pricer.sizes((kind, name), section, recipe.micro_batch, sizes)
+            name: pricer.sizes((kind, name), section, recipe.micro_batch, sizes, is_block=name not in (BEFORE, AFTER))
             for name, section in self.count(kind).items()
         }
 

@@ -78,7 +78,7 @@ class SectionSizes:
     Args:
         saved_bytes: kept for the backward; `core_bytes` of it in attention's core.
         entering_bytes: of what comes in.
-        largest_bytes: of the largest value that it makes.
+        workspace_bytes: the most that a kernel reads and writes of what is not kept.
         parameters: elements on each rank before ZeRO, of those that all replicas hold.
         tensors: how many tensors these are; `matrices` of them with two dims or more.
         expert_parameters: elements on each rank of those that the expert axis splits.
@@ -87,7 +87,7 @@ class SectionSizes:
     saved_bytes: int
     core_bytes: int
     entering_bytes: int
-    largest_bytes: int
+    workspace_bytes: int
     parameters: int
     tensors: int
     matrices: int

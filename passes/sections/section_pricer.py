@@ -96,19 +96,36 @@ class _Shapes:
     Args:
         saved, core: kept for the backward; of these in attention's core.
         entering: from other sections.
-        made: by kernels; `shares`: of experts' weights (their gradients), of which a rank makes its experts' only.
+        workspaces: what kernels read and write of what is not kept; behind each, what of it are shares of experts'
+            weights (their gradients), of which a rank makes its experts' only.
         parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
     """
 
     saved: Counter[Sized]
     core: Counter[Sized]
     entering: Counter[Sized]
-    made: frozenset[Sized]
-    shares: frozenset[Sized]
+    workspaces: tuple[tuple[Counter[Sized], Counter[Sized]], ...]
     parameters: Counter[Sized]
     expert: Counter[Sized]
     tensors: int
     matrices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes of a section.
+
+    Args:
+        saved, core, entering: see `_Shapes`.
+        workspace: of the largest, without shares of experts' weights.
+        with_shares: of each workspace that has such, with the shares.
+    """
+
+    saved: int
+    core: int
+    entering: int
+    workspace: int
+    with_shares: tuple[tuple[int, Counter[Sized]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +161,16 @@ class SectionPricer:
     _busy: dict[tuple[object, ...], Busy] = field(default_factory=dict)
     _spans: dict[tuple[object, ...], _Span] = field(default_factory=dict)
     _traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = field(default_factory=dict)
-    _bytes: dict[tuple[object, ...], tuple[int, int, int, int]] = field(default_factory=dict)
+    _bytes: dict[tuple[object, ...], _Held] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
 
-    def sizes(self, key: object, section: Section, batch: int, sizes: Sizes) -> SectionSizes:
-        """What a section, which `key` names, keeps and holds, for `batch` sequences on axes of these sizes."""
-        parts = self._parts_of(key, section)
+    def sizes(self, key: object, section: Section, batch: int, sizes: Sizes, *, is_block: bool) -> SectionSizes:
+        """What a section, which `key` names, keeps and holds, for `batch` sequences on axes of these sizes.
+
+        Operands of products that run in 8 bits are kept so (Transformer Engine, module/linear.py: `saved_inputmat`).
+        """
+        parts = self._parts_of(key, section, is_narrow=is_block and self.precision == "f8")
         known = (parts.number, batch, *(sizes[axis] for axis in parts.axes))
         if known not in self._sizes:
             plain = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
@@ -161,10 +181,10 @@ class SectionPricer:
 
     def price(self, key: object, section: Section, batch: int, sizes: Sizes, *, is_block: bool) -> SectionPrice:
         """The price of a section; products run in the precision inside blocks only, if it is narrower."""
-        parts = self._parts_of(key, section)
+        parts = self._parts_of(key, section, is_narrow=is_block and self.precision == "f8")
         known = (parts.number, is_block, batch, *(sizes[axis] for axis in parts.axes))
         if known not in self._prices:
-            held = self.sizes(key, section, batch, sizes)
+            held = self.sizes(key, section, batch, sizes, is_block=is_block)
             setting = Setting(batch, tuple(sizes.items()), self.device, self.precision, self.separate_experts)
             precision = self.precision if is_block else ""
             places = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
@@ -191,16 +211,25 @@ class SectionPricer:
             self._traffic[places] = tuple(sent)
         return PhasePrice(span.busy, span.core, span.tail, self._traffic[places])
 
-    def _parts_of(self, key: object, section: Section) -> _Parts:
+    def _parts_of(self, key: object, section: Section, *, is_narrow: bool) -> _Parts:
         """The parts of a section; sections that differ in no price have one number."""
         if key not in self._parts:
             forward, backward = self._runs_in(section.forward), self._runs_in(section.backward)
             parameters = (tuple(section.parameters.items()), section.expert_parameters)
             sent = (section.forward.sent, section.backward.sent)
-            alike = (forward, backward, *sent, section.saved, section.entering, *parameters)
+            alike = (
+                forward,
+                backward,
+                *sent,
+                section.saved,
+                section.entering,
+                *parameters,
+                section.workspaces,
+                is_narrow,
+            )
             axes = _axes_of(section)
             self._parts[key] = _Parts(
-                self._alike.number(alike), forward, backward, _shapes_of(section),
+                self._alike.number(alike), forward, backward, _shapes_of(section, is_narrow=is_narrow),
                 axes, tuple(axis for axis in axes if axis != EXPERT),
             )  # fmt: skip
         return self._parts[key]
@@ -249,22 +278,21 @@ def _axes_of(section: Section) -> tuple[str, ...]:
     phases = (section.forward, section.backward)
     tensors = [item for phase in phases for kernel in phase.kernels for item in _tensors(kernel)]
     held = [*(item.value for item in section.saved), *section.entering, *section.parameters.values()]
+    held += [item for workspace in section.workspaces for item in workspace]
     return _axes_in([*tensors, *held, *(item.value for phase in phases for item in phase.sent)])
 
 
-def _shapes_of(section: Section) -> _Shapes:
-    phases = (section.forward, section.backward)
-    made = frozenset(item for phase in phases for kernel in phase.kernels for item in kernel.outputs)
-    shares = frozenset(item for item in made if EXPERT in _axes_in([item]) and not any(item.step))
+def _shapes_of(section: Section, *, is_narrow: bool) -> _Shapes:
+    saved = [(_whole(_in_8_bits(item.value) if is_narrow and item.is_operand else item.value), item.is_core)
+             for item in section.saved]  # fmt: skip
     dense, expert = Counter[Sized](), Counter[Sized]()
     for name, value in section.parameters.items():
         (expert if name in section.expert_parameters else dense)[value] += 1
     return _Shapes(
-        saved=Counter(_whole(item.value) for item in section.saved),
-        core=Counter(_whole(item.value) for item in section.saved if item.is_core),
+        saved=Counter(value for value, _ in saved),
+        core=Counter(value for value, is_core in saved if is_core),
         entering=Counter(_whole(item) for item in section.entering),
-        made=frozenset(map(_whole, made - shares)),
-        shares=shares,
+        workspaces=tuple(map(_apart, section.workspaces)),
         parameters=dense,
         expert=expert,
         tensors=dense.total(),
@@ -272,32 +300,48 @@ def _shapes_of(section: Section) -> _Shapes:
     )
 
 
+def _in_8_bits(item: Sized) -> Sized:
+    return replace(item, itemsize=1)
+
+
 def _whole(item: Sized) -> Sized:
     """A value as it is stored: rows that experts' ranks exchange stay as many."""
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
-def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> tuple[int, int, int, int]:
-    """Bytes saved, of these in attention's core, entering, and of the largest value made, but for experts' shares."""
+def _apart(workspace: Iterable[Sized]) -> tuple[Counter[Sized], Counter[Sized]]:
+    """What of a workspace is stored as it is, and shares of experts' weights."""
+    shares = Counter(item for item in workspace if EXPERT in _axes_in([item]) and not any(item.step))
+    return Counter(_whole(item) for item in workspace if item not in shares), shares
+
+
+def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> _Held:
+    known: dict[Sized, int] = {}
 
     def total(items: Counter[Sized]) -> int:
-        return sum(item.local_bytes(batch, sizes) * count for item, count in items.items())
+        for item in items:
+            if item not in known:
+                known[item] = item.local_bytes(batch, sizes)
+        return sum(known[item] * count for item, count in items.items())
 
-    largest = max((item.local_bytes(batch, sizes) for item in shapes.made), default=0)
-    return total(shapes.saved), total(shapes.core), total(shapes.entering), largest
+    workspaces = tuple((total(stored), shares) for stored, shares in shapes.workspaces if shares)
+    largest = max((total(stored) for stored, _ in shapes.workspaces), default=0)
+    return _Held(total(shapes.saved), total(shapes.core), total(shapes.entering), largest, workspaces)
 
 
-def _section_sizes(shapes: _Shapes, held: tuple[int, int, int, int], sizes: Sizes) -> SectionSizes:
+def _section_sizes(shapes: _Shapes, held: _Held, sizes: Sizes) -> SectionSizes:
     def elements(items: Counter[Sized]) -> int:
         return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
 
-    saved_bytes, core_bytes, entering_bytes, largest_bytes = held
-    shares = (item.local_bytes(1, sizes) for item in shapes.shares)
+    with_shares = (
+        stored + sum(item.local_bytes(1, sizes) * count for item, count in shares.items())
+        for stored, shares in held.with_shares
+    )
     return SectionSizes(
-        saved_bytes=saved_bytes,
-        core_bytes=core_bytes,
-        entering_bytes=entering_bytes,
-        largest_bytes=max((largest_bytes, *shares)),
+        saved_bytes=held.saved,
+        core_bytes=held.core,
+        entering_bytes=held.entering,
+        workspace_bytes=max((held.workspace, *with_shares)),
         parameters=elements(shapes.parameters),
         tensors=shapes.tensors,
         matrices=shapes.matrices,

@@ -28,7 +28,11 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Everything that the cost of a decoder depends on. `mtp_layers`: extra blocks that predict a second token."""
+    """Everything that the cost of a decoder depends on.
+
+    `mtp_layers`: extra blocks that predict a second token. `wide_logits`: the loss reads a copy of the logits in
+    float32, not those of the head.
+    """
 
     layers: int
     hidden: int
@@ -49,6 +53,7 @@ class DecoderShape:
     experts: Experts | None = None
     latent: Latent | None = None
     mtp_layers: int = 0
+    wide_logits: bool = True
 
 
 class Decoder(nn.Module):
@@ -75,7 +80,9 @@ class Decoder(nn.Module):
             x = F.dropout(x, self.shape.dropout, self.training)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x)).float()  # as every framework does: the loss is computed in float32
+        logits = self.head(self.norm(x))
+        if self.shape.wide_logits:
+            logits = logits.float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 

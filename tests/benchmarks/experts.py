@@ -55,31 +55,29 @@ class MixtureOfExperts(nn.Module):
         rows = tokens.index_select(0, F.pad(sources, (0, missing)) if missing else sources)  # [T * K, H], by expert
         grouped = rows.unflatten(0, (self.experts.count, -1))  # [E, T * K / E, H]
         inverse = order.argsort()
-        if self.experts.biased:
-            shares = weights.flatten().index_select(0, F.pad(order, (0, missing)) if missing else order)
-            mixed = self._apart(self._biased(grouped, shares.view(self.experts.count, -1, 1)), inverse).sum(1)
-        else:
-            done = torch.bmm(self.act(torch.bmm(grouped, self.up)), self.down)
-            mixed = (self._apart(done, inverse) * weights.unsqueeze(-1)).sum(1)
-        mixed = mixed.view(x.shape)
+        shares = weights.flatten().index_select(0, F.pad(order, (0, missing)) if missing else order)
+        done = self._run(grouped, shares.view(self.experts.count, -1, 1))
+        mixed = self._apart(done, inverse).sum(1).view(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def _apart(self, done: Tensor, inverse: Tensor) -> Tensor:
         """Results [E, T * K / E, H] by token and expert: [T, K, H]."""
         return done.flatten(0, 1).index_select(0, inverse).unflatten(0, (-1, self.experts.active))
 
-    def _biased(self, grouped: Tensor, shares: Tensor) -> Tensor:
-        """Experts with biases, weighed [E, T * K / E, 1] as Megatron-LM does: hidden units and last biases."""
+    def _run(self, grouped: Tensor, shares: Tensor) -> Tensor:
+        """Experts, weighed [E, T * K / E, 1] as Megatron-LM does: hidden units and last biases."""
+        if not self.experts.biased:
+            return torch.bmm(self.act(torch.bmm(grouped, self.up), shares), self.down)
         hidden = self.act(torch.baddbmm(self.up_bias, grouped, self.up), shares)
         return self.bias(torch.bmm(hidden, self.down), self.down_bias, shares)
 
 
 class GatedUnit(nn.Module):
-    """Halves of [..., 2 * F], one gating the other: [..., F]."""
+    """Halves of [..., 2 * F], one gating the other, weighed: [..., F]."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shares: Tensor) -> Tensor:
         up, gate = x.chunk(2, -1)
-        return F.silu(gate) * up
+        return F.silu(gate) * up * shares
 
 
 class ClampedUnit(nn.Module):

@@ -43,6 +43,9 @@ class Framework:
         unfused: see `Recipe` (Megatron Core 0.15: `TEGroupedMLP._apply_bias` in transformer/moe/experts.py, and
             `weighted_bias_quick_geglu_impl` in fusions/fused_bias_geglu.py; with a graph of the whole iteration one
             kernel does all that: NVIDIA, Boosting MoE Training Throughput with Advanced Fusion Kernels, 2026-06-15).
+        wide_logits: the loss reads a copy of the logits in float32, as Megatron-LM's does. llm-foundry's
+            (llmfoundry/models/mpt/modeling_mpt.py: fused_crossentropy, of flash-attn, not in place) and Transformer
+            Engine's (Megatron-Bridge, scripts/performance: cross_entropy_fusion_impl "te") read those of the head.
     """
 
     dropout: float = 0.0
@@ -60,6 +63,7 @@ class Framework:
     blocking_launches: bool = False
     separate_experts: bool = False
     unfused: str | None = None
+    wide_logits: bool = True
 
 
 _MEGATRON_2020 = Framework(
@@ -68,7 +72,9 @@ _MEGATRON_2020 = Framework(
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
 _MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True, unfused="clamp+bias")
 FRAMEWORKS: Mapping[str, Framework] = {
-    "mosaicml": Framework(fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton"),
+    "mosaicml": Framework(
+        fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton", wide_logits=False
+    ),
     "bigscience": replace(_MEGATRON_2020, blocking_launches=True),
     "megatron-2020": _MEGATRON_2020,
     "sc21-table1": _MEGATRON_2020,
@@ -78,7 +84,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
-    "megatron-bridge": replace(_MEGATRON_CORE, gradient_dtype="bf16"),
+    "megatron-bridge": replace(_MEGATRON_CORE, gradient_dtype="bf16", wide_logits=False),
 }
 _DEVICES = {
     "A100-80GB": "a100_sxm_80gb", "A100-40GB": "a100_sxm_40gb", "A800-80GB": "a100_sxm_80gb",
@@ -141,6 +147,7 @@ def model_shape(row: Row) -> DecoderShape:
             mla["q_lora"], mla["kv_lora"], mla["qk_nope"], mla["qk_rope"], mla["v_dim"]
         ),
         mtp_layers=(moe or {}).get("mtp_layers") or 0,
+        wide_logits=framework.wide_logits,
     )  # fmt: skip
 
 
