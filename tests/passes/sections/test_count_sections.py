@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from passes.sections.count_sections import Section
 from passes.sections.price_model import PricedModel, RecipeKind
+from tests.benchmarks.decoder import Decoder as RunDecoder
+from tests.benchmarks.decoder import DecoderShape
 from tests.benchmarks.experts import Experts, MixtureOfExperts
 from tests.passes.decoders import HIDDEN, SEQUENCE, VOCAB, Decoder, folded, priced_dense
 
@@ -64,6 +67,41 @@ def test_a_block_keeps_what_its_backward_reads() -> None:
     assert kept == pytest.approx((2 + 3 + 1 + 2 + 4 + 4) * token, rel=0.1)
     (entering,) = block.entering
     assert entering.local_bytes(3, SIZES) == 3 * token
+
+
+def test_operands_are_what_only_gradients_of_weights_read() -> None:
+    """Both norms' results and what the activation makes; attention's backward reads its own result too."""
+    block = _sections()["layers:0"]
+    operands = sum(item.value.local_bytes(1, SIZES) for item in block.saved if item.is_operand)
+    assert operands == 2 * HIDDEN * SEQUENCE * (1 + 1 + 4)
+
+
+@pytest.mark.parametrize(("wide", "bytes_each"), [(False, 2), (True, 4 + 2)])
+def test_logits_that_are_kept_have_no_more_than_their_gradient_beside_them(wide: bool, bytes_each: int) -> None:
+    """In the head's type; of a copy in float32 the gradient is made in float32 and cast."""
+    shape = DecoderShape(
+        layers=2, hidden=HIDDEN, heads=4, kv_heads=4, head_size=16, ffn=HIDDEN, gated=True, vocab=VOCAB,
+        sequence=SEQUENCE, tied=False, learned_positions=False, norm_bias=False, bias=False, dropout=0.0,
+        fused_attention=True, wide_logits=wide,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = PricedModel(folded(RunDecoder(shape).bfloat16()))
+    after = model.sections(RecipeKind(False, False, False, False, False, fused=True))["after"]
+    logits = [
+        [item.local_bytes(1, SIZES) for item in workspace if math.prod(item.shape(1, SIZES)) == SEQUENCE * VOCAB]
+        for workspace in after.workspaces
+    ]
+    assert max(map(sum, logits)) == bytes_each * SEQUENCE * VOCAB
+
+
+def test_gradients_of_a_tied_table_are_added_where_they_lie() -> None:
+    """No kernel has two of them beside what is kept."""
+    held = [
+        sum(item.shape(1, SIZES) == (VOCAB, HIDDEN) for item in workspace)
+        for section in _sections().values()
+        for workspace in section.workspaces
+    ]
+    assert max(held) == 1
 
 
 def test_sequence_parallelism_keeps_less() -> None:

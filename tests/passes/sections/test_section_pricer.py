@@ -52,3 +52,14 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
         for expert in (1, 2, 4)
     ]
     assert workspaces == [stack_bytes // expert + token_bytes for expert in (1, 2, 4)]
+
+
+def test_operands_of_products_in_8_bits_are_kept_so() -> None:
+    """A byte for each element in blocks; what comes before and after them keeps as much."""
+    cluster = Cluster("h100_sxm", 1, 4)
+    wide, narrow = (MODEL.section_sizes(Recipe(data=4, precision=precision), cluster) for precision in ("bf16", "f8"))
+    for name, section in MODEL.count(RecipeKind.of(Recipe())).items():
+        operands = sum(item.value.local_bytes(1, {}) for item in section.saved if item.is_operand)
+        less = operands // 2 if name not in (BEFORE, AFTER) else 0
+        assert wide[name].saved_bytes - narrow[name].saved_bytes == less
+        assert operands > 0 or name in (BEFORE, AFTER)
