@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.published_runs import read_rows, recipe_of
+import pytest
+
+from passes.recipes.recipe_plan import predict_recipe
+from tests.benchmarks.published_runs import cluster_of, model_shape, read_rows, recipe_of
+from tests.benchmarks.recipe_search import counted
 
 
 def test_embeddings_count_as_a_block_where_the_source_says_so() -> None:
@@ -17,3 +21,15 @@ def test_internevo_waits_for_its_broadcasts() -> None:
     recipes = [recipe_of(row) for row in read_rows() if row["source"]["key"] == "internevo"]
     assert recipes
     assert all(recipe.overlap_gradients and not recipe.overlap_parameters for recipe in recipes)
+
+
+@pytest.mark.parametrize(
+    "run",
+    ["mosaic-a100_40gb-350m-s2048-g16-mb18-L295", "mbridge-25.09-gb200-qwen3_30b_a3b-pretrain-fp8_cs-n8-gb512-L611"],
+)
+def test_what_ran_fits(run: str) -> None:
+    """Most of what these hold are the logits, and tokens that experts keep."""
+    row = next(row for row in read_rows() if row["id"] == run)
+    cluster = cluster_of(row)
+    prediction = predict_recipe(counted(model_shape(row)), recipe_of(row), cluster)
+    assert 0.6 < prediction.peak_memory_bytes / cluster.device.memory_bytes < 1.0
