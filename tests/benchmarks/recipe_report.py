@@ -29,7 +29,7 @@ def report(compared: Sequence[Compared]) -> str:
     """All of it."""
     parts = [
         summary(compared), by_source(compared), kinds(compared), parts_table(compared), lacking_table(compared),
-        pairs_table(compared), too_large(compared), suspects(compared), table(compared),
+        on_the_host(compared), pairs_table(compared), too_large(compared), suspects(compared), table(compared),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -139,6 +139,20 @@ def lacking_table(compared: Sequence[Compared]) -> str:
     for feature, sources in sorted(by_feature.items(), key=lambda pair: -pair[1].total()):
         lines.append(f"| {feature} | {sources.total()} | {', '.join(sorted(sources))} |")
     return "\n".join(lines)
+
+
+def on_the_host(compared: Sequence[Compared]) -> str:
+    """Plans that lay activations on the host, beside the fastest that do not (where such fit)."""
+    lines = [
+        "| source | runs | plan over recipe | without the host | below 0.8, with and without |",
+        "|---|---|---|---|---|",
+    ]
+    for source, items in _grouped([item for item in compared if item.on_device_s is not None]).items():
+        ratios = [(item.ratio, (item.on_device_s or math.inf) / item.published.seconds) for item in items]
+        low = [sum(ratio < LOWER for ratio in column) for column in zip(*ratios, strict=True)]
+        medians = [f"{statistics.median(column):.3f}" for column in zip(*ratios, strict=True)]
+        lines.append(f"| {source} | {len(items)} | {medians[0]} | {medians[1]} | {low[0]}, {low[1]} |")
+    return "\n".join(["## Plans with activations on the host (medians)", "", *lines])
 
 
 def pairs_table(compared: Sequence[Compared]) -> str:

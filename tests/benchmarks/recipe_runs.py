@@ -67,6 +67,7 @@ class Compared:
         is_proven: whether the search came to its end.
         search_s: seconds of CPU of the task's search.
         reason: where the found one is priced far lower.
+        on_device_s: of the fastest that keeps all on the device, where the found one does not; None if none fits, too.
     """
 
     run: str
@@ -80,6 +81,7 @@ class Compared:
     is_proven: bool
     search_s: float
     reason: Reason | None = None
+    on_device_s: float | None = None
 
     @property
     def ratio(self) -> float:

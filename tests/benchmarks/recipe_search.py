@@ -92,6 +92,7 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
     if found.was_interrupted:
         raise KeyboardInterrupt
     plan = None if found.recipe is None else priced(search, found.recipe)
+    on_device_s = None if found.recipe is None else best_on_device_s(search, found.recipe, seconds)
     for row in rows:
         run = Compared(
             run=row["id"],
@@ -104,10 +105,19 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
             bound_s=found.lower_bound,
             is_proven=found.is_complete,
             search_s=spent_s,
+            on_device_s=on_device_s,
         )
         if found.recipe is not None and run.ratio < LOWER:
             run = replace(run, reason=why_lower(offered, recipe_of(row), found.recipe))
         yield run
+
+
+def best_on_device_s(search: RecipeProblem, found: Recipe, seconds: float) -> float | None:
+    """Of the fastest that keeps all on the device, where the found one does not; None if none fits, too."""
+    if found.offload == "none":
+        return None
+    best = search.best(only={"offload": ("none",)}, time_budget_s=seconds)
+    return None if best.recipe is None else best.objective
 
 
 def priced(search: RecipeProblem, recipe: Recipe) -> Priced:

@@ -3,6 +3,8 @@
 Each entry is a union of restrictions of the searched fields (`recipe_space.Only`). Where a source is silent an
 option is taken to have been there, so that what a plan gains within these restrictions is not laid to the software.
 
+* Activations on the host: by Composer's FSDP (`activation_cpu_offload`), and by Megatron Core where there is no
+  pipeline (cpu_offloading_num_layers; three rows of Megatron-Bridge have it, for some of their layers).
 * llm-foundry (2023): FSDP alone, no other axis; blocks are computed again whole or not at all.
 * Megatron-DeepSpeed (BigScience, 2021 to 2022): 1F1B; its pipelines refuse ZeRO-2 and -3
   (deepspeed/runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism").
@@ -22,11 +24,12 @@ from autoshard import Recipe
 from passes.recipe_search.recipe_space import SEARCHED, Only
 
 _WHOLE_BLOCKS: Only = {"recompute": ("none", "full")}
-_OF_2021: Only = {**_WHOLE_BLOCKS, "context": (1,), "sequence_parallel": (False,)}
+_ON_DEVICE: Only = {"offload": ("none",)}
+_OF_2021: Only = {**_WHOLE_BLOCKS, **_ON_DEVICE, "context": (1,), "sequence_parallel": (False,)}
 _1F1B: Only = {"schedule": (None, "1f1b")}
 _INTERLEAVED: Only = {"schedule": (None, "1f1b", "interleaved-1f1b")}
 _ALONE: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
-_MEGATRON_CORE: tuple[Only, ...] = ({**_INTERLEAVED, "zero": (0, 1)}, {"pipeline": (1,), "zero": (2, 3)})
+_MEGATRON_CORE: tuple[Only, ...] = ({**_INTERLEAVED, **_ON_DEVICE, "zero": (0, 1)}, {"pipeline": (1,)})
 
 OFFERED: Mapping[str, tuple[Only, ...]] = {
     "mosaicml": ({**_ALONE, **_WHOLE_BLOCKS, "zero": (0, 2, 3)},),
@@ -34,12 +37,12 @@ OFFERED: Mapping[str, tuple[Only, ...]] = {
     "megatron-2020": ({**_OF_2021, "pipeline": (1,), "zero": (0,)},),
     "sc21-table1": ({**_OF_2021, **_INTERLEAVED, "zero": (0,)},),
     "sc21-table2": ({**_OF_2021, **_INTERLEAVED, "zero": (0,)}, {**_OF_2021, **_ALONE, "zero": (1, 2, 3)}),
-    "korthikanti": ({**_INTERLEAVED, "context": (1,), "zero": (0, 1)},),
+    "korthikanti": ({**_INTERLEAVED, **_ON_DEVICE, "context": (1,), "zero": (0, 1)},),
     "internevo": (
-        {**_WHOLE_BLOCKS, **_INTERLEAVED, "context": (1,), "zero": (0, 1)},
-        {**_WHOLE_BLOCKS, "pipeline": (1,), "context": (1,), "zero": (3,)},
+        {**_WHOLE_BLOCKS, **_INTERLEAVED, **_ON_DEVICE, "context": (1,), "zero": (0, 1)},
+        {**_WHOLE_BLOCKS, **_ON_DEVICE, "pipeline": (1,), "context": (1,), "zero": (3,)},
     ),
-    "nemo-launcher-a100": ({**_INTERLEAVED, "context": (1,), "zero": (0, 1)},),
+    "nemo-launcher-a100": ({**_INTERLEAVED, **_ON_DEVICE, "context": (1,), "zero": (0, 1)},),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
     "megatron-bridge": _MEGATRON_CORE,
@@ -70,6 +73,8 @@ def _words(recipe: Recipe, name: str) -> str:
             return f"ZeRO-{value}" + (" with a pipeline" if recipe.pipeline > 1 else "")
         case "recompute":
             return f"{value} recomputation"
+        case "offload":
+            return "activations on the host"
         case "schedule":
             return f"schedule {value}"
         case _:

@@ -104,6 +104,9 @@ def test_what_software_lacked_is_named() -> None:
     plan = Recipe(data=2, pipeline=2, zero=2, schedule="zbv", virtual_stages=2, recompute="selective")
     assert lacking(plan, "bigscience") == ("schedule zbv", "selective recomputation", "ZeRO-2 with a pipeline")
     assert lacking(Recipe(data=8, zero=2), "megatron-bridge") == ()
+    piped, plain = Recipe(pipeline=2, offload="activations"), Recipe(data=2, offload="activations")
+    assert lacking(piped, "megatron-bridge") == ("activations on the host",) == lacking(plain, "bigscience")
+    assert lacking(plain, "megatron-bridge") == () == lacking(plain, "mosaicml")
 
 
 def _compared(run: str, seconds: float, plan_s: float, measured_s: float, reason: Reason | None = None) -> Compared:
@@ -148,4 +151,5 @@ def test_a_run_that_is_worse_or_does_not_fit_is_told() -> None:
     assert [run.holds for run in (*RUNS, worse, large)] == [True, True, False, False]
     assert "above a recipe that fits: worse, large." in report([*RUNS, worse, large])
     assert lower([*RUNS, worse]) == list(RUNS)
+    assert "| bigscience | 1 | 0.400 | 0.850 | 1, 0 |" in report([replace(RUNS[0], on_device_s=8.5), RUNS[1]])
     assert "| slow | 0.400 | theirs | ours | recomputation 0.700, 0; ZeRO and axes 0.400, 0 |" in report(RUNS)
