@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Generic, TypeVar
@@ -94,6 +94,7 @@ class _Shapes:
     """A section's values by shape, with their number.
 
     Args:
+        values: the shapes that follow as numbers, from 0.
         saved, core: kept for the backward; of these in attention's core.
         entering: from other sections.
         workspaces: what kernels read and write of what is not kept; behind each, what of it are shares of experts'
@@ -101,10 +102,11 @@ class _Shapes:
         parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
     """
 
-    saved: Counter[Sized]
-    core: Counter[Sized]
-    entering: Counter[Sized]
-    workspaces: tuple[tuple[Counter[Sized], Counter[Sized]], ...]
+    values: tuple[Sized, ...]
+    saved: Counter[int]
+    core: Counter[int]
+    entering: Counter[int]
+    workspaces: tuple[tuple[Counter[int], tuple[Sized, ...]], ...]
     parameters: Counter[Sized]
     expert: Counter[Sized]
     tensors: int
@@ -125,7 +127,7 @@ class _Held:
     core: int
     entering: int
     workspace: int
-    with_shares: tuple[tuple[int, Counter[Sized]], ...]
+    with_shares: tuple[tuple[int, tuple[Sized, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,16 +285,23 @@ def _axes_of(section: Section) -> tuple[str, ...]:
 
 
 def _shapes_of(section: Section, *, is_narrow: bool) -> _Shapes:
-    saved = [(_whole(_in_8_bits(item.value) if is_narrow and item.is_operand else item.value), item.is_core)
+    shapes = _Numbered[Sized]()
+
+    def counted(items: Iterable[Sized]) -> Counter[int]:
+        return Counter(shapes.number(_whole(item)) for item in items)
+
+    saved = [(_in_8_bits(item.value) if is_narrow and item.is_operand else item.value, item.is_core)
              for item in section.saved]  # fmt: skip
     dense, expert = Counter[Sized](), Counter[Sized]()
     for name, value in section.parameters.items():
         (expert if name in section.expert_parameters else dense)[value] += 1
+    apart = (_apart(items) for items in _not_within(list(map(Counter, section.workspaces))))
     return _Shapes(
-        saved=Counter(value for value, _ in saved),
-        core=Counter(value for value, is_core in saved if is_core),
-        entering=Counter(_whole(item) for item in section.entering),
-        workspaces=tuple(map(_apart, section.workspaces)),
+        saved=counted(value for value, _ in saved),
+        core=counted(value for value, is_core in saved if is_core),
+        entering=counted(section.entering),
+        workspaces=tuple((counted(stored), tuple(shares)) for stored, shares in apart),
+        values=tuple(shapes.items),
         parameters=dense,
         expert=expert,
         tensors=dense.total(),
@@ -309,34 +318,41 @@ def _whole(item: Sized) -> Sized:
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
 
 
-def _apart(workspace: Iterable[Sized]) -> tuple[Counter[Sized], Counter[Sized]]:
+def _not_within(workspaces: Sequence[Counter[Sized]]) -> list[Counter[Sized]]:
+    """Those that are no part of another one; of equal ones the first."""
+    found: list[Counter[Sized]] = []
+    for each in sorted(workspaces, key=Counter.total, reverse=True):
+        if not any(each <= other for other in found):
+            found.append(each)
+    return found
+
+
+def _apart(workspace: Counter[Sized]) -> tuple[list[Sized], list[Sized]]:
     """What of a workspace is stored as it is, and shares of experts' weights."""
-    shares = Counter(item for item in workspace if EXPERT in _axes_in([item]) and not any(item.step))
-    return Counter(_whole(item) for item in workspace if item not in shares), shares
+    stored, shares = list[Sized](), list[Sized]()
+    for item in workspace.elements():
+        is_share = EXPERT in _axes_in([item]) and not any(item.step)
+        (shares if is_share else stored).append(item)
+    return stored, shares
 
 
 def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> _Held:
-    known: dict[Sized, int] = {}
+    each = [item.local_bytes(batch, sizes) for item in shapes.values]
 
-    def total(items: Counter[Sized]) -> int:
-        for item in items:
-            if item not in known:
-                known[item] = item.local_bytes(batch, sizes)
-        return sum(known[item] * count for item, count in items.items())
+    def total(items: Counter[int]) -> int:
+        return sum(each[number] * count for number, count in items.items())
 
-    workspaces = tuple((total(stored), shares) for stored, shares in shapes.workspaces if shares)
-    largest = max((total(stored) for stored, _ in shapes.workspaces), default=0)
-    return _Held(total(shapes.saved), total(shapes.core), total(shapes.entering), largest, workspaces)
+    workspaces = [(total(stored), shares) for stored, shares in shapes.workspaces]
+    with_shares = tuple(item for item in workspaces if item[1])
+    largest = max((size for size, _ in workspaces), default=0)
+    return _Held(total(shapes.saved), total(shapes.core), total(shapes.entering), largest, with_shares)
 
 
 def _section_sizes(shapes: _Shapes, held: _Held, sizes: Sizes) -> SectionSizes:
     def elements(items: Counter[Sized]) -> int:
         return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
 
-    with_shares = (
-        stored + sum(item.local_bytes(1, sizes) * count for item, count in shares.items())
-        for stored, shares in held.with_shares
-    )
+    with_shares = (stored + sum(item.local_bytes(1, sizes) for item in shares) for stored, shares in held.with_shares)
     return SectionSizes(
         saved_bytes=held.saved,
         core_bytes=held.core,
