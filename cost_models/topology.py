@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import combinations, product
@@ -51,6 +51,13 @@ class Link:
     def reached_bytes_per_s(self) -> float:
         """Bandwidth that long transfers reach, in B/s."""
         return self.bandwidth_bytes_per_s * self.efficiency
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What collectives are priced by, short of what was measured."""
+        short = (number for each in self.protocols for number in (each.start_s, each.latency_s))
+        speeds = (self.bandwidth_bytes_per_s, self.efficiency, self.in_network_efficiency, self.ramp_bytes)
+        return (*speeds, self.start_s, self.latency_s, *short)
 
     def scaled(self, factor: float) -> Link:
         """The same link with `factor` times its bandwidth."""
@@ -186,10 +193,15 @@ class GroupLinks:
     pods: int = 1
     spine: Link | None = None
     cards: int = 0
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Hashed once, as prices are looked up by group very often; of numbers alone, so alike in every process."""
+        numbers = tuple(number for link in self.links for number in link.numbers)
+        object.__setattr__(self, "_hash", hash((self.size, self.per_node, self.nodes, self.pods, self.cards, numbers)))
 
     def __hash__(self) -> int:
-        """By its numbers of ranks: few groups differ in links alone, and prices are looked up by group very often."""
-        return hash((self.size, self.per_node, self.nodes, self.pods, self.cards))
+        return self._hash
 
     def measured(self, collective: str) -> MeasuredCollective | None:
         """The collective as it was measured on the fabric of one node, where it was."""
