@@ -75,11 +75,13 @@ class CountedModel:
 
     blocks: tuple[str, ...]
     tokens: int
-    count: Callable[[RecipeKind], Mapping[str, Section]]
+    count: Callable[[RecipeKind], Mapping[str, Section]] = field(repr=False)
     has_experts: bool = False
-    _pricers: dict[tuple[object, ...], SectionPricer] = field(default_factory=dict)
-    _splits: dict[RecipeKind, frozenset[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
-    _cores: dict[RecipeKind, bool] = field(default_factory=dict)
+    _pricers: dict[tuple[object, ...], SectionPricer] = field(default_factory=dict, init=False, repr=False)
+    _splits: dict[RecipeKind, frozenset[tuple[int, tuple[str, ...]]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _cores: dict[RecipeKind, bool] = field(default_factory=dict, init=False, repr=False)
 
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
         """The dims that a kind of recipe splits in blocks (in everything, where there are none), with their axes."""
@@ -163,7 +165,8 @@ class PricedModel:
     def tokens(self) -> int:
         """Elements of the first integer input of one sequence; 0 without such an input."""
         program = self.folded.single
-        values = (program.nodes[slot.node].meta["val"] for slot in program.inputs_of(InputKind.INPUT))
+        nodes = program.nodes_by_name()
+        values = (nodes[slot.node].meta["val"] for slot in program.inputs_of(InputKind.INPUT))
         return next((value.numel() for value in values if not value.dtype.is_floating_point), 0)
 
     def sections(self, kind: RecipeKind) -> Mapping[str, Section]:
@@ -215,10 +218,11 @@ class PricedModel:
 
     def _context(self) -> AxisLayout:
         if "context" not in self._layouts:
+            nodes = self.folded.single.nodes_by_name()
             inputs = {
                 slot.node: PartitionSpec(None, AXIS)
                 for slot in self.folded.single.inputs_of(InputKind.INPUT)
-                if self.folded.single.nodes[slot.node].meta["val"].ndim > 1
+                if nodes[slot.node].meta["val"].ndim > 1
             }
             self._layouts["context"] = propagate_axis(self.space, Policy(inputs=inputs, routed=self._routed))
         return self._layouts["context"]
@@ -248,7 +252,7 @@ class PricedModel:
 
     def _experts(self) -> tuple[str, ...]:
         """Parameters that are stacks: three dims, read by batched or grouped products, or as many as such (biases)."""
-        nodes = self.folded.single.nodes
+        nodes = self.folded.single.nodes_by_name()
         slots = self.folded.single.inputs_of(InputKind.PARAMETER)
         stacks = [nodes[slot.node] for slot in slots if nodes[slot.node].meta["val"].ndim == 3]
         counts = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe, RecipeError
@@ -18,7 +18,7 @@ from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_space import Only
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
-from tests.end_to_end.test_every_recipe import BASES, LEAST_TOKENS, clusters, models
+from tests.end_to_end.test_every_recipe import BASES, EXPERTS_BLOCK, LEAST_TOKENS, SPARSE, clusters, models
 from tests.passes.every_placed_recipe import every_placed_price
 from tests.passes.every_recipe import every_recipe
 from tests.passes.islands import THREE
@@ -89,6 +89,11 @@ def test_it_finds_what_pricing_every_recipe_finds(
 
 
 @pytest.mark.slow
+@example(
+    CountedModel((EXPERTS_BLOCK,), SPARSE.tokens, SPARSE.count, has_experts=True),
+    JoinedCluster([Cluster("h100_sxm", 1, 2), Cluster("h100_sxm", 1, 4)]),
+    Recipe(global_batch=2), 0.5, {"offload": ("none",), "zero": (1,), "micro_batch": (2,)},
+)  # tensor ranks split nothing  # fmt: skip
 @settings(max_examples=20)
 @given(models(most=5), joined_clusters(most=4), BASES, st.floats(0, 1), slices())
 def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(

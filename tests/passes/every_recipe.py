@@ -64,7 +64,8 @@ def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_to
 def axes_of(
     counted: CountedModel, devices: int, most_tensor: int, least_tokens: int
 ) -> Iterator[dict[str, int | bool]]:
-    """Sizes of axes that divide what they split; tensor ranks are those of a node."""
+    """Sizes of axes that split something, and divide what they split; tensor ranks are those of a node."""
+    has_dense = len(set(counted.blocks)) > 1 or not counted.has_experts
     sizes = range(1, devices + 1)
     experts = sizes if counted.has_experts else (1,)
     for data, tensor, context, expert in product(sizes, sizes, sizes, experts):
@@ -72,7 +73,8 @@ def axes_of(
         if not divides or tensor > most_tensor or context * least_tokens > counted.tokens:
             continue
         for parallel, expert_tensor in product((False, True), {1, tensor if counted.has_experts else 1}):
-            if expert_tensor * expert <= EXPERTS * HEADS:
+            splits = tensor == 1 or has_dense or parallel or expert_tensor > 1
+            if splits and expert_tensor * expert <= EXPERTS * HEADS:
                 yield {
                     "data": data, "tensor": tensor, "context": context, "expert": expert,
                     "sequence_parallel": parallel, "expert_tensor": expert_tensor,
