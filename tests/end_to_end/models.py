@@ -1,4 +1,4 @@
-"""Small models from transformers, each with a batch that gives a loss."""
+"""Small models from transformers, of one layer or more, each with a batch that gives a loss."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ VOCABULARY, BATCH, LENGTH = 48, 8, 8
 Inputs = dict[str, Any]
 
 
-def gpt2(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+def gpt2(layers: int = 1, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False,
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=layers, n_head=4, use_cache=False,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, attn_implementation="sdpa",
     )  # fmt: skip
     torch.manual_seed(0)
     return GPT2LMHeadModel(config), _causal_inputs()
 
 
-def llama(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+def llama(layers: int = 1, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=16, use_cache=False, attention_dropout=dropout,
         attn_implementation="sdpa",
     )  # fmt: skip
@@ -40,9 +40,9 @@ def llama(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
     return LlamaForCausalLM(config), _causal_inputs()
 
 
-def bert(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
+def bert(layers: int = 1, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
         attn_implementation="sdpa",
     )  # fmt: skip
@@ -56,7 +56,7 @@ def bert(dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
 def odd() -> tuple[nn.Module, Inputs]:
     """GPT-2 in sizes that no mesh divides: seven heads, a prime vocabulary, a batch of five sequences of seven."""
     config = GPT2Config(
-        vocab_size=47, n_positions=13, n_embd=28, n_layer=2, n_head=7, use_cache=False, resid_pdrop=0.0,
+        vocab_size=47, n_positions=13, n_embd=28, n_layer=1, n_head=7, use_cache=False, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
     )  # fmt: skip
     torch.manual_seed(0)

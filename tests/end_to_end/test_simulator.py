@@ -13,12 +13,13 @@ from tests.end_to_end.training import FLOOR, RELATIVE, Training, assert_equal, t
 
 MESHES = [Mesh({"model": 4}), Mesh({"data": 2, "model": 2}), Mesh({"data": 2, "context": 2, "model": 2})]
 SQUARE = Mesh({"data": 2, "model": 2})
+LAYERS = 2
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
-    """What one device computes."""
-    model, inputs = MODELS[request.param]()
+    """What one device computes, of two layers."""
+    model, inputs = MODELS[request.param](LAYERS)
     return request.param, train(model, inputs)
 
 
@@ -26,7 +27,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
 def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh) -> None:
     """Under the plan that the planner chooses: loss, gradients, and parameters after 3 steps of AdamW."""
     name, expected = reference
-    model, inputs = MODELS[name]()
+    model, inputs = MODELS[name](LAYERS)
     assert_equal(train(autoshard.compile(model, mesh), inputs), expected)
 
 
@@ -34,7 +35,7 @@ def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh)
 def test_experts_layouts_equal_one_device(reference: tuple[str, Training], layout: str) -> None:
     """Under constraints that bring about data, tensor and fully sharded parallelism, and mixes."""
     name, expected = reference
-    model, inputs = MODELS[name]()
+    model, inputs = MODELS[name](LAYERS)
     constraints = layouts(name)[layout]
     sharded = autoshard.compile(model, SQUARE, constraints=constraints)
     assert_equal(train(sharded, inputs), expected)

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 Check = Callable[[], None]
 
-PRELOADED = ["autoshard", "tests.end_to_end.models"]
+PRELOADED = ["autoshard", "passes.pipeline", "tests.end_to_end.models"]
 """What checks import and takes seconds: one process imports it, from which those of all checks are forked."""
 
 
