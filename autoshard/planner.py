@@ -439,7 +439,7 @@ def choose_mesh(
 
 def _check_same_parameters(plan: Plan, program: Program) -> None:
     """Raise `PlanMismatchError` naming the first parameter in which a program is not the one that a plan is for."""
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
     planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
     for name in dict.fromkeys([*shapes, *planned]):
@@ -453,7 +453,7 @@ def _check_same_parameters(plan: Plan, program: Program) -> None:
 def _check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
     """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
     _check_same_parameters(plan, program)
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
     if compare_inputs and inputs != dict(plan.inputs):
         raise PlanMismatchError(

@@ -109,7 +109,7 @@ def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
 
 def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) -> None:
     """Matched nodes read matched nodes, or those at the same place of another unit."""
-    places, nodes = _places(short), short.nodes
+    places, nodes = _places(short), short.nodes_by_name()
     for node in whole.graph.nodes:
         if node.op != "call_function":
             continue

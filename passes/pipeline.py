@@ -357,6 +357,7 @@ def _plan_of_operators(
 ) -> Plan:
     """The plan without kernels."""
     program = planning.space.program
+    traced = program.nodes_by_name()
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}
     nodes = {
         name: NodePlan(strategies[name].inputs, strategies[name].outputs)
@@ -366,9 +367,7 @@ def _plan_of_operators(
     return Plan(
         mesh=planning.space.mesh,
         program_digest=program.digest(),
-        inputs={
-            slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)
-        },
+        inputs={slot.name: describe(traced[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)},
         nodes=nodes,
         outputs={
             result_key(whole): spec

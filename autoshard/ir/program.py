@@ -124,9 +124,8 @@ class Program:
         """The fx graph."""
         return self.graph_module.graph
 
-    @property
-    def nodes(self) -> dict[str, fx.Node]:
-        """Nodes by name, in program order."""
+    def nodes_by_name(self) -> dict[str, fx.Node]:
+        """All nodes, in program order; listed anew at every call."""
         return {node.name: node for node in self.graph.nodes}
 
     def inputs_of(self, kind: InputKind) -> tuple[InputSlot, ...]:

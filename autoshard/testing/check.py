@@ -142,7 +142,7 @@ def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training
 def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
     """A plan for the same model and inputs in other types."""
     program = trace_training(model, training.args, training.kwargs, training.whole_step)
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
     return replace(plan, program_digest=prepare_for(program, plan).digest(), inputs=inputs)
 

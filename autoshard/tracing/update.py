@@ -57,7 +57,7 @@ class _Appending:
 
     def run(self) -> Program:
         graph = self.program.graph
-        nodes = self.program.nodes
+        nodes = self.program.nodes_by_name()
         output = graph.output_node()
         gradients = {slot.name: nodes[slot.node] for slot in self.program.outputs_of(OutputKind.GRADIENT)}
         kept = [slot for slot in self.program.outputs if slot.kind not in _DROPPED]
@@ -88,7 +88,7 @@ class _Appending:
 
     def _updates(self, gradients: dict[str, fx.Node], scale: fx.Node | None) -> Iterator[tuple[OutputSlot, fx.Node]]:
         """The results of the update, parameter by parameter in the order of the model."""
-        groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes
+        groups, hypers, nodes = self.update.group_of(), dict[int, fx.Node](), self.program.nodes_by_name()
         for slot in self.program.inputs_of(InputKind.PARAMETER):
             number = groups.get(slot.name)
             if slot.name not in gradients or number is None:
@@ -126,7 +126,7 @@ class _Appending:
     def _placeholder(self, kind: InputKind, slot_name: str, value: Tensor) -> fx.Node:
         """One more input, behind all others."""
         graph, name = self.program.graph, re.sub(r"\W", "_", slot_name)
-        with graph.inserting_after(self.values.get("last") or self.program.nodes[self.inputs[-1].node]):
+        with graph.inserting_after(self.values.get("last") or self.program.nodes_by_name()[self.inputs[-1].node]):
             node = graph.create_node("placeholder", name, (), {}, name=name)
         node.meta = {"val": value, "phase": "update", "module": "", "source": ""}
         self.inputs.append(InputSlot(node.name, kind, slot_name))

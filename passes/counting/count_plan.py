@@ -207,8 +207,8 @@ class PlanCounting:
         """The collectives at other sizes of the inputs, and on meshes of which one axis is larger."""
         found = []
         mesh = self.plan.mesh
-        for point, program in self.symbolic.samples.items():
-            found.append((self._sizes(point, mesh), self._emitted(program.nodes[node.name], mesh)))
+        for point, nodes in self.symbolic.samples.items():
+            found.append((self._sizes(point, mesh), self._emitted(nodes[node.name], mesh)))
         base = tuple(size.value for size in self.symbolic.sizes)
         for axis in mesh.axis_names:
             larger = self._larger(node, axis)
@@ -267,7 +267,7 @@ class PlanCounting:
 
     def parameter_bytes(self) -> Iterator[Counted]:
         """Of each rank's parameters."""
-        nodes = self.symbolic.program.nodes
+        nodes = self.symbolic.program.nodes_by_name()
         for slot in self.symbolic.program.inputs_of(InputKind.PARAMETER):
             node = nodes[slot.node]
             yield self._place(node), self._bytes(node, 0, self.plan.nodes[slot.node].outputs[0])
@@ -283,7 +283,7 @@ class PlanCounting:
                 yield self._place(read.reader or read.tail), self._bytes(read.tail, read.result, read.target)
 
     def _read_by_updates(self) -> Iterator[Counted]:
-        nodes = self.symbolic.program.nodes
+        nodes = self.symbolic.program.nodes_by_name()
         for slot in self.symbolic.program.outputs_of(OutputKind.PARAMETER_UPDATE):
             update, _ = resolve(nodes[slot.node])
             while _is_alias(update):
@@ -294,7 +294,7 @@ class PlanCounting:
 
     def state_bytes(self) -> Iterator[Counted]:
         """Of each rank's optimizer state, where the program holds it."""
-        nodes = self.symbolic.program.nodes
+        nodes = self.symbolic.program.nodes_by_name()
         for slot in self.symbolic.program.inputs_of(InputKind.STATE):
             node = nodes[slot.node]
             yield self._place(node), self._bytes(node, 0, self.plan.nodes[slot.node].outputs[0])
@@ -338,8 +338,9 @@ class PlanCounting:
 
     def tokens(self) -> Iterator[Counted]:
         """Elements of the first integer input; none without such an input."""
+        nodes = self.symbolic.program.nodes_by_name()
         for slot in self.symbolic.program.inputs_of(InputKind.INPUT):
-            value = self.symbolic.program.nodes[slot.node].meta["val"]
+            value = nodes[slot.node].meta["val"]
             if not value.dtype.is_floating_point and value.shape:
                 yield None, product_of(self.symbolic.shapes[slot.node][0])
                 return
@@ -354,7 +355,7 @@ class PlanCounting:
             for operand, target in zip(operands_of(node), wanted, strict=True):
                 yield Read(*self._made(operand), target, node)
         owners = {(slot.kind, slot.name): slot.node for slot in self.symbolic.program.inputs}
-        nodes = self.symbolic.program.nodes
+        nodes = self.symbolic.program.nodes_by_name()
         for slot in self.symbolic.program.outputs:
             if slot.node in nodes:
                 kind = OWNERS.get(slot.kind)

@@ -37,7 +37,7 @@ class SymbolicProgram:
         shapes: for every node the shapes of the tensors that it yields, absent ones left out.
         arguments: for every call its positional arguments, with None for nodes.
         places: for nodes that belong to a block, which.
-        samples: programs that were looked at, by the sizes of their inputs.
+        samples: the nodes, by name, of the programs that were looked at, by the sizes of their inputs.
     """
 
     program: Program
@@ -45,7 +45,7 @@ class SymbolicProgram:
     arguments: Mapping[str, tuple[Any, ...]]
     places: Mapping[str, Place]
     sizes: tuple[InputSize, ...]
-    samples: Mapping[Point, Program] = field(repr=False)
+    samples: Mapping[Point, Mapping[str, fx.Node]] = field(repr=False)
 
 
 def symbolic_program(
@@ -68,7 +68,8 @@ def symbolic_program(
     for node in program.graph.nodes:
         shapes[node.name] = tuple(tuple(next(numbers) for _ in value.shape) for value in _present(node))
         arguments[node.name] = _filled(node, numbers)
-    return SymbolicProgram(program, shapes, arguments, _places(program, lists), sizes, samples)
+    nodes = {point: sample.nodes_by_name() for point, sample in samples.items()}
+    return SymbolicProgram(program, shapes, arguments, _places(program, lists), sizes, nodes)
 
 
 def _present(node: fx.Node) -> tuple[torch.Tensor, ...]:

@@ -94,7 +94,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.tracer = LocalTracer(self.graph)
-        self.nodes = self.program.nodes
+        self.nodes = self.program.nodes_by_name()
 
     def run(self) -> LoweredProgram:
         pending = self._results_by_node()

@@ -36,7 +36,9 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
     spec = planning.strategy(slot.node, choice).outputs[0]
     value = space.sites[slot.node].results[0]
     place = ParameterPlan(spec, value.shape, local_bytes(value, spec, space.mesh))
-    update = _update_of(space.program.nodes[slot.node])
+    parameter = space.sites[slot.node].node
+    assert parameter is not None, "only a program's results have sites without a node"
+    update = _update_of(parameter)
     if update is None:
         return place
     _, gradient, *others = [resolve(operand)[0].name for operand in operands_of(update)]

@@ -87,7 +87,7 @@ def find_value(priced: PricedModel, name: str) -> Value:
         InvalidSpecError: no such name.
     """
     folded = priced.folded
-    nodes = folded.single.nodes
+    nodes = folded.single.nodes_by_name()
     sections = {node: section for section, names in folded.parameters.items() for node in names}
     for slot in folded.single.inputs_of(InputKind.PARAMETER):
         names = folded.names_of(slot.name)

@@ -52,12 +52,11 @@ def recipe_plan(
     mesh = recipe_mesh(recipe)
     layouts = priced.layouts(kind)
     program = priced.folded.single
+    traced = program.nodes_by_name()
     return Plan(
         mesh=mesh,
         program_digest=priced.digest,
-        inputs={
-            slot.name: describe(program.nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)
-        },
+        inputs={slot.name: describe(traced[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)},
         nodes=priced.node_plans(kind),
         outputs={f"output {slot.name}": PartitionSpec() for slot in program.outputs_of(OutputKind.OUTPUT)},
         parameters=_parameter_plans(priced, layouts, recipe, mesh),
@@ -187,7 +186,7 @@ def _parameter_plans(
 
     Experts may lie on ranks of the tensor axis too, which the mesh then does not name.
     """
-    nodes = priced.folded.single.nodes
+    nodes = priced.folded.single.nodes_by_name()
     sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
     axes = Mesh({**dict(mesh.axes), **{name: size for name, size in sizes.items() if size > 1}})
     plans: dict[str, ParameterPlan] = {}

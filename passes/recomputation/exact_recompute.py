@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from torch import fx
 
 from passes.memory.memory_tables import MemoryTables
 from passes.planning.build_assignment import PlanningProblem
@@ -99,7 +100,7 @@ class Keepings:
             return name
         moved = moved_by(node)
         if moved is not None:
-            return resolve(self.problem.space.program.nodes[moved])[0].name
+            return resolve(self._nodes[moved])[0].name
         return original_of(node) or name
 
     def reads(self, link: int) -> Facts:
@@ -126,6 +127,10 @@ class Keepings:
         """Whether what reads a link does so behind the forward, or again."""
         head = self.running.space.sites[link.head]
         return head.phase != "forward" and not leaves_program(head, link)
+
+    @cached_property
+    def _nodes(self) -> dict[str, fx.Node]:
+        return self.problem.space.program.nodes_by_name()
 
     @cached_property
     def _order(self) -> dict[str, int]:

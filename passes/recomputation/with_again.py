@@ -60,10 +60,11 @@ def space_with(space: SearchSpace, again: Again) -> tuple[SearchSpace, dict[str,
             incoming[link.head].append(link)
     transfers = _Transfers(space)
     sites, links, originals = {}, [], {}
+    before = space.program.nodes_by_name()
     for node in program.graph.nodes:
         moved, original = moved_by(node), original_of(node) or node.name
         if moved is not None:
-            owner, result = resolve(space.program.nodes[moved])
+            owner, result = resolve(before[moved])
             originals[node.name] = owner.name
             sites[node.name] = transfers.site(node, space.sites[owner.name], result)
             tail, result = resolve(operands_of(node)[0])

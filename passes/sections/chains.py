@@ -85,7 +85,7 @@ class LibraryChains(Chains):
         unfused: frozenset[str],
     ) -> None:
         self.folded, self.working, self.varying, self.unfused = folded, working, varying, unfused
-        self.nodes = folded.single.nodes
+        self.nodes = folded.single.nodes_by_name()
         self.remade = self._cheap_values() if fused else frozenset()
         self.last = self._chains() if fused else {}
 

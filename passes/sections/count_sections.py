@@ -215,7 +215,7 @@ class _Counting:
         again: frozenset[str],
     ) -> None:
         self.folded, self.layouts, self.varying, self.working, self.chains = folded, layouts, varying, working, chains
-        self.nodes = folded.single.nodes
+        self.nodes = folded.single.nodes_by_name()
         self.slots = {slot.node: slot for slot in folded.single.inputs}
         self.gradients = makers_of_outputs(folded)
         self.core = self._calls_of(again) if again else attention_cores(folded)

@@ -207,7 +207,7 @@ def _parameters(
 ) -> dict[str, tuple[str, ...]]:
     """A block's parameters are its own; others belong to the section of their first reader."""
     found: dict[str, list[str]] = {}
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     for slot in program.inputs_of(InputKind.PARAMETER):
         block = _block_of(slot.name, places)
         section = places[block] if block is not None else _reader_section(nodes[slot.node], section_of)

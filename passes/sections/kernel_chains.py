@@ -95,7 +95,7 @@ class KernelChains(Chains):
         kernels: Iterable[ProgramKernel],
         layouts: Mapping[str, AxisLayout],
     ) -> None:
-        nodes = folded.single.nodes
+        nodes = folded.single.nodes_by_name()
         self.working = working
         moves = {(move.value[0], move.reader) for layout in layouts.values() for move in layout.moves}
         self.placed: dict[fx.Node, _Placed] = {}

@@ -73,7 +73,7 @@ def depending(folded: FoldedProgram, sources: set[str]) -> frozenset[str]:
 
 def makers_of_outputs(folded: FoldedProgram) -> frozenset[str]:
     """Nodes that make a parameter's gradient."""
-    nodes = folded.single.nodes
+    nodes = folded.single.nodes_by_name()
     return frozenset(source_of(nodes[slot.node])[0].name for slot in folded.single.outputs if slot.node in nodes)
 
 

@@ -176,7 +176,7 @@ class EnumerateStrategies:
                 links += _call_links(node, narrow)
                 if call.rule is None:
                     replicated_operators[str(node.target), node.meta.get("source", "")] = None
-        owners, nodes = _owners(program), program.nodes
+        owners, nodes = _owners(program), program.nodes_by_name()
         for slot in program.outputs:
             site, link = self._result(nodes[slot.node], slot, owners)
             if site is not None:

@@ -30,9 +30,10 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
     verify_offload(prepared.graph)
     numbering = Numbering()
     expected, found = _result_numbers(numbering, traced), _result_numbers(numbering, prepared)
+    nodes = prepared.nodes_by_name()
     for slot, before, after in zip(prepared.outputs, expected, found, strict=True):
         if before != after:
-            node = prepared.nodes[slot.node]
+            node = nodes[slot.node]
             raise VerificationError(
                 f"{slot.kind.value} {slot.name!r} is {node.format_node()} once the program is prepared, another value "
                 f"than in the trace; it comes from {node.meta.get('source') or 'an unknown line'}. Written by "
@@ -66,7 +67,7 @@ def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
             _add_split(numbering, node)
         elif node.op not in ("placeholder", "output"):
             numbering.add_node(node, program.graph_module)
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     return [numbering.numbers[nodes[slot.node]] for slot in program.outputs]
 
 

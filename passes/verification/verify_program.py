@@ -119,7 +119,7 @@ def verify_program(
 
 def _check_slots(program: Program, lowered: LoweredProgram) -> None:
     """The slots are the traced program's, with its shapes, and as many as the graph has."""
-    local, nodes = list(lowered.graph_module.graph.nodes), program.nodes
+    local, nodes = list(lowered.graph_module.graph.nodes), program.nodes_by_name()
     placeholders = [node for node in local if node.op == "placeholder"]
     results = _results(local[-1])
     for word, slots, traced, count in (
@@ -169,7 +169,7 @@ def _check_nodes(derivation: Derivation) -> None:
 
 def _check_results(derivation: Derivation) -> None:
     results = _results(list(derivation.lowered.graph_module.graph.nodes)[-1])
-    nodes = derivation.program.nodes
+    nodes = derivation.program.nodes_by_name()
     for slot, result in zip(derivation.lowered.outputs, results, strict=True):
         traced = nodes[slot.slot.node]
         holders = derivation.holders[derivation.traced.numbers[traced]]

@@ -216,7 +216,7 @@ def test_costs_of_parameters_add_up_to_those_of_all_ranks(recipe: Recipe) -> Non
 def test_collectives_of_activations_are_those_of_each_island(recipe: Recipe) -> None:
     """Of a block on every island that has one, of the ends on theirs."""
     priced, model = alternatives().priced, alternatives().problem.model
-    nodes, sections = priced.folded.single.nodes, priced.sections(RecipeKind.of(recipe))
+    nodes, sections = priced.folded.single.nodes_by_name(), priced.sections(RecipeKind.of(recipe))
     again = 2 if recipe.recompute == "full" else 1
     for name, section in sections.items():
         moved = {item.moved for phase in (section.forward, section.backward) for item in phase.sent}

@@ -210,11 +210,12 @@ def _placed(planning: PlanningProblem, layout: Layout) -> dict[int, np.ndarray]:
     """For each slot's variable the options that have the spec that the layout wishes."""
     program, allowed = planning.space.program, {}
     counts: defaultdict[tuple[InputKind, int], int] = defaultdict(int)
+    nodes = program.nodes_by_name()
     for slot in program.inputs:
         site = planning.space.sites.get(slot.node)
         if site is None:
             continue
-        shape = tuple(program.nodes[slot.node].meta["val"].shape)
+        shape = tuple(nodes[slot.node].meta["val"].shape)
         kind = slot.kind, len(shape)
         wishes = (*layout.wishes(slot, shape, counts[kind]), P())
         counts[kind] += 1

@@ -78,8 +78,8 @@ def _hand_out(
     """What users hold of a call's outputs, gathered one after the other while all that is `there` stays."""
     lowered = phased.lowered
     handed: list[Storage] = []
-    nodes = phased.forward.graph.output_node().args[0]
-    for index, value, node in zip(phased.forward_outputs, outputs, nodes, strict=False):
+    held, traced = phased.forward.graph.output_node().args[0], lowered.traced.nodes_by_name()
+    for index, value, node in zip(phased.forward_outputs, outputs, held, strict=False):
         slot = lowered.outputs[index]
         if slot.slot.kind != OutputKind.OUTPUT:
             continue
@@ -87,9 +87,8 @@ def _hand_out(
         if slot.slot.name in sharded_outputs or all(step.axis_size == 1 for step in steps):
             handed.append(value)
             continue
-        traced = lowered.traced.nodes[slot.slot.node].meta["val"]
         is_strided = not node.meta["val"].is_contiguous()
-        graph = emitted_reshard(traced, steps, lowered.mesh, as_traced=is_strided)
+        graph = emitted_reshard(traced[slot.slot.node].meta["val"], steps, lowered.mesh, as_traced=is_strided)
         handed += memory.run(graph, [value], [*there, *handed])
     memory.peak = max(memory.peak, memory.bytes_of([*there, *handed]))
     return handed

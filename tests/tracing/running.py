@@ -18,12 +18,12 @@ def run_program(
     """All results of a program; tangents are ones."""
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = []
+    values, nodes = [], program.nodes_by_name()
     for slot in program.inputs:
         if slot.kind is InputKind.SEED:
             values.append(torch.tensor(seed))
         elif slot.kind is InputKind.TANGENT:
-            tangent = program.nodes[slot.node].meta["val"]
+            tangent = nodes[slot.node].meta["val"]
             values.append(torch.ones(tangent.shape, dtype=tangent.dtype))
         elif slot.kind is InputKind.INPUT:
             values.append(leaves[int(slot.name.removeprefix("input:"))])

@@ -21,7 +21,7 @@ CAST = torch.ops.aten._to_copy.default
 
 def dtypes_of(program: Program) -> dict[str, torch.dtype]:
     """The type of each result of a program, by name of the slot."""
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     return {f"{slot.kind.value} {slot.name}": nodes[slot.node].meta["val"].dtype for slot in program.outputs}
 
 
@@ -63,7 +63,8 @@ def test_parameters_are_cast_once_where_they_are_used() -> None:
         assert node.meta["val"].dtype is BF16
         assert order.index(min(node.users, key=order.index)) == order.index(node) + 1 or node.next in casts
         assert f"p_{node.meta['module']}_" in node.args[0].name
-    gradients = [program.nodes[slot.node] for slot in program.outputs_of(OutputKind.GRADIENT)]
+    nodes = program.nodes_by_name()
+    gradients = [nodes[slot.node] for slot in program.outputs_of(OutputKind.GRADIENT)]
     for node in gradients:
         between = order[order.index(node.args[0]) + 1 : order.index(node)]
         assert not any("mm" in str(other.target) for other in between)

@@ -128,7 +128,8 @@ def test_phases_split_at_the_tangent() -> None:
     for node in program.graph.nodes:
         if node.op == "call_function" and node.meta["phase"] == "forward":
             assert all(operand.meta["phase"] == "forward" for operand in node.all_input_nodes)
-    gradients = [program.nodes[slot.node] for slot in program.outputs_of(OutputKind.GRADIENT)]
+    nodes = program.nodes_by_name()
+    gradients = [nodes[slot.node] for slot in program.outputs_of(OutputKind.GRADIENT)]
     assert {node.meta["phase"] for node in gradients} == {"backward"}
 
 

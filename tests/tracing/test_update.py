@@ -57,7 +57,7 @@ def _run(program: Program, model: nn.Module) -> dict[str, Tensor]:
     given |= {(InputKind.PARAMETER, name): item.detach() for name, item in parameters.items()}
     given |= {(InputKind.HYPER, name): item for name, item in HYPER.items()}
     given[InputKind.TANGENT, "tangent:0"] = torch.ones((), dtype=torch.float64)
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     values = [
         torch.zeros(nodes[slot.node].meta["val"].shape, dtype=torch.float64)
         if slot.kind == InputKind.STATE

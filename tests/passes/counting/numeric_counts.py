@@ -89,7 +89,8 @@ def parameter_bytes(phased: PhasedProgram) -> int:
 
 def parameters(program: Program) -> int:
     """Elements of parameters."""
-    return sum(program.nodes[slot.node].meta["val"].numel() for slot in program.inputs_of(InputKind.PARAMETER))
+    nodes = program.nodes_by_name()
+    return sum(nodes[slot.node].meta["val"].numel() for slot in program.inputs_of(InputKind.PARAMETER))
 
 
 def _views(node: fx.Node) -> bool:

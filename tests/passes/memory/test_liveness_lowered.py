@@ -106,7 +106,8 @@ def test_drawn_plans_take_no_more_than_is_counted(data: st.DataObject) -> None:
     plan = data.draw(plans(program, mesh))
     lowered = peak_bytes(lower_program(program, plan, laptop(mesh)))
     held = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.INPUT)
-    values = [(program.nodes[slot.node].meta["val"], slot.node) for slot in program.inputs if slot.kind in held]
+    nodes = program.nodes_by_name()
+    values = [(nodes[slot.node].meta["val"], slot.node) for slot in program.inputs if slot.kind in held]
     least = sum(
         torch.Size(plan.nodes[name].outputs[0].local_shape(value.shape, mesh)).numel() * value.element_size()
         for value, name in values

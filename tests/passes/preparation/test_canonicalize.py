@@ -28,7 +28,7 @@ class Mean(torch.nn.Module):
 def run(program: Program) -> list[torch.Tensor]:
     """The program's results on values drawn from a fixed seed."""
     numbers = torch.Generator().manual_seed(1)
-    nodes = program.nodes
+    nodes = program.nodes_by_name()
     values = [torch.randn(nodes[slot.node].meta["val"].shape, generator=numbers) for slot in program.inputs]
     return list(program.graph_module(*values))
 

@@ -104,7 +104,7 @@ def test_collectives_of_activations_add_up_to_those_of_a_section(case: tuple[Pri
     priced, recipe = case
     groups = recipe_groups(recipe, CLUSTER)
     sections, prices = priced.sections(RecipeKind.of(recipe)), priced.section_prices(recipe, CLUSTER)
-    nodes = priced.folded.single.nodes
+    nodes = priced.folded.single.nodes_by_name()
     for name, section in sections.items():
         again = 2 if recipe.recompute == "full" and name not in (BEFORE, AFTER) else 1
         turns = ((prices[name].forward, again), (prices[name].backward, 1))

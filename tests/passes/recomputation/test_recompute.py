@@ -96,8 +96,9 @@ def test_clones_read_clones() -> None:
     assert clones["exp"].args == (clones["mm"],)
     assert clones["dropout"].args[0] is clones["hub_1"]
     assert {node.meta["phase"] for node in clones.values()} == {PHASE}
+    nodes = program.nodes_by_name()
     for item in ALL:
-        assert {reader.meta["phase"] for reader in program.nodes[item.name].users} == {"forward"}
+        assert {reader.meta["phase"] for reader in nodes[item.name].users} == {"forward"}
 
 
 def test_without_nodes_the_program_is_the_same() -> None:
@@ -138,20 +139,22 @@ PRODUCT = (OffloadedNode("mm", "mul_2", ""),)
 def test_copies_stand_where_values_are_made_and_read() -> None:
     """To the host behind the call, and back before its first reader in the backward, which reads what came back."""
     program = InsertRecompute((), MOVED)(prepare(traced()))
-    names = list(program.nodes)
+    nodes = program.nodes_by_name()
+    names = list(nodes)
     assert names.index("hub_1_host") == names.index("hub_1") + 1
     assert names.index("hub_1_back") == names.index("mul_2") - 1
-    assert program.nodes["hub_1_host"].meta["phase"] == "forward"
-    assert program.nodes["hub_1_back"].meta["phase"] == PHASE
-    assert {moved_by(program.nodes[name]) for name in ("hub_1_host", "hub_1_back")} == {"hub_1"}
+    assert nodes["hub_1_host"].meta["phase"] == "forward"
+    assert nodes["hub_1_back"].meta["phase"] == PHASE
+    assert {moved_by(nodes[name]) for name in ("hub_1_host", "hub_1_back")} == {"hub_1"}
     for item in MOVED:
-        assert {reader.meta["phase"] for reader in program.nodes[item.name].users} == {"forward"}
+        assert {reader.meta["phase"] for reader in nodes[item.name].users} == {"forward"}
 
 
 def test_clones_read_what_comes_back() -> None:
     """A recomputation of what is made of an offloaded value comes behind it; the other order is refused."""
     program = InsertRecompute(ONE, PRODUCT)(prepare(traced()))
-    assert program.nodes["exp_again"].args == (program.nodes["mm_back"],)
+    nodes = program.nodes_by_name()
+    assert nodes["exp_again"].args == (nodes["mm_back"],)
     with pytest.raises(PlanMismatchError, match="recomputes 'exp' before its operand 'mm'"):
         InsertRecompute(tuple(again(name, "pow_2") for name in ("exp", "hub_1")), PRODUCT)(prepare(traced()))
 
@@ -283,8 +286,8 @@ def not_the_phases_of(changed: LoweredProgram, lowered: LoweredProgram) -> bool:
 def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
     """The pass itself is not trusted: its result is compared with the trace."""
     program = InsertRecompute(ALL)(prepare(traced()))
-    clone = program.nodes["exp_again"]
-    clone.args = (program.nodes["hub"],)
+    nodes = program.nodes_by_name()
+    nodes["exp_again"].args = (nodes["hub"],)
     with pytest.raises(VerificationError, match="gradient 'weight'"):
         verify_preparation(traced(), program)
 

@@ -104,7 +104,7 @@ def _whole_layout(priced: PricedModel, moves: tuple[Move, ...]) -> AxisLayout:
 
 def _inner_links(priced: PricedModel) -> list[tuple[fx.Node, fx.Node]]:
     """Calls of a kernel that hand a value on to another one, without a view between."""
-    nodes, links = priced.folded.single.nodes, []
+    nodes, links = priced.folded.single.nodes_by_name(), []
     for kernel in priced.kernels:
         for name in kernel.members:
             links += [(nodes[name], user) for user in nodes[name].users if user.name in kernel.members]

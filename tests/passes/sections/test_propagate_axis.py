@@ -27,7 +27,7 @@ def _context(program: FoldedProgram) -> AxisLayout:
 
 
 def _block_moves(program: FoldedProgram, layout: AxisLayout) -> Counter[tuple[str, str]]:
-    nodes = program.single.nodes
+    nodes = program.single.nodes_by_name()
     return Counter(
         (nodes[move.reader].meta["phase"], move.kind.value)
         for move in layout.moves
@@ -91,7 +91,7 @@ def test_experts_are_exchanged_on_the_way_in_and_out() -> None:
     layout = propagate_axis(
         axis_space(program.single), Policy(parameters=dict.fromkeys(stacks, P(AXIS)), exchanges=True)
     )
-    nodes = program.single.nodes
+    nodes = program.single.nodes_by_name()
     large = [
         nodes[move.reader].meta["phase"]
         for move in layout.moves

@@ -24,7 +24,7 @@ def _experts(recipe: Recipe) -> SectionPrice:
 
 def test_calls_between_the_two_permutations_are_routed() -> None:
     """Both sorts, both selections and products, forward and backward; neither the router before nor sums behind."""
-    nodes = PRICED.folded.single.nodes
+    nodes = PRICED.folded.single.nodes_by_name()
     found = [nodes[name] for name in routed_calls(PRICED.folded, AXIS)]
     forward = [node.target for node in found
                if node.meta["phase"] == "forward" and PRICED.folded.section_of[node.name] == SPARSE]  # fmt: skip
@@ -36,7 +36,7 @@ def test_calls_between_the_two_permutations_are_routed() -> None:
 
 def test_tokens_are_split_and_weights_are_not() -> None:
     """A weight's gradient adds up what ranks have of it."""
-    nodes = PRICED.folded.single.nodes
+    nodes = PRICED.folded.single.nodes_by_name()
     products = {name: strategy for name, strategy in routed_calls(PRICED.folded, AXIS).items()
                 if nodes[name].target is torch.ops.aten.bmm.default}  # fmt: skip
     for name, strategy in products.items():

@@ -71,6 +71,6 @@ def test_results_that_the_slots_do_not_name_are_refused() -> None:
         verify_preparation(traced(), prepared)
     missing = copy_program(prepare(traced()))
     slot = missing.outputs[-1]
-    missing.nodes[slot.node]._rename("renamed")
+    missing.nodes_by_name()[slot.node]._rename("renamed")
     with pytest.raises(VerificationError, match="where its slots name"):
         verify_preparation(traced(), missing)
