@@ -1,7 +1,8 @@
 # Everything a developer types. The first call makes .venv from python3 and constraints.txt; later ones reuse it.
 #
 #   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
-#   make test                  lint, types, and every test that is not slow (what CI runs)
+#   make test                  lint, types, and every test that is not slow (what CI runs); the tests of a file share what
+#                              they trace and compile, so one worker runs them all
 #   make test-all              the slow tests too
 #   make nightly               25,000 drawn pairs of a program and a plan, beside one device; goes on where the last run
 #                              stopped (build/nightly)
@@ -62,10 +63,10 @@ demo: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
 
 test: lint types
-	$(PYTHON) -m pytest -q -n $(WORKERS) -m "not slow"
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-all: lint types
-	$(PYTHON) -m pytest -q -n $(WORKERS)
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile
 
 nightly: $(READY)
 	$(PYTHON) -m tests.nightly --jobs $(WORKERS)

@@ -1,12 +1,11 @@
 """Any legal plan of any drawn program computes what one device computes, gradients included."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Mesh
-from autoshard.testing import check_plan, programs
+from autoshard.testing import DrawnProgram, check_plan, programs
 from tests.end_to_end.drawn_pairs import any_plan, any_plan_of_a_whole_step
 
 
@@ -23,8 +22,7 @@ def test_any_legal_plan_of_a_whole_step_equals_one_device(data: st.DataObject) -
     any_plan_of_a_whole_step(data)
 
 
-@pytest.mark.parametrize("mesh", [Mesh({"data": 4}), Mesh({"data": 2, "model": 2})], ids=str)
-@given(program=programs())
-def test_the_chosen_plan_equals_one_device(mesh: Mesh, program) -> None:
+@given(programs(), st.sampled_from([Mesh({"data": 4}), Mesh({"data": 2, "model": 2})]))
+def test_the_chosen_plan_equals_one_device(program: DrawnProgram, mesh: Mesh) -> None:
     """The plan that the planner picks, over two steps."""
     check_plan(program.model, mesh, program.inputs, steps=2, precise=torch.float64).raise_if_different()

@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Mesh, P
 from autoshard.runtime import boundary, engine
-from autoshard.testing import check_plan, programs
+from autoshard.testing import DrawnProgram, check_plan, programs
 from autoshard.testing.plans import most_uneven_plan
 from autoshard.tracing import trace
 from passes.pipeline import prepare
@@ -46,9 +47,8 @@ def test_a_plan_of_uneven_splits_equals_one_device(mesh: Mesh) -> None:
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@given(program=programs())
-def test_uneven_plans_of_drawn_programs_equal_one_device(mesh: Mesh, program) -> None:
+@given(programs(), st.sampled_from(MESHES))
+def test_uneven_plans_of_drawn_programs_equal_one_device(program: DrawnProgram, mesh: Mesh) -> None:
     """Whatever the blocks are."""
     plan = most_uneven_plan(trace(program.model, program.inputs), mesh)
     check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()

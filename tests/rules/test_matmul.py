@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
@@ -18,6 +18,7 @@ aten = torch.ops.aten
 _SIZES = st.sampled_from([1, 2, 4, 6])
 
 
+@settings(max_examples=15)
 @given(b=_SIZES, m=_SIZES, k=_SIZES, n=_SIZES, pairs=st.tuples(*[MESH_PAIRS] * 4))
 def test_products(b: int, m: int, k: int, n: int, pairs: tuple[Sequence[Mesh], ...]) -> None:
     """All shapes of products, with and without an addend."""
