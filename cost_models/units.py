@@ -8,9 +8,6 @@ from __future__ import annotations
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
-GB = 10**9
-TERA = 10**12
-MICRO = 1e-6
 
 
 def bytes_from_gib(gib: float) -> int:

@@ -100,8 +100,6 @@ class Program:
         graph_module: the graph; see the module's docstring for its form.
         inputs: one slot per placeholder, in order.
         outputs: one slot per element of the output tuple, in order.
-        input_tree: how flat inputs ("input:0", ...) nest into the model's `(args, kwargs)`; leaves that
-            are no tensors are kept in `constants` by leaf index.
         output_tree: how flat outputs nest into what the model returns; leaves that are no tensors are kept
             in `output_constants` by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
@@ -111,9 +109,7 @@ class Program:
     graph_module: fx.GraphModule
     inputs: tuple[InputSlot, ...]
     outputs: tuple[OutputSlot, ...]
-    input_tree: TreeSpec | None = None
     output_tree: TreeSpec | None = None
-    constants: dict[int, Any] = field(default_factory=dict)
     output_constants: dict[int, Any] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
     guard_program: fx.GraphModule | None = None

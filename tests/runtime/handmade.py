@@ -75,14 +75,12 @@ def two_layers(mesh: Mesh, batch: int, request: Request) -> PhasedProgram:
         _output("dx", OutputKind.INPUT_GRADIENT, "input:0", P("data"), (batch, WIDTH)),
     )
     gradients = gradients if request.grad else ()
-    _, in_tree = pytree.tree_flatten((tuple(request.args), dict(request.kwargs)))
     _, out_tree = pytree.tree_flatten((0, 0))
     empty = fx.GraphModule(nn.Module(), fx.Graph())
     traced = Program(
         empty,
         tuple(slot.slot for slot in inputs),
         tuple(slot.slot for slot in (*outputs, *gradients)),
-        input_tree=in_tree,
         output_tree=out_tree,
     )
     lowered = LoweredProgram(traced, mesh, empty, inputs, (*outputs, *gradients))
