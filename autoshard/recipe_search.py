@@ -86,7 +86,11 @@ def search_plan(
         search_time_s=found.search_time_s,
         was_interrupted=found.was_interrupted,
         memory_budget=int(limit),
-        baselines={name: each.objective if each.recipe else None for name, each in baselines.items()},
+        baselines={
+            name: each.objective if each.recipe else None
+            for name, each in baselines.items()
+            if each.recipe or each.is_complete
+        },
         alternatives=RecipeAlternatives(problem, priced_model(model, example_inputs, loss_fn), time_budget_s),
     )
 

@@ -61,8 +61,8 @@ PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHub
 OnPass = Callable[[Any, Any, Any], None]
 """Called after each pass with the pass, what it was given, and what it made."""
 
-_BASELINE_ROUNDS = 6
-"""Rounds of the search for the best plan within a known recipe."""
+_BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
+"""Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +163,15 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     Raises:
         DoesNotFitError: no choice fits in the memory limit.
     """
+    end = time.monotonic() + options.time_budget_s
     search = Search(options.memory_budget, options.time_budget_s, control=options.control)
     quick = replace(
-        search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, most_parts=0, says_smallest=False, is_exact=False
-    )
+        search, time_budget_s=_BASELINE_SHARE * options.time_budget_s, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS,
+        most_parts=0, says_smallest=False, is_exact=False,
+    )  # fmt: skip
     baselines = solve_baselines(planning, quick, allowed, options.before) if options.with_baselines else {}
     start = [found for found in baselines.values() if found is not None]
+    search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
     recompute = options.recompute and not planning.elided.sites
     found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=options.offload)

@@ -108,6 +108,10 @@ def plan(
     constrain: _Constrain = None,
     backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
+    previous: Annotated[
+        Path | None,
+        typer.Option(help="With --global-batch: a saved plan of a recipe, where the search begins."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,
 ) -> None:
@@ -116,6 +120,7 @@ def plan(
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
         global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
+        previous=None if previous is None else Plan.load(_existing(str(previous))),
     )  # fmt: skip
     if out is not None:
         _write(out, result.save)
@@ -162,6 +167,7 @@ def _plan(
     constrain: list[str] | None = None,
     backend: str = "auto",
     time_budget_s: float = 60.0,
+    previous: Plan | None = None,
 ) -> Plan:
     """The plan that options of the command line ask for."""
     dtype = None if global_batch is None else _PRODUCTS.get(precision, torch.bfloat16)
@@ -178,6 +184,7 @@ def _plan(
         constraints=parse_constraints(constrain or ()),
         backend=backend,
         time_budget_s=time_budget_s,
+        previous=previous,
     )
 
 

@@ -41,14 +41,14 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
     update = _update_of(parameter)
     if update is None:
         return place
-    _, gradient, *others = [resolve(operand)[0].name for operand in operands_of(update)]
+    _, (gradient, index), *others = map(resolve, operands_of(update))
     names = {item.node: item.name for item in space.program.inputs}
     state = {
-        names[node].partition(":")[0]: planning.strategy(node, choice).outputs[0]
-        for node in others
-        if names.get(node, "").endswith(f":{slot.name}")
+        names[node.name].partition(":")[0]: planning.strategy(node.name, choice).outputs[0]
+        for node, _ in others
+        if names.get(node.name, "").endswith(f":{slot.name}")
     }
-    reduced = planning.strategy(gradient, choice).outputs[resolve(operands_of(update)[1])[1]]
+    reduced = planning.strategy(gradient.name, choice).outputs[index]
     kept = next(iter(state.values()), planning.strategy(update.name, choice).inputs[0])
     gathered = _gathered(planning, choice, slot.node)
     found: dict[str, list[str]] = {}
@@ -64,6 +64,12 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
         found.setdefault(kind, []).append(axis)
     text = "; ".join(f"{kind} over {', '.join(found[kind])}" for kind in _ORDER if kind in found)
     return ParameterPlan(spec, place.shape, place.local_bytes, gradient=reduced, state=state, layout=text or _COPIED)
+
+
+def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
+    """What makes the gradient that a parameter is updated with, and which of its results that is."""
+    update = _update_of(parameter)
+    return None if update is None else resolve(operands_of(update)[1])
 
 
 def _update_of(parameter: fx.Node) -> fx.Node | None:

@@ -1,14 +1,15 @@
 """What an axis of the mesh can be used for, as restrictions of the search, and what a plan uses each axis for.
 
-| role | parameters at rest | where they are used | optimizer state |
-|---|---|---|---|
-| data | whole | whole | whole |
-| zero-1 | whole | whole | split |
-| fsdp | split | whole: they are gathered | split |
-| tensor | split, or cut when used | split | as the search likes |
+| role | parameters at rest | where they are used | gradients | optimizer state | batch |
+|---|---|---|---|---|---|
+| data | whole | whole | | whole | split |
+| zero-1 | whole | whole | | split | split |
+| zero-2 | whole | whole | split | split | split |
+| fsdp | split | whole: they are gathered | | split | split |
+| tensor | | split | | | |
 
-each over the axis in question; other axes are free. What the calls of the forward read counts as used, behind views and
-hubs.
+each over the axis in question, as the search likes where nothing is said; other axes are free. What the calls of the
+forward read counts as used, behind views and hubs.
 A restriction leaves out what no option of a value can do (a dim that does not divide, a value without such a dim).
 """
 
@@ -23,7 +24,7 @@ import numpy as np
 from autoshard.ir.program import InputKind, InputSlot
 from autoshard.ir.spec import PartitionSpec
 from passes.planning.build_assignment import PlanningProblem
-from passes.prediction.name_layouts import forward_links, passes_on
+from passes.prediction.name_layouts import forward_links, gradient_of, passes_on
 from passes.strategies.enumerate_strategies import Link
 
 Masks = dict[int, np.ndarray]
@@ -31,52 +32,80 @@ Masks = dict[int, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whether parameters at rest, parameters in use, and state are split over an axis; None leaves them free."""
+    """Whether parameters at rest and in use, gradients, state and the batch are split over an axis; None: either."""
 
     parameters: bool | None
     uses: bool
     state: bool | None
+    gradients: bool | None = None
+    batch: bool | None = True
 
 
 ROLES: Mapping[str, Role] = {
     "data": Role(parameters=False, uses=False, state=False),
     "zero-1": Role(parameters=False, uses=False, state=True),
+    "zero-2": Role(parameters=False, uses=False, state=True, gradients=True),
     "fsdp": Role(parameters=True, uses=False, state=True),
-    "tensor": Role(parameters=None, uses=True, state=None),
+    "tensor": Role(parameters=None, uses=True, state=None, batch=None),
 }
+
+
+_Splits = Iterator[tuple[str, list[bool]]]
+"""Sites, each with whether an axis splits a value there, for each of its strategies."""
 
 
 def restrict(planning: PlanningProblem, role: Role, axis: str) -> Masks | None:
     """The options under which an axis has a role; None if the program has nothing that could be split so."""
     masks: Masks = {}
-    found = {InputKind.PARAMETER: False, InputKind.STATE: False}
-    for kind, split in ((InputKind.PARAMETER, role.parameters), (InputKind.STATE, role.state)):
-        for slot in planning.space.program.inputs_of(kind):
-            site = planning.space.sites[slot.node]
-            specs = [strategy.outputs[0] for strategy in site.strategies]
-            found[kind] |= _keep(planning, masks, slot.node, specs, axis, split)
-    used = False
+    wanted = (
+        (_at_rest(planning, InputKind.PARAMETER, axis), role.parameters),
+        (_at_rest(planning, InputKind.STATE, axis), role.state),
+        (_in_use(planning, axis), role.uses),
+        (_gradients(planning, axis), role.gradients),
+        (_batches(planning, axis), role.batch),
+    )
+    for splits, split in wanted:
+        if split is None:
+            continue
+        is_there = [_keep(planning, masks, site, options, split) for site, options in splits]
+        if split and not any(is_there):
+            return None
+    return masks
+
+
+def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str) -> _Splits:
+    for slot in planning.space.program.inputs_of(kind):
+        strategies = planning.space.sites[slot.node].strategies
+        yield slot.node, [axis in strategy.outputs[0].sharded_axes for strategy in strategies]
+
+
+def _in_use(planning: PlanningProblem, axis: str) -> _Splits:
     for slot in _matrices(planning):
         for link in uses_of(planning, slot.node):
-            specs = [strategy.inputs[link.operand] for strategy in planning.space.sites[link.head].strategies]
-            used |= _keep(planning, masks, link.head, specs, axis, role.uses)
-    wanted = (role.parameters, found[InputKind.PARAMETER]), (role.state, found[InputKind.STATE]), (role.uses, used)
-    return masks if all(is_there for split, is_there in wanted if split) else None
+            strategies = planning.space.sites[link.head].strategies
+            yield link.head, [axis in strategy.inputs[link.operand].sharded_axes for strategy in strategies]
 
 
-def _keep(
-    planning: PlanningProblem,
-    masks: Masks,
-    site: str,
-    specs: Sequence[PartitionSpec],
-    axis: str,
-    split: bool | None,
-) -> bool:
-    """Keep the options whose spec is split over an axis or is not, if there are any; whether there are."""
-    mask = np.array([(axis in spec.sharded_axes) == split for spec in specs])
+def _gradients(planning: PlanningProblem, axis: str) -> _Splits:
+    for slot in _matrices(planning):
+        made = gradient_of(planning.space.program.nodes[slot.node])
+        if made is not None:
+            strategies = planning.space.sites[made[0].name].strategies
+            yield made[0].name, [axis in strategy.outputs[made[1]].sharded_axes for strategy in strategies]
+
+
+def _batches(planning: PlanningProblem, axis: str) -> _Splits:
+    for slot in planning.space.program.inputs_of(InputKind.INPUT):
+        strategies = planning.space.sites[slot.node].strategies
+        yield slot.node, [axis in strategy.outputs[0].axes_of(0) for strategy in strategies]
+
+
+def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
+    """Keep the options of a site that split, or those that do not, if there are any; whether there are."""
+    mask = np.array(options) == split
     variable = planning.classes[site]
     both = mask & masks.get(variable, mask)
-    if split is None or not both.any():
+    if not both.any():
         return False
     masks[variable] = both
     return True
@@ -106,22 +135,31 @@ def role_of(planning: PlanningProblem, specs: SpecOf, axis: str) -> str:
         specs: of the plan.
         axis: of the mesh.
     """
-    sizes = {"tensor": 0, "fsdp": 0, "zero-1": 0, "": 0}
+    sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
     owners = {slot.name: slot for slot in planning.space.program.inputs_of(InputKind.STATE)}
     for slot in _matrices(planning):
         shape = planning.space.sites[slot.node].results[0].shape
         state = [item.node for name, item in owners.items() if name.endswith(f":{slot.name}")]
+        made = gradient_of(planning.space.program.nodes[slot.node])
         if any(axis in specs(link.head)[0][link.operand].sharded_axes for link in uses_of(planning, slot.node)):
             kind = "tensor"
         elif axis in specs(slot.node)[1][0].sharded_axes:
             kind = "fsdp"
-        elif any(axis in specs(node)[1][0].sharded_axes for node in state):
-            kind = "zero-1"
+        elif not any(axis in specs(node)[1][0].sharded_axes for node in state):
+            kind = "data"
+        elif made is not None and axis in specs(made[0].name)[1][made[1]].sharded_axes:
+            kind = "zero-2"
         else:
-            kind = ""
+            kind = "zero-1"
         sizes[kind] += math.prod(shape)
     most = max(sizes, key=sizes.__getitem__)
-    return most or ("data" if _splits_activations(planning, specs, axis) else "")
+    return most if most == "tensor" or _splits_activations(planning, specs, axis) else ""
+
+
+def has_role(planning: PlanningProblem, specs: SpecOf, axis: str, feature: str) -> bool:
+    """Whether a plan uses an axis for something; ZeRO-2 is ZeRO-1 with gradients reduced to pieces."""
+    role = role_of(planning, specs, axis)
+    return role == feature or (feature, role) == ("zero-1", "zero-2")
 
 
 def _splits_activations(planning: PlanningProblem, specs: SpecOf, axis: str) -> bool:

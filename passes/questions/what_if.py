@@ -23,7 +23,7 @@ from passes.pipeline import PlanOptions, plan_of_choice, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.prediction.predict import predict
-from passes.questions.roles import ROLES, Masks, restrict, role_of
+from passes.questions.roles import ROLES, Masks, has_role, restrict
 
 MORE = 1.1
 """How much more of each resource `limits` tries."""
@@ -75,13 +75,16 @@ def cheapest_first(item: Outcome) -> tuple[bool, float]:
     return not item.fits, item.objective if item.objective is not None else float(item.smallest_bytes or 0)
 
 
+_TWO_AXES = "it takes two axes of the mesh, of several ranks; plan with such a mesh="
+
+
 def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature: str) -> WhyNot:
     """See `Plan.why_not`; `feature` is one that `is_answered`."""
     if feature in KEEPINGS:
         return _why_not_keeping(planning, options, plan, feature)
     ways = _ways(planning, feature)
-    roles = {axis: role_of(planning, _specs_of(plan), axis) for way in ways for axis in way}
-    used = [_over(way) for way in ways if all(roles[axis] == role for axis, role in way.items())]
+    specs = _specs_of(plan)
+    used = [_over(way) for way in ways if all(has_role(planning, specs, axis, role) for axis, role in way.items())]
     allowed = allowed_options(planning, options.constraints)
     variants = []
     for way in ways:
@@ -96,7 +99,7 @@ def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature
         chosen=outcome_of(plan),
         variants=tuple(sorted(variants, key=cheapest_first)),
         memory_budget=plan.memory_budget,
-        missing="no axis of the mesh could be used so" if ways else "it takes two axes of the mesh, of several ranks",
+        missing="no axis of the mesh could be used so" if ways else _TWO_AXES,
     )
 
 

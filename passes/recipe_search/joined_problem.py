@@ -201,8 +201,10 @@ class JoinedProblem:
             self._priced[route] = IslandsPricer(self.counted, self.cluster, own, self.model)
         return self._priced[route]
 
-    def baselines(self, time_budget_s: float = math.inf, watch: Watch | None = None) -> dict[str, FoundRecipe]:
-        """The fastest recipe of each island alone.
+    def baselines(
+        self, time_budget_s: float = math.inf, watch: Watch | None = None, known: Recipe | None = None
+    ) -> dict[str, FoundRecipe]:
+        """The fastest recipe of each island alone; `known` is the first incumbent on the island where it lies.
 
         Raises:
             KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else islands not looked at are left out.
@@ -210,7 +212,9 @@ class JoinedProblem:
         found: dict[str, FoundRecipe] = {}
         try:
             for name, route in self._alone.items():
-                best = self.best(routes=[route], time_budget_s=time_budget_s / len(self._alone), watch=watch)
+                own = known if known is not None and chosen_islands(known, self.cluster) == route else None
+                share_s = time_budget_s / len(self._alone)
+                best = self.best(routes=[route], time_budget_s=share_s, known=own, watch=watch)
                 found[name] = best
                 if best.was_interrupted:
                     break
@@ -233,7 +237,7 @@ class JoinedProblem:
         Times are of both.
         """
         start = time.monotonic()
-        kinds = self.baselines(_BASELINES_SHARE * time_budget_s, watch and _at_least(watch, 0.0))
+        kinds = self.baselines(_BASELINES_SHARE * time_budget_s, watch and _at_least(watch, 0.0), known)
         parts = list(kinds.values())
         if known is not None:
             parts.append(FoundRecipe(known, self.time_s(known), math.inf, True, False, 1, 0, 0.0))

@@ -8,7 +8,7 @@ recipe that fits, and keeps the plan's own constraints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -41,11 +41,11 @@ class Feature:
 
     Args:
         ways: the values of fields that do it, by a name for each way; sizes of axes are any over one.
-        without: those that do not.
+        without: those that do not: of any of these.
     """
 
     ways: Mapping[str, Only]
-    without: Only
+    without: tuple[Only, ...]
 
     def is_used(self, recipe: Recipe) -> bool:
         """Whether a recipe does it."""
@@ -56,12 +56,12 @@ _MANY = range(2, 2**31)
 
 
 def _axis(name: str) -> Feature:
-    return Feature({name: {name: _MANY}}, {name: (1,)})
+    return Feature({name: {name: _MANY}}, ({name: (1,)},))
 
 
 def _sharding(name: str, zero: int) -> Feature:
     others = tuple(stage for stage in range(4) if stage != zero)
-    return Feature({name: {"zero": (zero,), **({} if zero else {"data": _MANY})}}, {"zero": others})
+    return Feature({name: {"zero": (zero,), **({} if zero else {"data": _MANY})}}, ({"zero": others},))
 
 
 FEATURES: Mapping[str, Feature] = {
@@ -69,16 +69,17 @@ FEATURES: Mapping[str, Feature] = {
     "zero-1": _sharding("zero-1", 1),
     "zero-2": _sharding("zero-2", 2),
     "fsdp": _sharding("fsdp", 3),
+    "hsdp": Feature({"hsdp": {"zero": (3,), "zero_group": _MANY}}, ({"zero": (0, 1, 2)}, {"zero_group": (None,)})),
     **{name: _axis(name) for name in ("tensor", "context", "expert", "pipeline")},
-    "sequence": Feature({"sequence": {"sequence_parallel": (True,)}}, {"sequence_parallel": (False,)}),
+    "sequence": Feature({"sequence": {"sequence_parallel": (True,)}}, ({"sequence_parallel": (False,)},)),
     "recompute": Feature(
         {
             "recompute of attention's core": {"recompute": ("selective",)},
             "recompute of blocks": {"recompute": ("full",)},
         },
-        {"recompute": ("none",)},
+        ({"recompute": ("none",)},),
     ),
-    "offload": Feature({"offload of activations": {"offload": ("activations",)}}, {"offload": ("none",)}),
+    "offload": Feature({"offload of activations": {"offload": ("activations",)}}, ({"offload": ("none",)},)),
 }
 """What `why_not` may be asked about."""
 
@@ -101,13 +102,14 @@ class RecipeAlternatives:
         """See `Plan.why_not`.
 
         Raises:
-            NotAvailableError: time ran out before anything was priced, or recipes are not searched by it.
+            NotAvailableError: time ran out before anything was priced.
         """
         assert plan.recipe is not None, "recipes are asked about"
-        feature, asked = _asked(feature)
+        feature = feature_named(feature)
+        asked = FEATURES[feature]
         if not asked.is_used(plan.recipe):
-            return self._answer(plan, feature, asked.ways)
-        answer = self._answer(plan, feature, {f"without {feature}": asked.without})
+            return self._answer(plan, feature, self._with(feature, asked))
+        answer = self._answer(plan, feature, [self._without(feature, asked)])
         return replace(answer, used=f"in its recipe ({plan.recipe.words})")
 
     def forecast(self, plan: Plan, feature: str) -> WhyNot:
@@ -116,22 +118,31 @@ class RecipeAlternatives:
         Raises:
             NotAvailableError: as `why_not`.
         """
-        feature, asked = _asked(feature)
-        answer = self._answer(plan, feature, asked.ways)
-        return replace(answer, reference=self._variant(f"without {feature}", only=asked.without))
+        feature = feature_named(feature)
+        asked = FEATURES[feature]
+        answer = self._answer(plan, feature, self._with(feature, asked))
+        return replace(answer, reference=self._without(feature, asked))
 
-    def _answer(self, plan: Plan, feature: str, ways: Mapping[str, Only]) -> WhyNot:
-        """The best recipe of each way beside a plan."""
-        missing = self._missing(feature)
-        tried = {} if missing else ways
-        found = [variant for name, only in tried.items() if (variant := self._variant(name, only=only)) is not None]
+    def _with(self, feature: str, asked: Feature) -> list[Variant | None]:
+        """The best recipe of each way to do something."""
+        ways = {} if self._missing(feature) else asked.ways
+        return [self._variant(name, only=only) for name, only in ways.items()]
+
+    def _without(self, feature: str, asked: Feature) -> Variant | None:
+        """The best recipe that does not do something."""
+        found = [self._variant(f"without {feature}", only=only) for only in asked.without]
+        return min((item for item in found if item is not None), key=cheapest_first, default=None)
+
+    def _answer(self, plan: Plan, feature: str, found: Sequence[Variant | None]) -> WhyNot:
+        """What was found beside a plan."""
+        none = f"no recipe for {self.problem.cluster.size} devices and this batch has it"
         return WhyNot(
             feature=feature,
             used="",
             chosen=outcome_of(plan),
-            variants=tuple(sorted(found, key=cheapest_first)),
+            variants=tuple(sorted((item for item in found if item is not None), key=cheapest_first)),
             memory_budget=plan.memory_budget,
-            missing=missing or f"no recipe for {self.problem.cluster.size} devices and this batch has it",
+            missing=self._missing(feature) or none,
         )
 
     def explain(self, plan: Plan, name: str) -> Explanation:
@@ -230,17 +241,6 @@ class RecipeAlternatives:
         if least.recipe is None:
             return None
         return least.recipe, Outcome(fits=False, smallest_bytes=int(least.objective))
-
-
-def _asked(name: str) -> tuple[str, Feature]:
-    """The feature that a name stands for."""
-    feature = feature_named(name)
-    if feature not in FEATURES:
-        raise NotAvailableError(
-            f"why_not({name!r}): recipes shard over groups of every size, and are not searched by it. Plan with "
-            "constraints={'zero': 3, 'zero_group': 8}, say, and compare."
-        )
-    return feature, FEATURES[feature]
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:

@@ -152,7 +152,8 @@ class RecipeProblem:
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
     """The recipes that experts know by name, as restrictions of the searched fields.
 
-    Tensor parallel ranks stay within a node, as in Megatron-LM; pipelines are those of its schedules.
+    Tensor parallel ranks stay within a node, as in Megatron-LM; pipelines are those of its schedules. HSDP shards
+    within nodes, and is FSDP on a single one.
     """
     alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
     node = cluster.devices_per_node
@@ -167,7 +168,7 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
         "data parallel": {**alone, "zero": (0,)},
         "ZeRO-1": {**alone, "zero": (1,), "zero_group": (None,)},
         "FSDP": {**alone, "zero": (3,), "zero_group": (None,)},
-        "HSDP": {**alone, "zero": (3,), "zero_group": (node,)},
+        "HSDP": {**alone, "zero": (3,), "zero_group": (node if cluster.nodes > 1 else None,)},
         "Megatron TP+SP": {**megatron, "pipeline": (1,), "expert": (1,), "zero_group": (None,)},
         "Megatron TP+SP+PP": {**megatron, **schedules, "expert": (1,), "zero_group": (None,)},
     }

@@ -134,7 +134,8 @@ class RecipeSpace:
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
         offloads: whether activations may go to the host.
-        only, pinned: each restricts fields to some values; a group of all replicas may be named by None or by its size.
+        only, pinned: each restricts fields to some values. A group of all replicas is `zero_group=None`; `pinned` are
+            the user's, who may name it by its size too.
 
     Raises:
         RecipeError: a field that is restricted is not searched, or `base` has no global batch.
@@ -301,9 +302,10 @@ class RecipeSpace:
         return [item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)]
 
     def _allows_group(self, group: int, replicas: int) -> bool:
-        names = (group,) if group else (None, replicas)
-        known = (each["zero_group"] for each in (self.only, self.pinned) if "zero_group" in each)
-        return all(any(name in values for name in names) for values in known)
+        if "zero_group" in self.only and (group or None) not in self.only["zero_group"]:
+            return False
+        pinned = self.pinned.get("zero_group")
+        return pinned is None or (group or None) in pinned or (not group and replicas in pinned)
 
     def _allows(self, name: str, value: object) -> bool:
         if name in self.only and value not in self.only[name]:

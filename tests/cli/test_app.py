@@ -67,6 +67,20 @@ def test_plan_searches_recipes_for_a_global_batch(
     assert json.loads(capsys.readouterr().out)["recipe"]["global_batch"] == 8
 
 
+def test_plan_begins_with_the_recipe_of_another_plan(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`--previous`: a file that `--out` wrote, for another cluster; what is found is the same."""
+    arguments = ("--global-batch", "8", "--seq", "16", "--json")
+    old, found = str(tmp_path / "old.json"), []
+    assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x2", *arguments, "--out", old) == 0
+    for previous in ((), ("--previous", old)):
+        capsys.readouterr()
+        assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x4", *arguments, *previous) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["recipe"] == found[1]["recipe"]
+
+
 def test_plan_searches_recipes_with_our_own_kernels(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -131,6 +145,7 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.json"), "there is no folder nowhere"),
         (("price", "MODEL", "--cluster", "h100_sxm:1x4", "--recipe", "nowhere.json"), "there is no file nowhere.json"),
         (("report", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.html"), "there is no folder nowhere"),
+        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--previous", "nowhere.json"), "there is no file nowhere.json"),
         ((), "name a command"),
         (("dance",), "dance"),
     ],

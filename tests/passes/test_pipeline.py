@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import registry
 from passes import pipeline
 from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.planning.search import Search
 from passes.prediction.predict import HOST
 from tests.passes.blocks import blocks_program, h100s, perceptron_program
 
@@ -170,3 +173,25 @@ def test_the_order_of_passes_is_data() -> None:
     for rewrite in pipeline.PREPARATION:
         program = rewrite(program)
     assert program.digest() == pipeline.prepare(perceptron_program()).digest()
+
+
+def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the former took, the latter does not get again."""
+    given, clock = [], [0.0]
+
+    def known(planning: object, search: Search, *others: object) -> dict[str, None]:
+        given.append(search.time_budget_s)
+        clock[0] += 12.0
+        return {}
+
+    def jointly(planning: object, search: Search, *others: object, **options: object) -> None:
+        given.append(search.time_budget_s)
+        raise InterruptedError
+
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pipeline, "solve_baselines", known)
+    monkeypatch.setattr(pipeline, "solve_jointly", jointly)
+    mesh = Mesh({"x": 2})
+    with pytest.raises(InterruptedError):
+        plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
+    assert given == [4.0, 28.0]

@@ -15,7 +15,7 @@ from autoshard.ir.plan import Plan
 from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import plan_of_choice, solve
 from passes.questions.explain import PlanAlternatives
-from passes.questions.roles import ROLES, restrict, role_of
+from passes.questions.roles import ROLES, has_role, restrict
 from tests.passes.questions.test_explain import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
@@ -67,10 +67,8 @@ def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> 
         assert item.objective == pytest.approx(solution.cost)
         found = plan_of_choice(planning, solution.choice, solution.cost, None, CLUSTER, options)
         assert item.step_time_s == pytest.approx(found.predicted.step_time_s)
-        roles = {"data", ""} if feature == "data" else {feature}
-        assert (
-            role_of(planning, lambda node, plan=found: (plan.nodes[node].inputs, plan.nodes[node].outputs), axis)
-            in roles
+        assert has_role(
+            planning, lambda node, plan=found: (plan.nodes[node].inputs, plan.nodes[node].outputs), axis, feature
         )
         assert free.lower_bound is not None
         assert solution.cost >= free.lower_bound * (1 - 1e-9)

@@ -10,13 +10,14 @@ import pytest
 
 import autoshard
 from autoshard import Cluster, Plan
-from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.errors import InvalidSpecError
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
 from passes.recipe_search.explain_recipe import find_value, spec_of
 from passes.recipe_search.recipe_alternatives import FEATURES, RecipeAlternatives
 from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_space import keeps
 from tests.passes.decoders import dense, sparse, tokens
 
 CLUSTER = Cluster("h100_sxm", 1, 4)
@@ -59,14 +60,15 @@ def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, featur
         assert not answer.variants
         assert "expert: the model has no experts to share out." in str(answer)
         return
-    ways = {f"without {feature}": FEATURES[feature].without} if answer.used else FEATURES[feature].ways
+    ways = {name: (only,) for name, only in FEATURES[feature].ways.items()}
+    ways = {f"without {feature}": FEATURES[feature].without} if answer.used else ways
     stated = {item.name.partition(":")[0]: item for item in answer.variants}
-    for way, only in ways.items():
+    for way, parts in ways.items():
         assert plan.memory_budget is not None
         costs = [
             (time, memory)
             for time, memory, recipe in every_recipe(name)
-            if memory <= plan.memory_budget and all(getattr(recipe, field) in only[field] for field in only)
+            if memory <= plan.memory_budget and any(keeps(recipe, only) for only in parts)
         ]
         assert (way in stated) == bool(costs)
         if not costs:
@@ -91,12 +93,24 @@ def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
     assert re.search("no plan with it fits in memory", str(answer))
 
 
+def test_hybrid_sharding_is_over_less_than_all_replicas() -> None:
+    """A plan that does it is compared with the best that shards over all of them, or gathers nothing."""
+    constraints = {"tensor": 1, "context": 1, "pipeline": 1, "zero": (0, 3), "zero_group": (2, None)}
+    options = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 4, "memory_budget": 10**9}
+    pinned = {**constraints, "zero": 3, "zero_group": 2}
+    hybrid = autoshard.plan(MODELS["dense"], CLUSTER, constraints=pinned, **options)
+    assert hybrid.recipe is not None
+    assert hybrid.recipe.words.startswith("data 4 (ZeRO-3 in groups of 2)")
+    assert hybrid.why_not("hsdp").used
+    plan = autoshard.plan(MODELS["dense"], CLUSTER, constraints=constraints, **options)
+    (found,) = plan.why_not("hsdp").variants
+    assert (found.objective, found.peak_memory_bytes) == (hybrid.objective, hybrid.predicted.peak_memory_bytes)
+
+
 def test_what_is_not_answered_is_said() -> None:
-    """An unknown feature; one that recipes are not searched by; a value that there is not."""
+    """An unknown feature; a value that there is not."""
     with pytest.raises(InvalidSpecError, match=r"ask for one of data \(ddp, .*zero-1, zero-2, fsdp \(zero-3"):
         make_plan("dense").why_not("magic")
-    with pytest.raises(NotAvailableError, match=r"why_not\('hsdp'\): .* constraints=\{'zero': 3, 'zero_group': 8\}"):
-        make_plan("dense").why_not("hsdp")
     with pytest.raises(InvalidSpecError, match="no parameter, input or node of that name; there are input:0"):
         make_plan("dense").explain("sentences.weight")
 

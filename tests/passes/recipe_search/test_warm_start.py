@@ -90,6 +90,27 @@ def test_a_faster_recipe_from_elsewhere_is_kept(cluster: Cluster | JoinedCluster
     assert problem(cluster, pinned=slow).best().objective > whole.objective
 
 
+def test_an_island_begins_with_a_recipe_that_lies_on_it() -> None:
+    """Where no time is left to search, that is what its baseline is; the other island has none."""
+    here = problem(JOINED)
+    assert isinstance(here, JoinedProblem)
+    known = here.best(routes=[(1,)]).recipe
+    recipes = [found.recipe for found in here.baselines(0.0, known=known).values()]
+    assert recipes == [None, known]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_known_recipes_that_time_ran_out_for_are_no_baselines(name: str) -> None:
+    """None says that nothing of a kind fits, and of these nothing is known; the plan before is what is found."""
+    before = plan(name)
+    again = autoshard.plan(
+        MODEL, CLUSTERS[name], example_inputs=tokens(), previous=before, time_budget_s=0.0, **OPTIONS
+    )
+    assert again.recipe == before.recipe
+    assert None not in again.baselines.values()
+    assert len(again.baselines) < len(before.baselines)
+
+
 def test_constraints_are_kept() -> None:
     """A recipe without a pipeline, where one is asked for."""
     here = problem(FOUR, pinned={"pipeline": (2,)})
