@@ -65,7 +65,10 @@ def _allow(
     planning: PlanningProblem, allowed: dict[int, np.ndarray], name: str, site_name: str, spec: PartitionSpec
 ) -> None:
     site = planning.space.sites[site_name]
-    spec.check(planning.space.mesh, _ndim(site))
+    try:
+        spec.check(planning.space.mesh, _ndim(site))
+    except InvalidSpecError as error:
+        raise InvalidSpecError(f"constraints: {name!r} cannot be laid out as {spec!r}: {error}") from error
     mask = np.array([own == spec for own in own_specs(site)])
     if not mask.any():
         raise InvalidSpecError(

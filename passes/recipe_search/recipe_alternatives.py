@@ -8,7 +8,7 @@ recipe that fits, and keeps the plan's own constraints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -52,7 +52,22 @@ class Feature:
         return any(all(getattr(recipe, name) in values for name, values in way.items()) for way in self.ways.values())
 
 
-_MANY = range(2, 2**31)
+class _Several(Collection[object]):
+    """The sizes over one. A range would look through all of them for None."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and value in self._sizes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    _sizes = range(2, 2**31)
+
+
+_MANY = _Several()
 
 
 def _axis(name: str) -> Feature:

@@ -138,6 +138,14 @@ def test_a_constraint_with_more_pieces_than_elements_is_refused() -> None:
         plan_program(perceptron_program(batch=4), mesh, h100s(mesh), options)
 
 
+def test_a_spec_that_no_value_of_that_shape_has_names_the_value() -> None:
+    """A glob may match what its spec is not meant for."""
+    mesh = Mesh({"x": 2})
+    wrong = r"'first.bias' cannot be laid out as P\(None, 'x'\): .* splits 2 dims, but the tensor has ndim=1"
+    with pytest.raises(InvalidSpecError, match=wrong):
+        plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(constraints={"first.*": P(None, "x")}))
+
+
 def test_an_operator_without_a_rule_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strict planning refuses it; lenient planning repeats it on every rank and says so."""
     monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
