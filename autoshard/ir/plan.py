@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
@@ -34,6 +35,21 @@ SCHEMA_VERSION = 6
 version 4 the recipe, and recomputation; version 5 offload; version 6 the kernels of `predicted`."""
 
 _READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
+
+_NUMBER = (int, float)
+_PLAIN: Mapping[str, tuple[type, ...]] = {
+    "program_digest": (str,),
+    "hardware": (str,),
+    "inputs": (dict,),
+    "baselines": (dict,),
+    "objective": _NUMBER,
+    "lower_bound": (*_NUMBER, NoneType),
+    "search_time_s": _NUMBER,
+    "memory_budget": (*_NUMBER, NoneType),
+    "precision": (str, NoneType),
+    "was_interrupted": (bool,),
+}
+"""What a file has under the keys that are taken as they are."""
 
 
 class Formulas(Protocol):
@@ -352,6 +368,10 @@ class Plan:
             known = ", ".join(map(str, _READABLE_VERSIONS))
             way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
             raise PlanMismatchError(f"the plan has schema version {version!r}; this release reads {known}. {way_out}")
+        for key, kinds in _PLAIN.items():
+            if key in data and not isinstance(data[key], kinds):
+                known = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+                raise PlanMismatchError(f"{key!r} is {data[key]!r} in the plan; it must be of {known}.")
         return cls(
             mesh=Mesh(data["mesh"]),
             program_digest=data["program_digest"],
