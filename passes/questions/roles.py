@@ -87,8 +87,9 @@ def _in_use(planning: PlanningProblem, axis: str) -> _Splits:
 
 
 def _gradients(planning: PlanningProblem, axis: str) -> _Splits:
+    nodes = planning.space.program.nodes_by_name()
     for slot in _matrices(planning):
-        made = gradient_of(planning.space.program.nodes[slot.node])
+        made = gradient_of(nodes[slot.node])
         if made is not None:
             strategies = planning.space.sites[made[0].name].strategies
             yield made[0].name, [axis in strategy.outputs[made[1]].sharded_axes for strategy in strategies]
@@ -137,10 +138,11 @@ def role_of(planning: PlanningProblem, specs: SpecOf, axis: str) -> str:
     """
     sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
     owners = {slot.name: slot for slot in planning.space.program.inputs_of(InputKind.STATE)}
+    nodes = planning.space.program.nodes_by_name()
     for slot in _matrices(planning):
         shape = planning.space.sites[slot.node].results[0].shape
         state = [item.node for name, item in owners.items() if name.endswith(f":{slot.name}")]
-        made = gradient_of(planning.space.program.nodes[slot.node])
+        made = gradient_of(nodes[slot.node])
         if any(axis in specs(link.head)[0][link.operand].sharded_axes for link in uses_of(planning, slot.node)):
             kind = "tensor"
         elif axis in specs(slot.node)[1][0].sharded_axes:

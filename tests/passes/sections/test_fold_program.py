@@ -81,8 +81,8 @@ class Shared(nn.Module):
 
 def test_gradients_summed_over_sequences_are_counted() -> None:
     """One sequence needs no such sum, two do; the sum of the bias, which both have, is told from it."""
-    traces = (tracing.trace(Shared(), (torch.ones(batch, 6, 4),), {}) for batch in (1, 2))
-    program = fold_program(*traces, ())
+    single, double = (tracing.trace(Shared(), (torch.ones(batch, 6, 4),), {}) for batch in (1, 2))
+    program = fold_program(single, double, ())
     assert [node.args[1] for node in program.sums] == [[0]]
     section = count_sections(program, {}, fused=False)["after"]
     sums = [kernel for kernel in section.backward.kernels if kernel.operator == "aten.sum.dim_IntList"]
