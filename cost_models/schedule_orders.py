@@ -146,10 +146,9 @@ def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual
 
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
     """The rank of each of the ranks * virtual_stages stages: looped, or a V for the schedules that are made so."""
-    stages = range(ranks * virtual_stages)
     if schedule in V_SHAPED:
-        return tuple(stage if stage < ranks else 2 * ranks - 1 - stage for stage in stages)
-    return tuple(stage % ranks for stage in stages)
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(range(ranks)) * virtual_stages
 
 
 def last_forward_stage(schedule: str, ranks: int, virtual_stages: int) -> int:

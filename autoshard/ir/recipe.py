@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
 
 from autoshard.errors import RecipeError
 
@@ -132,14 +134,12 @@ class Recipe:
     blocking_launches: bool = False
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            _check_count(name, getattr(self, name))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise _no_choice(name, getattr(self, name))
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise _no_flag(name, getattr(self, name))
+        for name, value in zip(_COUNTS, _counts_of(self), strict=True):
+            _check_count(name, value)
+        try:
+            _check_kinds(*_kinds_of(self))
+        except TypeError:  # one cannot be hashed
+            _check_kinds.__wrapped__(*_kinds_of(self))
         self._check_batch()
         self._check_axes()
         self._check_islands()
@@ -307,6 +307,16 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _OPTIONAL = ("zero_group", "global_batch")
 _FLAGS = tuple(item.name for item in fields(Recipe) if item.type == "bool")
 
+_counts_of = attrgetter(*_COUNTS)
+_kinds_of = attrgetter(*_CHOICES, *_FLAGS)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _check_kinds(*values: object) -> None:
+    """Check the choices and flags of a recipe; many recipes of a search have the same."""
+    for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
+        check_field(name, value)
+
 
 def check_field(name: str, value: object) -> None:
     """Whether a field of a recipe may have a value, whatever the others are. Raises RecipeError if not."""
@@ -336,5 +346,5 @@ def _no_flag(name: str, value: object) -> RecipeError:
 def _check_count(name: str, value: object) -> None:
     if value is None and name in _OPTIONAL:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if type(value) is not int or value < 1:
         raise RecipeError(f"{name}={value!r} must be a whole number of at least 1.")

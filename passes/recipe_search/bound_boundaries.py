@@ -45,6 +45,7 @@ from passes.recipe_search.bound_recipes import (
     latencies,
     longer_step,
     mean_products,
+    passed_blocks,
     step_floors,
 )
 from passes.sections.fold_program import AFTER, BEFORE
@@ -79,10 +80,7 @@ class StageLoads:
 @lru_cache(maxsize=256)
 def stage_loads(names: tuple[str, ...], blocks: tuple[str, ...]) -> StageLoads:
     """The loads of a model's stages; `names` is the order of sections."""
-    rows = np.zeros((len(blocks) + 1, len(names)))
-    for row, name in zip(rows[1:], blocks, strict=True):
-        row[names.index(name)] = 1.0
-    passed = rows.cumsum(axis=0)
+    passed = passed_blocks(names, blocks)
     counts = np.stack([passed[None] - passed[:, None]] * 3)
     counts[FIRST, ..., names.index(BEFORE)] += 1
     counts[LAST, ..., names.index(AFTER)] += 1
@@ -214,6 +212,8 @@ def fastest_boundaries(
     work_of: EndWorkOf | None,
     cluster: Cluster,
     model: StepModel,
+    *,
+    enough: float,
 ) -> Boundaries:
     """Bounds on the price of a step; with ends only where they count, of loads near the best ones.
 
@@ -225,6 +225,7 @@ def fastest_boundaries(
         recipe: the recipe, but for its boundaries.
         work_of: its ends; None: before them.
         cluster, model: what it is priced for.
+        enough: a price; of what is surely above, bounds may be without ends.
     """
     kinds = [_kind(rank, len(fits)) for rank in range(len(fits))]
     fits = fits & loads.has[kinds]
@@ -241,8 +242,21 @@ def fastest_boundaries(
         work = recipe.micro_batches * (loads.counts @ (forward + backward))
         return Costs(loads, loads.before @ (forward + is_whole * backward), refused + work)
 
-    known = path_costs(0.0)
-    near = known.within(_NEAR * float(known.least()[0, 0]))
+    def bound(greatest: Floats, share: float) -> Floats:
+        return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s
+
+    products_s = mean_products(floors, shapes, recipe)
+
+    def may_be_better() -> NDArray[np.bool_]:
+        paths = path_costs(0.0)
+        least = paths.least()[:1, 0]
+        found = paths.within(_NEAR * float(least[0]))
+        share, most = longer_step(products_s, float(bound(least, 0.0)[0]), cluster)
+        if enough < ROUNDING * most:
+            found &= path_costs(share).within(enough / ROUNDING - model.step_overhead_s)
+        return found
+
+    near = may_be_better() if work_of else np.zeros(len(loads.counts), dtype=bool)
     ends = ends_of(floors, loads.counts[near], work_of) if work_of and near.any() else None
 
     def costs(share: float) -> Costs:
@@ -251,13 +265,9 @@ def fastest_boundaries(
             found.ranks[:, near] += ends.least(np.full(near.sum(), share), recipe, model)
         return found
 
-    def bound(greatest: Floats, share: float) -> Floats:
-        return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s
-
     def at(shares: Floats) -> Floats:
         return bound(costs(float(shares[0])).least()[:1, 0], float(shares[0]))
 
-    products_s = mean_products(floors, shapes, recipe)
     share, most = longer_step(products_s, float(at(np.zeros(1))[0]), cluster)
     fastest = costs(share)
     floor = float(step_floors(at, products_s, cluster)[0])

@@ -53,10 +53,11 @@ from cost_models.power import power_limit
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_space import Pipe, schedule_of
-from passes.recipes.pipeline_stages import share_out
+from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.price_ends import EndWork
 from passes.recipes.price_recipe import adding_time, copies_time, section_products, section_time, sharded_time
 from passes.recipes.recipe_groups import Groups
+from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import SectionPrice
 
 Floats = NDArray[np.float64]
@@ -209,18 +210,24 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
     )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
+def passed_blocks(names: tuple[str, ...], blocks: tuple[str, ...]) -> Floats:
+    """How often sections come among the first blocks, none to all of them, [blocks + 1, sections]."""
+    places = np.array([names.index(name) for name in blocks], dtype=int)
+    one_each = np.eye(len(names))[places]
+    return np.concatenate([np.zeros((1, len(names))), one_each.cumsum(axis=0)])
+
+
 @lru_cache(maxsize=8192)
 def pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, Floats]:
     """Counts, what comes before, and hand-overs of one pipeline."""
-    plain = Recipe(
-        pipeline=pipe.pipeline, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends,
-        stage_blocks=pipe.stage_blocks if pipe.uneven else None,
-    )  # fmt: skip
+    shares = pipe.stage_blocks
+    if not pipe.uneven:
+        shares = even_blocks(len(blocks), pipe.pipeline * pipe.virtual_stages, split_ends=pipe.split_ends)
+    stages = np.diff(passed_blocks(names, blocks)[np.cumsum([0, *shares])], axis=0)
+    stages[0, names.index(BEFORE)] += 1
+    stages[-1, names.index(AFTER)] += 1
     owners = np.array(stage_ranks(schedule_of(pipe), pipe.pipeline, pipe.virtual_stages))
-    stages = np.zeros((len(owners), len(names)))
-    for stage, row in zip(share_out(blocks, plain), stages, strict=True):
-        for name, count in stage.sections:
-            row[names.index(name)] = count
     counts = np.zeros((pipe.pipeline, len(names)))
     np.add.at(counts, owners, stages)
     handed = (owners[1:] != owners[:-1]).astype(float)

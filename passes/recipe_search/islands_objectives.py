@@ -68,7 +68,7 @@ class IslandsFastest:
         """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
         """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
@@ -120,7 +120,7 @@ class IslandsSmallest:
         """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
         """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 

@@ -56,10 +56,10 @@ class Objective(Protocol):
         """Those that also have a pipeline of an open one."""
         ...
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
         """Of the recipe with each pipeline of an open one; without its ends, of all that gather as it does.
 
-        Without, the recipe is the one that shards most.
+        Without, the recipe is the one that shards most. Bounds of what surely has more than `enough` may be loose.
         """
         ...
 
@@ -123,9 +123,9 @@ class Fastest:
         """See `Objective`."""
         return self.pricer.uneven_floor(recipe, pipe)
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
         """See `Objective`."""
-        return self.pricer.fastest_boundaries(recipe, pipe, self.memory_limit, has_ends=has_ends)
+        return self.pricer.fastest_boundaries(recipe, pipe, self.memory_limit, has_ends=has_ends, enough=enough)
 
     def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""
@@ -172,7 +172,7 @@ class Smallest:
         """See `Objective`."""
         return float(self.pricer.pipeline_memory_floors([recipe], uneven=True)[0])
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool) -> Boundaries:
+    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
         """See `Objective`."""
         return self.pricer.smallest_boundaries(recipe, pipe)
 

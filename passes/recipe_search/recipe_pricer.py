@@ -289,8 +289,13 @@ class RecipePricer:
         shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
         return uneven_floor(self.section_floors(recipe), shapes, recipe, self.cluster, self.model)
 
-    def fastest_boundaries(self, recipe: Recipe, pipe: Pipe, memory_limit: float, *, has_ends: bool) -> Boundaries:
-        """Bounds on the step of a recipe with each pipeline of an open one that fits, with its ends or before them."""
+    def fastest_boundaries(
+        self, recipe: Recipe, pipe: Pipe, memory_limit: float, *, has_ends: bool, enough: float
+    ) -> Boundaries:
+        """Bounds on the step of a recipe with each pipeline of an open one that fits, with its ends or before them.
+
+        Of what surely takes more than `enough`, they may be before its ends.
+        """
         loads, memory = self._stage_memory(recipe, pipe)
 
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
@@ -300,7 +305,7 @@ class RecipePricer:
         shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
         return fastest_boundaries(
             self.section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe,
-            work_of if has_ends else None, self.cluster, self.model,
+            work_of if has_ends else None, self.cluster, self.model, enough=enough,
         )  # fmt: skip
 
     def smallest_boundaries(self, recipe: Recipe, pipe: Pipe) -> Boundaries:

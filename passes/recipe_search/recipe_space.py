@@ -109,6 +109,13 @@ class Pipe(NamedTuple):
         return self.uneven and len(self.stage_blocks) < self.pipeline
 
 
+class Pipes(NamedTuple):
+    """Pipelines of a number of ranks: `closed`, one each, and `open`, sets of them."""
+
+    closed: tuple[Pipe, ...]
+    open: tuple[Pipe, ...]
+
+
 def schedule_of(pipe: Pipe) -> str:
     """The name of a pipeline's schedule in `cost_models.schedule_orders`."""
     return name_of_schedule(pipe.schedule or None, pipe.virtual_stages)
@@ -150,9 +157,8 @@ class RecipeSpace:
     islands: tuple[int, ...] = ()
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
-    _by_ranks: dict[tuple[int, int, Share], tuple[Pipe, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _by_ranks: dict[tuple[int, int, Share], Pipes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _by_replicas: dict[int, tuple[Sharding, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         unknown = [name for name in (*self.only, *self.pinned) if name not in SEARCHED]
@@ -244,7 +250,7 @@ class RecipeSpace:
     def _island_ranks(self, ranks: int) -> tuple[int, ...]:
         return tuple(size * ranks // self.devices for size in self.islands)
 
-    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> tuple[Pipe, ...]:
+    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> Pipes:
         """Pipelines of so many ranks, whose islands have such shares of the blocks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
         key = (ranks, micro_batches, share)
@@ -252,15 +258,17 @@ class RecipeSpace:
             self._by_ranks[key] = self._allowed_pipes(*key)
         return self._by_ranks[key]
 
-    def _allowed_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
-        return tuple(
+    def _allowed_pipes(self, ranks: int, micro_batches: int, share: Share) -> Pipes:
+        allowed = [
             pipe
             for pipe in self._known_pipes(ranks, micro_batches, share)
             if self._allows("schedule", pipe.schedule or None)
             and self._allows("virtual_stages", pipe.virtual_stages)
             and self._allows("split_ends", pipe.split_ends)
             and (self.has_uneven if pipe.uneven else self._allows("stage_blocks", None))
-        )
+        ]
+        closed, several = (tuple(pipe for pipe in allowed if pipe.is_open is each) for each in (False, True))
+        return Pipes(closed, several)
 
     def _known_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
         if self.islands:
@@ -294,12 +302,19 @@ class RecipeSpace:
         for each in self.next_stages(pipe):
             yield from self.closed(each)
 
-    def shardings(self, layout: Layout, ranks: int) -> list[Sharding]:
+    def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
         """What ZeRO may shard."""
         replicas = self.devices // layout.tensor // ranks
+        if replicas not in self._by_replicas:
+            self._by_replicas[replicas] = self._allowed_shardings(replicas)
+        return self._by_replicas[replicas]
+
+    def _allowed_shardings(self, replicas: int) -> tuple[Sharding, ...]:
         groups = [0, *(size for size in divisors(replicas) if 1 < size < replicas)] if replicas > 1 else []
         known = [Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups)]
-        return [item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)]
+        return tuple(
+            item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)
+        )
 
     def _allows_group(self, group: int, replicas: int) -> bool:
         if "zero_group" in self.only and (group or None) not in self.only["zero_group"]:
@@ -340,7 +355,8 @@ class RecipeSpace:
         for layouts in self.layouts():
             for layout in layouts:
                 for keeping, ranks in product(self.keepings(layout), self.pipelines(layout)):
-                    known = (pipe for share in self.shares(ranks) for pipe in self.pipes(layout, ranks, share))
+                    shares = self.shares(ranks)
+                    known = (pipe for share in shares for pipes in self.pipes(layout, ranks, share) for pipe in pipes)
                     pipes = (each for pipe in known for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
                         yield self.recipe(layout, keeping, pipe, sharding)

@@ -323,17 +323,15 @@ class _Search:
             self._push(bound, replace(node, share=share, others=tuple(shares[1:])))
 
     def _split_pipeline(self, bound: float, node: _Node) -> None:
-        known = node.branch.space.pipes(node.layout, node.ranks, node.share)
-        pipes = [pipe for pipe in known if not pipe.is_open]
-        if pipes:
+        objective = node.branch.objective
+        closed, several = node.branch.space.pipes(node.layout, node.ranks, node.share)
+        if closed:
             shardings = [self._recipe(child) for child in self._sharded(node)]
-            bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes)
-            for pipe, pipe_bound in zip(pipes, bounds, strict=True):
+            bounds = objective.schedules(self._recipe(node), shardings, closed)
+            for pipe, pipe_bound in zip(closed, bounds, strict=True):
                 self._push(pipe_bound, node, pipe=pipe)
-        for pipe in known:
-            if pipe.is_open:
-                least = max(bound, node.branch.objective.uneven(self._recipe(node), pipe))
-                self._push(least, node, pipe=pipe)
+        for pipe in several:
+            self._push(max(bound, objective.uneven(self._recipe(node), pipe)), node, pipe=pipe)
 
     def _split_boundaries(self, bound: float, node: _Node) -> None:
         """Open a set of pipelines with each sharding, then with the blocks of one stage after the other."""
@@ -341,14 +339,17 @@ class _Search:
         if not node.pipe.is_open:
             self._price(node)
         elif node.boundaries is None:
-            boundaries = node.branch.objective.boundaries(self._recipe(node), node.pipe, has_ends=False)
-            self._push(max(bound, boundaries.floor), node, boundaries=boundaries)
+            self._bound_boundaries(bound, node, node.pipe, has_ends=False)
         elif node.sharding is None:
             for child in self._sharded(node):
-                boundaries = node.branch.objective.boundaries(self._recipe(child), node.pipe, has_ends=True)
-                self._push(max(bound, boundaries.floor), child, boundaries=boundaries)
+                self._bound_boundaries(bound, child, node.pipe, has_ends=True)
         else:
             self._split_stage(bound, node, node.pipe)
+
+    def _bound_boundaries(self, bound: float, node: _Node, pipe: Pipe, *, has_ends: bool) -> None:
+        enough = math.inf if self.best is None else self.best[0]
+        boundaries = node.branch.objective.boundaries(self._recipe(node), pipe, has_ends=has_ends, enough=enough)
+        self._push(max(bound, boundaries.floor), node, boundaries=boundaries)
 
     def _split_stage(self, bound: float, node: _Node, open_pipe: Pipe) -> None:
         assert node.boundaries is not None, "the sharding is chosen"

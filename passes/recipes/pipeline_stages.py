@@ -5,6 +5,7 @@ The first stage also has what comes before the blocks, the last what comes after
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,7 +40,7 @@ def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
         names = list(blocks[start : start + count])
         start += count
         names = [BEFORE] * (index == 0) + names + [AFTER] * (index == len(counts) - 1)
-        stages.append(Stage(tuple((name, names.count(name)) for name in dict.fromkeys(names))))
+        stages.append(Stage(tuple(Counter(names).items())))
     return tuple(stages)
 
 
@@ -53,9 +54,7 @@ def _block_counts(blocks: int, recipe: Recipe) -> tuple[int, ...]:
             )
         return tuple(recipe.stage_blocks)
     stages = recipe.stages
-    if stages == 1:
-        return (blocks,)
-    if blocks + 2 * recipe.split_ends < stages:
+    if stages > 1 and blocks + 2 * recipe.split_ends < stages:
         raise RecipeError(
             f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
             f"{blocks} blocks."
@@ -63,8 +62,9 @@ def _block_counts(blocks: int, recipe: Recipe) -> tuple[int, ...]:
     return even_blocks(blocks, stages, split_ends=recipe.split_ends)
 
 
+@lru_cache(maxsize=8192)
 def even_blocks(blocks: int, stages: int, *, split_ends: bool) -> tuple[int, ...]:
-    """Blocks on each of several stages, as even as can be; with `split_ends` the ends count as blocks.
+    """Blocks on each of some stages, as even as can be; with `split_ends` the ends count as blocks.
 
     Example:
         >>> even_blocks(10, 4, split_ends=False), even_blocks(10, 4, split_ends=True)
@@ -73,8 +73,8 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool) -> tuple[int, ...
     slots = blocks + 2 * split_ends
     bounds = [round(index * slots / stages) for index in range(stages + 1)]
     counts = [after - before for before, after in pairwise(bounds)]
-    if split_ends:
-        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    for end in (0, -1):
+        counts[end] -= split_ends
     return tuple(counts)
 
 

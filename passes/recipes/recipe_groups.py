@@ -79,7 +79,11 @@ def traffic_time(item: Traffic, recipe: Recipe, groups: Groups, model: StepModel
     """Seconds of a collective."""
     group = groups.of(item.axis)
     is_merged = recipe.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
-    return _move_time(item.kind, item.bytes, item.copies if is_merged else None, group) * slowdown(group, model)
+    if is_merged:
+        alone_s = _merged_s(item.bytes, item.copies, group)
+    else:
+        alone_s = _alone_s(_MOVES[item.kind], item.bytes, group)
+    return alone_s * slowdown(group, model)
 
 
 _MOVES = {
@@ -89,9 +93,13 @@ _MOVES = {
 
 
 @lru_cache(maxsize=2**16)
-def _move_time(kind: MoveKind, size: int, copies: float | None, group: GroupLinks) -> float:
-    """Seconds of moving so many bytes, alone; `copies` of each token where those are merged."""
-    return _MOVES[kind](size, group) if copies is None else dispatch_time(size, copies, group)
+def _alone_s(exchange: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
+    """Seconds of an exchange with nothing beside it; a search asks for few of them very often."""
+    return exchange(moved_bytes, group)
+
+
+_merged_s = lru_cache(maxsize=2**16)(dispatch_time)
+"""The same of an exchange of tokens that are sent once to each place."""
 
 
 def sorting_time(item: Traffic, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
@@ -130,4 +138,4 @@ def in_pieces(
     listing_s = 0.0
     if recipe.listed_collectives and group.size > 1:
         listing_s = group.size * _LISTING_OPERATORS * cluster.device.dispatch("eager")
-    return count * (exchange(total_bytes / count, group) * slowdown(group, model) + listing_s)
+    return count * (_alone_s(exchange, total_bytes / count, group) * slowdown(group, model) + listing_s)

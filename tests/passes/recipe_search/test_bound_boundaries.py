@@ -94,9 +94,10 @@ def test_no_way_to_share_blocks_out_is_below_its_bounds(
     assert pricer.uneven_floor(recipe, start) <= min(times.values())
     limit = data.draw(st.sampled_from([*sizes.values(), math.inf]))
     fits = [pipe for pipe, size in sizes.items() if size <= limit]
-    before_ends = pricer.fastest_boundaries(recipe, start, limit, has_ends=False).floor
+    enough = data.draw(st.sampled_from([*times.values(), math.inf]))
+    before_ends = pricer.fastest_boundaries(recipe, start, limit, has_ends=False, enough=enough).floor
     fastest, smallest = (
-        pricer.fastest_boundaries(recipe, start, limit, has_ends=True),
+        pricer.fastest_boundaries(recipe, start, limit, has_ends=True, enough=enough),
         pricer.smallest_boundaries(recipe, start),
     )
     assert before_ends <= fastest.floor <= min(times[pipe] for pipe in fits)

@@ -38,11 +38,11 @@ def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: s
     space = RecipeSpace(counted, 4, Recipe(global_batch=8), only={"micro_batch": (1, 4), **stages})
     for layout in itertools.chain.from_iterable(space.layouts()):
         ranks = list(space.pipelines(layout))
-        first = space.recipe(layout, Keeping(), space.pipes(layout, ranks[0])[0], Sharding())
+        first = space.recipe(layout, Keeping(), space.pipes(layout, ranks[0]).closed[0], Sharding())
         floors = pricer.layout_memory_floors(first, ranks[-1], KEEPINGS, uneven=uneven)
         assert floors.min() > 0
         for (floor, keeping), size in itertools.product(zip(floors, KEEPINGS, strict=True), ranks):
-            pipes = itertools.chain.from_iterable(map(space.closed, space.pipes(layout, size)))
+            pipes = itertools.chain.from_iterable(map(space.closed, itertools.chain(*space.pipes(layout, size))))
             for pipe, sharding in itertools.product(pipes, space.shardings(layout, size)):
                 recipe = space.recipe(layout, keeping, pipe, sharding)
                 assert floor <= pricer.pipeline_memory_floors([recipe], uneven=uneven)[0] <= pricer.memory_bytes(recipe)
