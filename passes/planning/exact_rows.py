@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -32,71 +31,12 @@ from passes.memory.memory_tables import differs, is_on_host, traced_value
 from passes.memory.transients import LocalForm
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.storage_walk import Local, Reshard, Rewritten, Storage, Use, Walk, viewed_operands, walk_through
+from passes.planning.wiring import AsTraced, Facts, Wiring, both
 from passes.solver.assignment import Floats, MemoryRow
 from passes.strategies.enumerate_strategies import Link, Site, needs_of, specs_of
 from passes.strategies.price import local_bytes_of
 
-Facts = Mapping[int, np.ndarray]
-"""What must hold of a choice: variable to a mask of its options."""
-
 _WHOLE = PartitionSpec()
-
-
-class Wiring(Protocol):
-    """Which choices give the program that is walked through, as far as something in it goes."""
-
-    def options(self, variable: int) -> int:
-        """How many times the options of a variable stand for its strategies."""
-        ...
-
-    def exists(self, name: str) -> Facts:
-        """Under which choices the program has a site."""
-        ...
-
-    def reads(self, link: int) -> Facts:
-        """Under which choices a link's head reads its tail."""
-        ...
-
-    def needs(self, link: int, point: int) -> Facts:
-        """Under which choices what a link's tail yields, maybe again, is there at a point, and its head reads it."""
-        ...
-
-    def family(self, name: str) -> str:
-        """The site whose value a site yields, maybe again."""
-        ...
-
-
-class AsTraced:
-    """The wiring of a program that is the same under each choice."""
-
-    def options(self, variable: int) -> int:
-        """Each stands for one strategy."""
-        return 1
-
-    def exists(self, name: str) -> Facts:
-        """Under all."""
-        return {}
-
-    def reads(self, link: int) -> Facts:
-        """Under all."""
-        return {}
-
-    def needs(self, link: int, point: int) -> Facts:
-        """Under all."""
-        return {}
-
-    def family(self, name: str) -> str:
-        """The site."""
-        return name
-
-
-def both(*facts: Facts) -> Facts:
-    """That all of some facts hold."""
-    found: dict[int, np.ndarray] = {}
-    for each in facts:
-        for variable, mask in each.items():
-            found[variable] = found[variable] & mask if variable in found else mask
-    return found
 
 
 @dataclass
@@ -255,8 +195,9 @@ class _Terms:
         return self.point <= self.planning.liveness.reshards[use.link]
 
     def _use_facts(self, use: Use) -> Facts:
-        there = self.wiring.exists(self.planning.space.links[use.link].head)
-        return both(there, self.wiring.reads(use.link)) if self._is_waiting(use) else there
+        if self._is_waiting(use):
+            return self.wiring.will_read(use.link, self.point)
+        return self.wiring.exists(self.planning.space.links[use.link].head)
 
     def _of_needed(self, use: Use) -> _Term:
         """What needs a storage: what is to be resharded as it is, else as its reader has it."""

@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -165,9 +166,10 @@ class Search:
         if _pairs(problem) <= EXACT_PAIRS:
             deadline = time.monotonic() + self.time_budget_s
             search = PeakSearch(problem, partial(Tabled, planning), planning.usage, deadline, self.control)
-            found = search(rough)
-            if found is None or found.is_proven or not rough:
-                return found
+            with suppress(TimeoutError):
+                found = search(rough)
+                if found is None or found.is_proven or not rough:
+                    return found
         return LeastPeak(rough, float(planning.usage(rough).max()), 0.0) if rough else None
 
     def does_not_fit(

@@ -4,6 +4,9 @@ Memory binds at few program points, and which ones is not known before. So rows 
 count exactly what the solution takes; where that is over the limit, add rows that are exact for this solution, and true
 of all others (`exact_rows`); solve again. Each problem that is solved is a relaxation of the true one, and what it
 solves to is cut off if it does not fit: so the first solution that fits is optimal, and if nothing solves nothing fits.
+
+Before that, the same is done for the smallest peak, as far as it takes to know whether anything fits (`least_peak`).
+That takes far fewer rounds, and gives a choice to fall back on when time runs out.
 """
 
 from __future__ import annotations
@@ -100,29 +103,30 @@ class ExactSearch:
     control: SearchControl
     refused: set[tuple[int, ...]] = field(default_factory=set)
 
-    def cheapest(self) -> Solution | None:
-        """The cheapest choice that fits, None if none does.
+    def cheapest(self) -> tuple[Solution | None, float]:
+        """The cheapest choice that fits, None if none is found in time; and seconds that no choice is below."""
+        bound = 0.0
+        while not self.control.is_stopped and (left_s := self.deadline - time.monotonic()) > 0:
+            try:
+                solution = solve_milp(self.problem, time_limit_s=left_s, control=self.control)
+            except TimeoutError:
+                break
+            if solution is None:
+                return None, np.inf
+            bound = max(bound, solution.lower_bound)
+            if self._fits(solution.choice, self.problem.limit):
+                return solution, bound
+        return None, bound
 
-        Raises:
-            TimeoutError: nothing that fits was found in time.
-        """
-        while True:
-            left_s = self.deadline - time.monotonic()
-            if left_s <= 0 or self.control.is_stopped:
-                raise TimeoutError("the exact search ran out of time before it found a plan that fits")
-            solution = solve_milp(self.problem, time_limit_s=left_s, control=self.control)
-            if solution is None or self._fits(solution.choice, self.problem.limit):
-                return solution
-
-    def smallest_peak(self, frugal: Sequence[int]) -> LeastPeak | None:
+    def smallest_peak(self, frugal: Sequence[int], enough: float) -> LeastPeak | None:
         """The smallest limit within which a choice fits, with proof if there is time for it; see `PeakSearch`.
 
         Args:
             frugal: a choice with a small peak, or nothing.
+            enough: bytes; a smaller peak is not looked for.
         """
-        return PeakSearch(self.problem, self.exact.counted, self.exact.tables.usage, self.deadline, self.control)(
-            frugal
-        )
+        usage = self.exact.tables.usage
+        return PeakSearch(self.problem, self.exact.counted, usage, self.deadline, self.control, enough)(frugal)
 
     def _fits(self, choice: Sequence[int], limit: float) -> bool:
         """Whether a choice fits in a limit; if not, rows are added that cut it off."""
@@ -135,22 +139,39 @@ class ExactSearch:
         return not rows
 
 
-MOST_PAIRS = 1_500
-"""Pairs of options over all edges up to which problems are searched so: of five times as many it took up to 20 s."""
+MOST_PAIRS = 8_000
+"""Pairs of options over all edges up to which the cheapest choice is searched so."""
 
-_SHARE = 0.5
+MOST_PAIRS_TO_REFUSE = 200_000
+"""Pairs of options up to which it is proven so that nothing fits: whatever choices cost, far fewer differ."""
+
+_SHARE = 0.3
 """The part of the time that is left which is spent so; the rest is for a search by tables."""
+
+_SHARE_TO_REFUSE = 0.1
+"""The part of the time in which it is proven that nothing fits, where that is all that is searched so."""
 
 
 def is_searched_exactly(problem: Assignment) -> bool:
     """Whether a problem is small enough."""
-    return sum(edge.cost.size for edge in problem.edges) <= MOST_PAIRS
+    return _pairs(problem) <= MOST_PAIRS
+
+
+def is_refused_exactly(problem: Assignment) -> bool:
+    """Whether a problem is small enough for `refuse`."""
+    return _pairs(problem) <= MOST_PAIRS_TO_REFUSE
+
+
+def _pairs(problem: Assignment) -> int:
+    return sum(edge.cost.size for edge in problem.edges)
 
 
 def cheapest_that_fits(
     exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float
 ) -> Solution:
-    """The cheapest choice that fits in the memory limit of a search.
+    """The cheapest choice that fits in the memory limit of a search, or, if time runs out, one that fits.
+
+    Its bound is of all that fit, so it is the cheapest if it costs no more.
 
     Args:
         exact: the problem.
@@ -162,15 +183,49 @@ def cheapest_that_fits(
         DoesNotFitError: no choice fits; says the smallest limit that one would fit in.
         TimeoutError: nothing that fits was found in time.
     """
+    exactly = _exact_search(exact, search, allowed, deadline, _SHARE)
+    least = _least(exactly, search)
+    found, bound = exactly.cheapest()
+    if found is not None:
+        return found
+    if bound == np.inf:
+        raise search.does_not_fit(exact.tables, least.peak, is_proven=least.is_proven)
+    if least.peak > exactly.problem.limit:
+        raise TimeoutError("the exact search ran out of time before it found a plan that fits")
+    cost = exactly.problem.cost_of(least.choice)
+    return Solution(least.choice, cost, min(cost, bound))
+
+
+def refuse(exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float) -> None:
+    """Raise an error if it can be proven, in a part of the time, that no choice fits; see `cheapest_that_fits`."""
+    _least(_exact_search(exact, search, allowed, deadline, _SHARE_TO_REFUSE), search)
+
+
+def _exact_search(
+    exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float, share: float
+) -> ExactSearch:
     assert search.memory_limit_bytes is not None, "without a limit nothing is counted"
     problem = dataclasses.replace(restrict(exact.assignment, allowed), limit=float(search.memory_limit_bytes))
     now = time.monotonic()
-    exactly = ExactSearch(exact, problem, now + _SHARE * (deadline - now), search.control)
-    found = exactly.cheapest()
-    if found is not None:
-        return found
-    rough = choice_of_smallest_peak(problem, exact.tables.usage, exact.tables.memory_row, control=search.control)
-    least = exactly.smallest_peak(rough)
+    return ExactSearch(exact, problem, now + share * (deadline - now), search.control)
+
+
+def _least(exactly: ExactSearch, search: Search) -> LeastPeak:
+    """A choice that fits, or the one of the smallest peak that was found in time; an error if no choice fits.
+
+    The error names what is proven to be the least, or else a peak that does not depend on the time there was.
+    """
+    problem, tables = exactly.problem, exactly.exact.tables
+    rough = choice_of_smallest_peak(problem, tables.usage, tables.memory_row, problem.limit, control=search.control)
+    least = exactly.smallest_peak(rough, problem.limit)
     if least is None:
-        raise search.does_not_fit(exact.tables)
-    raise search.does_not_fit(exact.tables, least.peak, is_proven=least.is_proven)
+        raise search.does_not_fit(tables)
+    if least.bound < problem.limit + _ROUNDING:
+        return least
+    if least.is_proven or not rough:
+        raise search.does_not_fit(tables, least.peak, is_proven=least.is_proven)
+    raise search.does_not_fit(tables, float(exactly.exact.counted(rough).used().max()))
+
+
+_ROUNDING = 0.5
+"""Bytes by which a solver's bound may be wrong: what is counted are whole ones."""

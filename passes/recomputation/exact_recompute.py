@@ -16,10 +16,11 @@ from torch import fx
 
 from passes.memory.memory_tables import MemoryTables
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.exact_rows import ExactRows, Facts, both
+from passes.planning.exact_rows import ExactRows
 from passes.planning.search_exactly import CountedPlan
+from passes.planning.wiring import Facts, both
 from passes.recomputation.recompute import moved_by, original_of
-from passes.recomputation.recompute_options import AGAIN, RECOMPUTED, Keeping
+from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping
 from passes.recomputation.recompute_problem import Again, RecomputeProblem
 from passes.recomputation.with_again import space_with
 from passes.solver.assignment import Assignment
@@ -82,7 +83,7 @@ class Keepings:
     running: PlanningProblem
     choice: tuple[int, ...]
     again: Again
-    known: dict[str, Facts] = field(default_factory=dict)
+    known: dict[tuple[str, int | None], Facts] = field(default_factory=dict)
 
     def options(self, variable: int) -> int:
         """See `Wiring`."""
@@ -90,8 +91,12 @@ class Keepings:
 
     def exists(self, name: str) -> Facts:
         """See `Wiring`."""
+        return self._exists(name)
+
+    def _exists(self, name: str, after: int | None = None) -> Facts:
+        """That a site is there; if it recomputes, at its place, or at any behind the place `after`."""
         original = self.family(name)
-        return {} if original == name else self._is_again(original)
+        return {} if original == name else self._is_again(original, after)
 
     def family(self, name: str) -> str:
         """See `Wiring`."""
@@ -105,8 +110,15 @@ class Keepings:
 
     def reads(self, link: int) -> Facts:
         """See `Wiring`."""
+        return self._reads(link)
+
+    def will_read(self, link: int, point: int) -> Facts:
+        """See `Wiring`."""
+        return self._reads(link, self._place(point))
+
+    def _reads(self, link: int, after: int | None = None) -> Facts:
         found = self.running.space.links[link]
-        exists = self.exists(found.head)
+        exists = self._exists(found.head, after)
         if self.family(found.tail) != found.tail:
             return both(exists, self.exists(found.tail))
         return both(exists, self._is_not_made_again(found.tail)) if self._is_behind(found) else exists
@@ -117,7 +129,7 @@ class Keepings:
         original, place = self.family(found.tail), self._place(point)
         is_late = self._is_behind(found) and self.family(found.head) == found.head
         if not is_late or place is None or place <= self._end_of_forward or self._is_exempt(original):
-            return self.reads(link)
+            return self.will_read(link, point)
         variable = self.problem.planning.classes[original]
         anchors = self.problem.options.anchors.get(original, {})
         there = (k not in AGAIN or self._order[anchors[k]] <= place for k in self.problem.keepings(variable))
@@ -191,27 +203,36 @@ class Keepings:
         variable = self.problem.planning.classes[name]
         return self._kept(name, [keeping in wanted for keeping in self.problem.keepings(variable)])
 
-    def _is_again(self, name: str) -> Facts:
+    def _is_again(self, name: str, after: int | None = None) -> Facts:
         """That a value is there again: its keeping says so, it is no view to hold, and something reads it."""
-        if name not in self.known:
-            facts = [self._is_made_again(name)]
+        if (name, after) not in self.known:
+            facts = [self._is_made_again(name, after)]
             readers = self._readers[name]
             if not any(self._is_late(link) for link in readers):
-                facts.append(self._is_again(next(link.head for link in readers if link.head in self._recomputed)))
-            self.known[name] = both(*facts)
-        return self.known[name]
+                reader = next(link.head for link in readers if link.head in self._recomputed)
+                facts.append(self._is_again(reader, after))
+            self.known[name, after] = both(*facts)
+        return self.known[name, after]
 
     def _is_late(self, link: Link) -> bool:
         head = self.problem.space.sites[link.head]
         return head.phase != "forward" and not leaves_program(head, link)
 
-    def _is_made_again(self, name: str) -> Facts:
+    def _is_made_again(self, name: str, after: int | None = None) -> Facts:
         """That a value is freed and there again, if anything reads it."""
-        kept = self._kept_as(name)
+        kept = self._kept_as(name, *self._same_behind(name, after))
         if self._keeping(name) not in RECOMPUTED or not self.problem.space.sites[name].is_alias:
             return kept
         above = self._viewed[name]
         return both(kept, self._is_made_again(above.tail) if above.tail in self._made else self._as_moved(above))
+
+    def _same_behind(self, name: str, after: int | None) -> list[Keeping]:
+        """The keepings under which a value is there again in the same way, at any place behind `after`."""
+        if after is None:
+            return []
+        alike = RECOMPUTED if self._keeping(name) in RECOMPUTED else OFFLOADED
+        anchors = self.problem.options.anchors[name]
+        return [keeping for keeping in alike if keeping in anchors and self._order[anchors[keeping]] > after]
 
     def _is_not_made_again(self, name: str) -> Facts:
         """That a value is held: its keeping says so, or it is a view of what is held."""

@@ -6,8 +6,8 @@ fits as it is, is optimal with them too; only where it does not fit is the large
 a choice be optimal among those that fit would not be enough: one of cheaper strategies may fit with recomputation.
 
 What fits is decided by the exact count of the program that will run. Small problems are searched by that count, to the
-optimum of all that fits (`search_exactly`); large ones, and programs that leave blocks out, until what is found fits
-(`fitting`).
+optimum of all that fits (`search_exactly`); large ones, programs that leave blocks out, and small ones for which the
+time was too short, until what is found fits (`fitting`). Of the last the bound is still that of all that fits.
 
 With offload the problem is larger still, and contains that without. Where its solution may be far from the best, or
 holds more in the host's memory than there is, the search is repeated without offload, and the cheaper of what fits is
@@ -28,7 +28,14 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search, Searchable, restrict
-from passes.planning.search_exactly import ExactPlanning, cheapest_that_fits, is_searched_exactly
+from passes.planning.search_exactly import (
+    ExactlyCounted,
+    ExactPlanning,
+    cheapest_that_fits,
+    is_refused_exactly,
+    is_searched_exactly,
+    refuse,
+)
 from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution, bounded, fitting
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
@@ -36,6 +43,7 @@ from passes.recomputation.recompute_problem import build_recompute_problem
 from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
+from passes.solver.smallest_peak import choice_of_smallest_peak
 
 
 def solve_jointly(
@@ -85,28 +93,27 @@ def _where_memory_binds(
         # the bound of the search without recomputation holds for no other
         return bounded(_alone(planning, search, allowed, start, end), 0.0)
     if not offload or planning.prices.cluster.device.host_link is None:
-        return _solve(planning, search, allowed, start, end, offload=False)
+        return bounded(*_solve(planning, search, allowed, start, end, offload=False))
     most = end - _SHARE_WITHOUT * search.time_budget_s
     room = planning.prices.cluster.host_bytes_per_device
     try:
-        found = _solve(planning, search, allowed, start, most, offload=True)
+        found, bound = _solve(planning, search, allowed, start, most, offload=True)
     except DoesNotFitError:
         if room is None or _most_host_bytes(planning) <= room:
             raise
-        return _solve(planning, search, allowed, start, end, offload=False)
+        return bounded(*_solve(planning, search, allowed, start, end, offload=False))
     has_room = room is None or found.host_bytes <= room
     is_near = found.solution.cost * (1 - _FAR) <= found.solution.lower_bound
     if has_room and (is_near or search.control.is_stopped):
-        return found
+        return bounded(found, bound)
     try:
-        other = _solve(planning, search, allowed, start, end, offload=False)
+        other, _ = _solve(planning, search, allowed, start, end, offload=False)
     except DoesNotFitError:
         if has_room:
-            return found
+            return bounded(found, bound)
         raise
-    if has_room and found.solution.cost <= other.solution.cost:
-        return found
-    return bounded(other, found.solution.lower_bound)
+    is_better = not has_room or other.solution.cost < found.solution.cost
+    return bounded(other if is_better else found, bound)
 
 
 def _most_host_bytes(planning: PlanningProblem) -> int:
@@ -131,13 +138,16 @@ def _solve(
     deadline: float,
     *,
     offload: bool,
-) -> JointSolution:
-    """See `solve_jointly`, where memory binds; the host's memory has no limit."""
+) -> tuple[JointSolution, float]:
+    """See `solve_jointly`, where memory binds; the host's memory has no limit.
+
+    Also a bound of all choices that fit, if they were searched exactly; else that of the solution.
+    """
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning.space, planning.classes, offload=offload)
     if not options.keepings:
-        return _alone(planning, search, allowed, start, deadline)
+        return _bound_of(_alone(planning, search, allowed, start, deadline))
     problem = build_recompute_problem(planning, options)
 
     def joint(found: Solution) -> JointSolution:
@@ -153,11 +163,11 @@ def _solve(
             host_bytes(running, choice),
         )
 
-    if is_searched_exactly(problem.assignment):
-        with suppress(TimeoutError):
-            return joint(cheapest_that_fits(ExactRecompute(problem), search, problem.widen(allowed), deadline))
-    start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
     wide = problem.widen(allowed)
+    exact = _exactly(ExactRecompute(problem), search, wide, deadline)
+    if exact is not None and _is_optimal(exact):
+        return joint(exact), exact.lower_bound
+    start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
     def attempt(limit: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
@@ -165,11 +175,54 @@ def _solve(
 
     frugal = partial(_frugal, problem, search, wide, joint)
     found, least = fitting(attempt, frugal, search.memory_limit_bytes)
+    if exact is not None:
+        return _cheaper(found, joint(exact)), exact.lower_bound
     if found is not None:
-        return found
+        return _bound_of(found)
     if start:
-        return _alone(planning, search, allowed, start, deadline)
+        return _bound_of(_alone(planning, search, allowed, start, deadline))
     raise search.does_not_fit(planning, least)
+
+
+def _bound_of(found: JointSolution) -> tuple[JointSolution, float]:
+    return found, found.solution.lower_bound
+
+
+def _exactly(
+    exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float
+) -> Solution | None:
+    """What is found by the exact count, with a bound of all that fits; None where tables are to be asked.
+
+    Raises:
+        DoesNotFitError: it is proven that no choice fits.
+    """
+    with suppress(TimeoutError):
+        if is_searched_exactly(exact.assignment):
+            return cheapest_that_fits(exact, search, allowed, deadline)
+        if is_refused_exactly(exact.assignment) and _is_hopeless(exact.tables, search, allowed):
+            refuse(exact, search, allowed, deadline)
+    return None
+
+
+def _is_hopeless(problem: Searchable, search: Search, allowed: Mapping[int, np.ndarray]) -> bool:
+    """Whether no choice is found that fits as the problem counts."""
+    limit = float(search.memory_limit_bytes or 0)
+    free = restrict(problem.assignment, allowed)
+    found = choice_of_smallest_peak(free, problem.usage, problem.memory_row, limit, limit, control=search.control)
+    return not found or float(problem.usage(found).max()) > limit
+
+
+def _is_optimal(found: Solution) -> bool:
+    return found.lower_bound >= found.cost * (1 - _ROUNDING)
+
+
+_ROUNDING = 1e-8
+"""Part of the objective by which a solver may be wrong."""
+
+
+def _cheaper(found: JointSolution | None, exact: JointSolution) -> JointSolution:
+    """What tables found, unless what the exact search had by then is cheaper."""
+    return exact if found is None or exact.solution.cost < found.solution.cost else found
 
 
 def _alone(
@@ -182,15 +235,17 @@ def _alone(
     """The cheapest choice that fits as it is."""
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
-    if is_searched_exactly(planning.assignment) and not planning.elided.sites:
-        with suppress(TimeoutError):
-            return JointSolution(planning, cheapest_that_fits(ExactPlanning(planning), search, allowed, deadline))
+    exact = None if planning.elided.sites else _exactly(ExactPlanning(planning), search, allowed, deadline)
+    if exact is not None and _is_optimal(exact):
+        return JointSolution(planning, exact)
 
     def attempt(limit: float) -> JointSolution:
         return JointSolution(planning, _within(limit, deadline, search)(planning, allowed, start))
 
     frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning))
     found, least = fitting(attempt, frugal, search.memory_limit_bytes)
+    if exact is not None:
+        return bounded(_cheaper(found, JointSolution(planning, exact)), exact.lower_bound)
     if found is None:
         raise search.does_not_fit(planning, least)
     return found
@@ -207,12 +262,16 @@ def _frugal(
     found = dataclasses.replace(search, time_budget_s=_SHARE_FRUGAL * search.time_budget_s).frugal(problem, free)
     if found is None:
         return []
-    rough = Solution(found.choice, free.cost_of(found.choice), 0.0)
-    if search.control.is_stopped:
-        return [joint(rough)]
+    rough = joint(Solution(found.choice, free.cost_of(found.choice), 0.0))
+    if search.control.is_stopped or rough.peak_bytes() > _NEAR * (search.memory_limit_bytes or 0):
+        return [rough]
     quick = DualSearch(search.tolerance, _ROUNDS, np.inf, control=search.control)
     cheap = quick(dataclasses.replace(free, limit=found.peak), problem.usage, problem.memory_row, [found.choice])
-    return [joint(choice) for choice in (rough, cheap) if choice is not None]
+    return [rough] if cheap is None else [rough, joint(cheap)]
+
+
+_NEAR = 1.1
+"""How many times the limit a small peak may be for a cheap choice within it to be looked for: that might fit, too."""
 
 
 _SHARE_FRUGAL = 0.25

@@ -7,7 +7,8 @@ The peak is the maximum over program points. Which ones matter is not known befo
 3. Count both. A choice that takes no more than 1. says has the smallest peak of all; else add rows of the points at
    which they take most, one at least that what was solved breaks, and go on.
 
-A search that runs out of time, or is stopped, gives the smallest peak so far, and what is proven.
+A search that runs out of time, or is stopped, gives the smallest peak so far, and what is proven. So does one that has
+found a peak which is small enough.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class PeakSearch:
         usage: another one, maybe not as exact, but quick.
         deadline: of `time.monotonic`.
         control: may stop it.
+        enough: bytes; a smaller peak than that is not looked for.
     """
 
     problem: Assignment
@@ -76,20 +78,26 @@ class PeakSearch:
     usage: Usage
     deadline: float
     control: SearchControl
+    enough: float = 0.0
     best: tuple[int, ...] | None = field(default=None, init=False)
     best_peak: float = field(default=np.inf, init=False)
     bound: float = field(default=0.0, init=False)
 
     def __call__(self, start: Sequence[int]) -> LeastPeak | None:
-        """The smallest peak; None if no choice is allowed, or none was found.
+        """The smallest peak; None if no choice is allowed.
 
         Args:
             start: a choice with a small peak, or nothing.
+
+        Raises:
+            TimeoutError: no choice was found in time.
         """
         descend = _Descent(self.problem, self.usage)
         if start:
+            self._note(start)
+        if start and not self._is_done:
             self._add_rows(descend(start, 0.9 * float(self.usage(start).max())), 0.0)
-        while not self.control.is_stopped and time.monotonic() < self.deadline:
+        while not self._is_done:
             try:
                 found = smallest_peak(self.problem, self.deadline - time.monotonic(), self.control)
             except TimeoutError:
@@ -99,7 +107,14 @@ class PeakSearch:
             self.bound = max(self.bound, found.bound)
             if self.best_peak <= found.peak or not self._refute(found.choice, descend(found.choice, found.peak)):
                 break
-        return None if self.best is None else LeastPeak(self.best, self.best_peak, self.bound)
+        if self.best is None:
+            raise TimeoutError("no plan was found in time, whatever memory it takes")
+        return LeastPeak(self.best, self.best_peak, self.bound)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether there is nothing left to find, or no time."""
+        return self.best_peak <= self.enough or self.control.is_stopped or time.monotonic() >= self.deadline
 
     def _refute(self, solved: tuple[int, ...], near: tuple[int, ...]) -> bool:
         """Add rows that what was solved breaks; whether there are any."""
@@ -111,13 +126,18 @@ class PeakSearch:
 
     def _add_rows(self, choice: tuple[int, ...], peak: float) -> Sequence[MemoryRow]:
         """Note a choice, and add the rows of the points where it takes most, if that is over a peak."""
-        counted = self.counted(choice)
-        used = counted.used()
-        if used.max() < self.best_peak:
-            self.best, self.best_peak = choice, float(used.max())
-        added = tuple(counted.row(point) for point in highest_over(used, peak))
+        counted = self._note(choice)
+        added = tuple(counted.row(point) for point in highest_over(counted.used(), peak))
         self.problem = replace(self.problem, rows=(*self.problem.rows, *added))
         return added
+
+    def _note(self, choice: Sequence[int]) -> Counted:
+        """Count a choice; it is the best so far if its peak is."""
+        counted = self.counted(choice)
+        peak = float(counted.used().max())
+        if peak < self.best_peak:
+            self.best, self.best_peak = tuple(choice), peak
+        return counted
 
 
 _MOST_PEAKS = 4

@@ -30,8 +30,8 @@ LINE = Mesh({"x": 2})
 
 
 def found_within(planning: PlanningProblem, limit: float, *, recompute: bool) -> JointSolution:
-    """The search without known recipes to start from."""
-    return solve_jointly(planning, Search(limit), {}, (), recompute=recompute)
+    """The search without known recipes to start from, with time to end on a busy machine."""
+    return solve_jointly(planning, Search(limit, time_budget_s=300.0), {}, (), recompute=recompute)
 
 
 def every_choice(planning: PlanningProblem) -> list[tuple[float, tuple[int, ...]]]:

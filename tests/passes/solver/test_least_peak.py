@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -32,12 +33,19 @@ class ByRows:
         return self.problem.rows[point]
 
 
-def search(problem: Assignment, start: Sequence[int], *, seconds: float, is_stopped: bool = False) -> LeastPeak | None:
+def search(
+    problem: Assignment,
+    start: Sequence[int],
+    *,
+    seconds: float = 60.0,
+    is_stopped: bool = False,
+    enough: float = 0.0,
+) -> LeastPeak | None:
     """The search of a problem whose rows are not known to it."""
     free = Assignment(problem.costs, problem.edges)
     deadline, control = time.monotonic() + seconds, SearchControl(is_stopped=is_stopped)
     counted = partial(ByRows, problem)
-    return PeakSearch(free, counted, lambda choice: counted(choice).used(), deadline, control)(start)
+    return PeakSearch(free, counted, lambda choice: counted(choice).used(), deadline, control, enough)(start)
 
 
 def every_choice(problem: Assignment) -> list[tuple[int, ...]]:
@@ -75,7 +83,21 @@ def test_a_search_without_time_gives_a_choice_no_worse_than_its_start(problem: A
     assert found.choice in allowed
     assert least <= found.peak <= ByRows(problem, allowed[0]).used().max()
     assert found.bound <= least
-    assert search(problem, (), seconds=0.0) is None
+    with pytest.raises(TimeoutError, match="no plan was found in time"):
+        search(problem, (), seconds=0.0)
+
+
+@given(assignments(), st.data())
+def test_a_peak_that_is_small_enough_ends_the_search(problem: Assignment, data: st.DataObject) -> None:
+    """Where there is one; the start, if that will do."""
+    allowed = every_choice(problem)
+    assume(problem.rows and allowed)
+    start, other = data.draw(st.sampled_from(allowed)), data.draw(st.sampled_from(allowed))
+    enough = float(ByRows(problem, other).used().max())
+    found = search(problem, start, enough=enough)
+    assert found is not None
+    assert found.peak <= enough
+    assert search(problem, other, enough=enough) == LeastPeak(other, enough, 0.0)
 
 
 @given(assignments(), st.data())
