@@ -234,11 +234,11 @@ def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> Kernels:
 def cheap_kernels() -> tuple[FusedKernel, ...]:
     """The hand-written kernels that searches know.
 
-    Without those that compute anew what is dear: they save memory, not time, and depend on the specs.
+    Without those that may compute anew what is dear: they save memory, not time, and depend on the specs.
     """
     from autoshard.kernels.registry import FUSED
 
-    return tuple(kernel for kernel in FUSED if kernel.readers_of_anew is None)
+    return tuple(kernel for kernel in FUSED if not kernel.readers_of_anew)
 
 
 def on_one_device(space: SearchSpace) -> LoweredProgram:

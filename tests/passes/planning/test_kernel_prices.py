@@ -141,6 +141,17 @@ def test_a_kernel_reads_no_more_of_a_value_than_its_slices() -> None:
     assert not any(part.beside_s for part in parts.values())
 
 
+def test_a_product_takes_its_bias_along_in_the_search_too() -> None:
+    """With every value whole, the objective is the time that is predicted of the library's product with a bias."""
+    with torch.device("meta"):
+        program = trace(nn.Linear(512, 2048), (torch.zeros(1024, 512),), {}, grad=False)
+    planning = problem_of(program, MESH, with_kernels=True)
+    plan = _planned(planning, [0] * len(planning.members))
+    assert [use.name for use in plan.predicted.kernels.uses] == ["biased_product"]
+    cost = planning.assignment.cost_of([0] * len(planning.members))
+    assert cost == pytest.approx(_time_without_host(plan), rel=1e-9)
+
+
 def _planned(planning: PlanningProblem, choice: Sequence[int]) -> Plan:
     options = PlanOptions(with_kernels=True)
     return plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, options)
