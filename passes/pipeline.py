@@ -31,7 +31,7 @@ from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options, constrained_outputs
 from passes.planning.cover import cover
 from passes.planning.exact_memory import exact_peak
-from passes.planning.kernel_prices import find_fusion
+from passes.planning.kernel_prices import NOTHING_FUSED, find_fusion
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
@@ -209,26 +209,30 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
     liveness = with_elided(find_lifetimes(space, ratio, sharded_outputs, options.micro_batches), elided, space)
-    kernels = _kernels_known(space, cluster) if options.with_kernels else NO_KERNELS
-    fusion = find_fusion(space, kernels, prices)
+    fusion = find_fusion(space, prices, *_kernels_known(space, cluster)) if options.with_kernels else NOTHING_FUSED
     return build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
 
 
-def _kernels_known(space: SearchSpace, cluster: Cluster) -> Kernels:
+def _kernels_known(space: SearchSpace, cluster: Cluster) -> tuple[Kernels, frozenset[str]]:
     """`kernels_on_one_device`, found once for all meshes, and kept with the prepared graph."""
     program, device = space.program, cluster.device
-    of_program, of_device, kernels = program.graph_module.meta.get(_KERNELS, (None, None, NO_KERNELS))
+    of_program, of_device, kernels = program.graph_module.meta.get(_KERNELS, (None, None, (NO_KERNELS, frozenset())))
     if of_program is not program or of_device != device:
         kernels = kernels_on_one_device(space, cluster)
         program.graph_module.meta[_KERNELS] = (program, device, kernels)
     return kernels
 
 
-def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> Kernels:
-    """The Triton kernels with which a program would run where every value is whole, for its search."""
-    from passes.lowering.price_kernels import price_kernels
+def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> tuple[Kernels, frozenset[str]]:
+    """The Triton kernels with which a program would run where every value is whole, for its search.
 
-    return price_kernels(on_one_device(space), cluster.device, fused=cheap_kernels())
+    And the pointwise calls that are, or may be, in generated ones.
+    """
+    from passes.lowering.price_kernels import fused_phases, pointwise_calls, price_phases
+
+    lowered = on_one_device(space)
+    phased = fused_phases(lowered, cheap_kernels())
+    return price_phases(lowered, phased, cluster.device), pointwise_calls(phased)
 
 
 def cheap_kernels() -> tuple[FusedKernel, ...]:

@@ -27,7 +27,7 @@ from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
 from cost_models.operators import work
 from cost_models.work import TensorInfo
-from passes.lowering.choose_groups import ChosenGroup, choose_groups
+from passes.lowering.choose_groups import ChosenGroup, choose_groups, may_be_pointwise
 from passes.lowering.count_launches import Traffic, is_launch, traffic_of
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.split_phases import SplitPhases
@@ -54,7 +54,25 @@ def price_kernels(
         counts: node of the traced program to how often it runs, where that is not once.
         fused: the hand-written kernels that may stand in for groups.
     """
-    return _Pricing(lowered, device, counts or {}).run(SplitPhases()(FuseKernels(fused)(lowered)))
+    return price_phases(lowered, fused_phases(lowered, fused), device, counts)
+
+
+def fused_phases(lowered: LoweredProgram, fused: Sequence[FusedKernel]) -> PhasedProgram:
+    """The phases of a program with hand-written kernels."""
+    return SplitPhases()(FuseKernels(fused)(lowered))
+
+
+def price_phases(
+    lowered: LoweredProgram, phased: PhasedProgram, device: Device, counts: Mapping[str, int] | None = None
+) -> Kernels:
+    """`price_kernels` of a program whose phases have hand-written kernels already."""
+    return _Pricing(lowered, device, counts or {}).run(phased)
+
+
+def pointwise_calls(phased: PhasedProgram) -> frozenset[str]:
+    """The traced nodes whose calls are pointwise, and could be in a generated kernel."""
+    nodes = (*phased.forward.graph.nodes, *(phased.backward.graph.nodes if phased.backward is not None else ()))
+    return frozenset(node.meta["global"] for node in nodes if may_be_pointwise(node))
 
 
 @dataclass(slots=True)

@@ -21,7 +21,8 @@ from passes.memory.liveness import Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables
 from passes.memory.memory_usage import Item, MemoryUsage, Table
 from passes.memory.transients import Transients
-from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, Seam, part_times, seam_table
+from passes.planning.copy_prices import Taken
+from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, Seam, copies_table, part_times, seam_table
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
 from passes.strategies.enumerate_strategies import (
@@ -37,6 +38,7 @@ from passes.strategies.narrow_gradients import without_sums
 from passes.strategies.price import Prices
 
 _EdgeKey = tuple[int, int, int, int]
+_Terms = tuple[Seam | None, Taken | None]
 _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
 
 
@@ -177,10 +179,10 @@ def build_problem(
     costs = [_call_times(group, sites, counts, prices, fusion) for group in members]
     tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
-    for key, (link, seams) in _alike_links(space, classes, elided, fusion).items():
-        places = (_places_of(sites[link.tail], sites[link.head], link), *seams.items())
+    for key, (link, terms) in _alike_links(space, classes, elided, fusion).items():
+        places = (_places_of(sites[link.tail], sites[link.head], link), *terms.items())
         if places not in tables:
-            tables[places] = _link_table(space, prices, link, seams)
+            tables[places] = _link_table(space, prices, link, terms)
         tail, _, head, _ = key
         if tail == head:
             costs[tail] = costs[tail] + np.diagonal(tables[places])
@@ -220,13 +222,13 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site], fusion: Fusion) ->
 
 def _alike_links(
     space: SearchSpace, classes: Mapping[str, int], elided: Elided, fusion: Fusion
-) -> dict[_EdgeKey, tuple[Link, Counter[Seam | None]]]:
-    """One link for each pair of places that links join, and how many there are, by their seams."""
+) -> dict[_EdgeKey, tuple[Link, Counter[_Terms]]]:
+    """One link for each pair of places that links join, and how many there are, by what kernels do there."""
     counts = elided.link_counts()
-    found: dict[_EdgeKey, tuple[Link, Counter[Seam | None]]] = {}
+    found: dict[_EdgeKey, tuple[Link, Counter[_Terms]]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
-        found.setdefault(key, (link, Counter()))[1][fusion.seam(link)] += counts.get(index, 1)
+        found.setdefault(key, (link, Counter()))[1][fusion.at(link)] += counts.get(index, 1)
     return found
 
 
@@ -237,15 +239,17 @@ def _places_of(tail: Site, head: Site, link: Link) -> _Places:
     return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
-def _link_table(space: SearchSpace, prices: Prices, link: Link, seams: Mapping[Seam | None, int]) -> Floats:
-    """Seconds of all links between two places; `seams` says how many there are with each."""
+def _link_table(space: SearchSpace, prices: Prices, link: Link, terms: Mapping[_Terms, int]) -> Floats:
+    """Seconds of all links between two places; `terms` says how many there are by what kernels do there."""
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
-    table = prices.reshard_table(tail.results[link.result], sources, targets)
-    table = (without_sums(table, sources, targets) if link.keeps_sums else table) * sum(seams.values())
-    for seam, number in seams.items():
+    times = prices.reshard_table(tail.results[link.result], sources, targets)
+    table = (without_sums(times, sources, targets) if link.keeps_sums else times) * sum(terms.values())
+    for (seam, taken), number in terms.items():
         if seam is not None:
             table = table + number * seam_table(tail, head, link, seam, prices)
+        if taken is not None:
+            table = table - number * copies_table(tail, head, link, taken, times, prices)
     return table
 
 

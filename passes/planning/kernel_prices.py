@@ -20,15 +20,15 @@ member's first result keeps on each rank. Each term belongs to one member: the f
 
 Costs so join two variables at most, on links that the problem has anyway: the solver's reductions and bounds hold. The
 objective is exact where kernels are whole, if ranks have the kernels of one device, and of a kernel that is a chain of
-calls also where it is parted; else, parted, it is an estimate. What kernels save at collectives, where copies go with
-what computes around them, it does not count.
+calls also where it is parted; else, parted, it is an estimate. What kernels save of copies at collectives belongs to
+the link (`copy_prices`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from cost_models.compute import memory_time
 from passes.memory.memory_tables import differs
+from passes.planning.copy_prices import Taken, saved_table
 from passes.preparation.canonicalize import is_view
 from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import (
@@ -60,6 +61,14 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Seconds on one device of what a kernel does beside, and for which result of a member: it is as long as that."""
+
+    seconds: float
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """The terms of a kernel's time that belong to one member.
 
@@ -68,14 +77,14 @@ class Part:
             the operand's: a view may repeat what it views.
         writes: results that the kernel writes.
         launches: of the kernel, if it is the last member.
-        beside_s: what the kernel does beside on one device, if it is the last member.
+        beside: what the kernel does beside, if it is for a result of this member.
         is_product: whether it is a product of matrices, which costs what it does by itself.
     """
 
     reads: tuple[tuple[int, float], ...]
     writes: tuple[int, ...]
     launches: int = 0
-    beside_s: float = 0.0
+    beside: Beside | None = None
     is_product: bool = False
 
 
@@ -89,6 +98,8 @@ class Seam:
         reads: whether it is then read.
         has_tail, has_head: whether the ends are members, rather than views and hubs between members.
         ends: whether the head is the last member.
+        lost_before, lost_behind: what the kernel does beside, for a result of the tail or the head, and does not where
+            it is parted: of kernels of two members.
     """
 
     launches: int
@@ -97,38 +108,44 @@ class Seam:
     has_tail: bool
     has_head: bool
     ends: bool
+    lost_before: Beside | None = None
+    lost_behind: Beside | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The members of kernels and the links within kernels."""
+    """The members of kernels, the links within kernels, and those whose copies kernels may take."""
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     seams: Mapping[_LinkKey, Seam] = field(default_factory=dict)
+    copies: Mapping[_LinkKey, Taken] = field(default_factory=dict)
 
-    def seam(self, link: Link) -> Seam | None:
-        """The seam at a link; None where it is in no kernel."""
-        return self.seams.get(_key(link))
+    def at(self, link: Link) -> tuple[Seam | None, Taken | None]:
+        """The seam at a link, None where it is in no kernel; and which copies kernels may take, None for none."""
+        return self.seams.get(_key(link)), self.copies.get(_key(link))
 
     def of_copies(self, space: SearchSpace, originals: Mapping[str, str]) -> Fusion:
         """The same for a program some of whose sites are copies of those of another, which have kernels alike."""
         copied = {name: self.parts[original] for name, original in originals.items() if original in self.parts}
-        seams = {}
+        seams, copies = {}, {}
         for link in space.links:
             tail, head = originals.get(link.tail, link.tail), originals.get(link.head, link.head)
-            seam = self.seams.get((tail, link.result, head, link.operand))
-            if seam is not None:
-                seams[_key(link)] = seam
-        return Fusion({name: part for name, part in copied.items() if not _is_transfer(space.sites[name])}, seams)
+            key = (tail, link.result, head, link.operand)
+            if key in self.seams:
+                seams[_key(link)] = self.seams[key]
+            if key in self.copies:
+                copies[_key(link)] = self.copies[key]
+        parts = {name: part for name, part in copied.items() if not _is_transfer(space.sites[name])}
+        return Fusion(parts, seams, copies)
 
 
 NOTHING_FUSED = Fusion()
 """Every call runs by itself."""
 
 
-def find_fusion(space: SearchSpace, kernels: Kernels, prices: Prices) -> Fusion:
-    """The parts and seams of a program's kernels on one device."""
-    return _Finding(space, prices, _owners(space, kernels)).run() if kernels.uses else NOTHING_FUSED
+def find_fusion(space: SearchSpace, prices: Prices, kernels: Kernels, takers: Collection[str]) -> Fusion:
+    """The parts and seams of a program's kernels on one device; `takers`: calls that may be in kernels with copies."""
+    return _Finding(space, prices, _owners(space, kernels), takers).run()
 
 
 def _owners(space: SearchSpace, kernels: Kernels) -> dict[str, KernelUse]:
@@ -158,6 +175,7 @@ class _Finding:
 
     Args:
         owners: member to its kernel.
+        takers: pointwise calls that a generated kernel may compute.
         incoming: site to the links of its operands.
         reads: member to what its part reads.
         written: values that go through memory.
@@ -166,6 +184,7 @@ class _Finding:
     space: SearchSpace
     prices: Prices
     owners: Mapping[str, KernelUse]
+    takers: Collection[str]
     incoming: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
     reads: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
     written: set[tuple[str, int]] = field(default_factory=set)
@@ -187,7 +206,41 @@ class _Finding:
                 paths.append(path)
         self._find_reads(memory)
         parts = self._parts()
-        return Fusion(parts, self._seams(paths, parts))
+        return Fusion(parts, self._seams(paths, parts), self._copies())
+
+    def _copies(self) -> dict[_LinkKey, Taken]:
+        """Which copies of each link's reshard may go with kernels, where any may."""
+        outgoing: dict[tuple[str, int], list[Link]] = defaultdict(list)
+        for link in self.space.links:
+            outgoing[link.tail, link.result].append(link)
+
+        def readers(link: Link) -> list[str]:
+            """The calls that read a link's value, by way of views and hubs; a result of the program reads it too."""
+            head = self.space.sites[link.head]
+            if leaves_program(head, link) or not _is_free(head):
+                return [link.head]
+            return [
+                name
+                for result in range(len(head.results))
+                for item in outgoing[link.head, result]
+                for name in readers(item)
+            ]
+
+        found: dict[_LinkKey, Taken] = {}
+        for link in self.space.links:
+            path = self._path(link)
+            behind = readers(link)
+            kernels = {id(self.owners[name]) if name in self.owners else name for name in behind}
+            taken = Taken(
+                before=path[0].tail in self.takers,
+                behind=not leaves_program(self.space.sites[link.head], link)
+                and any(name in self.takers for name in behind),
+                is_read_beside=any(len(outgoing[item.tail, item.result]) > 1 for item in path),
+                is_read_often=len(kernels) > 1,
+            )
+            if taken.before or taken.behind:
+                found[_key(link)] = taken
+        return found
 
     def _path(self, link: Link) -> list[Link]:
         """The links from the call (or input) that makes a value, by way of views and hubs, to a reader."""
@@ -232,8 +285,14 @@ class _Finding:
             parts[last] = replace(parts[last], launches=max(0, use.launches - products))
             known = sum(self._time_on_one_device(name, parts[name]) for name in names)
             if abs(use.time_s - known) > _ROUNDING * use.time_s:
-                parts[last] = replace(parts[last], beside_s=use.time_s - known)
+                owner, result = self._least_written(names, parts)
+                parts[owner] = replace(parts[owner], beside=Beside(use.time_s - known, result))
         return parts
+
+    def _least_written(self, names: Sequence[str], parts: Mapping[str, Part]) -> tuple[str, int]:
+        """The smallest result of a kernel, for which it does what it does beside: sums of parts, mostly."""
+        written = [(name, result) for name in names for result in parts[name].writes] or [(names[-1], 0)]
+        return min(written, key=lambda item: _bytes(self.space.sites[item[0]].results[item[1]]))
 
     def _time_on_one_device(self, name: str, part: Part) -> float:
         site = self.space.sites[name]
@@ -278,6 +337,7 @@ class _Finding:
         tail, _, head, _ = key
         by_itself = head in parts and parts[head].is_product
         is_held = (first.tail, first.result) in self.written or parts[first.tail].is_product
+        is_pair = tail in parts and head in parts and set(self.owners[tail].stands_for) == {tail, head}
         return Seam(
             launches=int(joins and not by_itself),
             writes=0.0 if is_held else share,
@@ -285,6 +345,8 @@ class _Finding:
             has_tail=tail in parts,
             has_head=head in parts,
             ends=head in parts and parts[head].launches > 0,
+            lost_before=parts[tail].beside if is_pair else None,
+            lost_behind=parts[head].beside if is_pair else None,
         )
 
 
@@ -301,9 +363,7 @@ def part_times(site: Site, part: Part, strategies: Sequence[Strategy], prices: P
         for result in part.writes:
             total += _moved(local_bytes_of(site.results[result], outputs[result], prices.mesh), prices)
     total += part.launches * prices.cluster.device.launch_latency_s
-    if part.beside_s:
-        left = local_bytes_of(site.results[0], outputs[0], prices.mesh) / max(1, _bytes(site.results[0]))
-        total += part.beside_s * left
+    total += _beside_times(site, part.beside, strategies, prices)
     return np.where(_runs_as_it_is(site, strategies, prices), np.maximum(total, 0.0), alone)
 
 
@@ -317,8 +377,31 @@ def seam_table(tail: Site, head: Site, link: Link, seam: Seam, prices: Prices) -
     write = _moved(local_bytes_of(value, sources, prices.mesh), prices) * before * seam.writes
     read = _moved(local_bytes_of(value, targets, prices.mesh), prices) * after * seam.reads
     launch = seam.launches * prices.cluster.device.launch_latency_s * (every[1] if seam.ends else after)
+    lost_before = _beside_times(tail, seam.lost_before, tail.strategies, prices) * before
+    lost_behind = _beside_times(head, seam.lost_behind, head.strategies, prices) * after
     opens = differs(sources, targets, prices.mesh) | ~before[:, None] | ~after[None, :]
-    return opens * (write[:, None] + (read + launch)[None, :])
+    return opens * ((write - lost_before)[:, None] + (read + launch - lost_behind)[None, :])
+
+
+def copies_table(tail: Site, head: Site, link: Link, taken: Taken, times: Floats, prices: Prices) -> Floats:
+    """Seconds of copies that go with kernels, [strategies of the tail, of the head]; `times`: those of the reshards."""
+    sources, targets = specs_of(tail, link.result), needs_of(head, link)
+    before, behind = saved_table(tail.results[link.result], sources, targets, times, taken, prices)
+    return before * _may_fuse(tail, prices)[:, None] + behind * _may_fuse(head, prices)[None, :]
+
+
+def _may_fuse(site: Site, prices: Prices) -> Any:
+    """Under which strategies a call, or who makes or reads a value that a site names, may be in a kernel."""
+    is_call = site.node is not None and site.node.op == "call_function"
+    return _runs_as_it_is(site, site.strategies, prices) if is_call else np.ones(len(site.strategies), dtype=bool)
+
+
+def _beside_times(site: Site, beside: Beside | None, strategies: Sequence[Strategy], prices: Prices) -> Floats:
+    """Seconds of what a kernel does beside, [strategies]."""
+    if beside is None:
+        return np.zeros(len(strategies))
+    value, outputs = site.results[beside.result], tuple(item.outputs[beside.result] for item in strategies)
+    return beside.seconds * local_bytes_of(value, outputs, prices.mesh) / max(1, _bytes(value))
 
 
 def _runs_as_it_is(site: Site, strategies: Iterable[Strategy], prices: Prices) -> Any:
