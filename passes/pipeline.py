@@ -21,6 +21,7 @@ from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.lowering.lower import Lower, result_key
 from passes.lowering.split_phases import SplitPhases
@@ -31,7 +32,8 @@ from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options, constrained_outputs
 from passes.planning.cover import cover
 from passes.planning.exact_memory import exact_peak
-from passes.planning.kernel_prices import NOTHING_FUSED, find_fusion
+from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, find_fusion
+from passes.planning.rewrite_prices import Within
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
@@ -45,9 +47,10 @@ from passes.recomputation.with_again import with_again
 from passes.solver.assignment import Solution
 from passes.solver.search_control import ALL_PLANS, SearchControl
 from passes.strategies.elided import find_elided
-from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace
+from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace, Site
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices, StepPrice
+from passes.strategies.scratch import emitted_call
 
 if TYPE_CHECKING:
     from autoshard.kernels.kernel import FusedKernel
@@ -209,8 +212,23 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
     liveness = with_elided(find_lifetimes(space, ratio, sharded_outputs, options.micro_batches), elided, space)
-    fusion = find_fusion(space, prices, *_kernels_known(space, cluster)) if options.with_kernels else NOTHING_FUSED
+    fusion = _fusion(space, prices) if options.with_kernels else NOTHING_FUSED
     return build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
+
+
+def _fusion(space: SearchSpace, prices: Prices) -> Fusion:
+    """What kernels do to prices."""
+    from passes.lowering.price_kernels import price_within
+
+    kernels, takers = _kernels_known(space, prices.cluster)
+    alone = takers.difference(*(use.stands_for for use in kernels.uses))
+
+    def within(site: Site, strategy: Strategy) -> Within:
+        assert site.node is not None, "calls have nodes"
+        call = emitted_call(site, strategy, prices.mesh)
+        return Within(*price_within(call, site.node, prices.cluster.device, cheap_kernels(), alone))
+
+    return find_fusion(space, prices, kernels, takers, within)
 
 
 def _kernels_known(space: SearchSpace, cluster: Cluster) -> tuple[Kernels, frozenset[str]]:

@@ -57,7 +57,11 @@ class FuseKernels:
 
     def __call__(self, lowered: LoweredProgram) -> LoweredProgram:
         """The program with kernels, over a graph of its own."""
-        fusion = _Fusion(_copy(lowered.graph_module, {}))
+        return replace(lowered, graph_module=self.fuse(lowered.graph_module))
+
+    def fuse(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """A graph over local values with kernels, as one of its own."""
+        fusion = _Fusion(_copy(graph_module, {}))
         for kernel in self.kernels:
             for form in range(len(kernel.forms)):
                 fusion.apply(kernel, form)
@@ -65,7 +69,7 @@ class FuseKernels:
             if isinstance(node.target, OpOverload) and kernels_of(node.target):
                 _replace_alone(node)
         _drop_views(fusion.graph_module.graph)
-        return replace(lowered, graph_module=_copy(fusion.graph_module, fusion.names))
+        return _copy(fusion.graph_module, fusion.names)
 
 
 def fused_calls(graph_module: fx.GraphModule) -> Counter[str]:

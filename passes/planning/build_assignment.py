@@ -202,10 +202,11 @@ def _call_times(
     times = []
     for names in _by_call(group, sites, fusion):
         site, part = sites[names[0]], fusion.parts.get(names[0])
-        if part is None:
-            once = prices.call_times(site, site.strategies)
+        within = fusion.within.get(names[0])
+        if part is not None:
+            once = part_times(site, part, site.strategies, prices, within)
         else:
-            once = part_times(site, part, site.strategies, prices)
+            once = prices.call_times(site, site.strategies) - (0.0 if within is None else within)
         times.append(once * sum(counts.get(name, 1) for name in names))
     return np.sum(times, axis=0)
 

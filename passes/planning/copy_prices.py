@@ -23,7 +23,7 @@ import numpy as np
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import ReshardKind, ReshardStep
-from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.spec import PartitionSpec, Reduction
 from autoshard.ir.spec_graph import Move, State, moves_from, state_of
 from cost_models.compute import memory_time
 from passes.solver.assignment import Floats
@@ -50,8 +50,8 @@ class Taken:
 
 def saved_table(
     value: ValueInfo,
-    sources: Sequence[PartitionSpec],
-    targets: Sequence[PartitionSpec],
+    sources: tuple[PartitionSpec, ...],
+    targets: tuple[PartitionSpec, ...],
     times: Floats,
     taken: Taken,
     prices: Prices,
@@ -65,70 +65,95 @@ def saved_table(
         taken: which copies may go.
         prices: the prices.
     """
-    before, behind = np.zeros_like(times), np.zeros_like(times)
-    columns: dict[State, list[int]] = {}
-    for place, target in enumerate(targets):
-        columns.setdefault(state_of(target, len(value.shape)), []).append(place)
-    known: dict[PartitionSpec, dict[int, tuple[float, float]]] = {}
-    for row, source in enumerate(sources):
-        if source not in known:
-            known[source] = _saved_from(value, source, columns, times[row], taken, prices)
-        for column, (first, last) in known[source].items():
-            before[row, column], behind[row, column] = first, last
-    return before, behind
+    key = (saved_table, value, sources, targets, taken)
+    if key not in prices.derived:
+        prices.derived[key] = _saved_table(value, sources, targets, times, taken, prices)
+    return prices.derived[key]
 
 
-def _saved_from(
+def _saved_table(
     value: ValueInfo,
-    source: PartitionSpec,
-    columns: dict[State, list[int]],
+    sources: tuple[PartitionSpec, ...],
+    targets: tuple[PartitionSpec, ...],
     times: Floats,
     taken: Taken,
     prices: Prices,
-) -> dict[int, tuple[float, float]]:
-    """What goes of the copies on the way from one spec, by the place of the target: of ways of a single step."""
-    found: dict[int, tuple[float, float]] = {}
-    reductions = sorted({reduction for _, partial in columns for _, reduction in partial})
-    for move, state in moves_from(state_of(source, len(value.shape)), prices.mesh, reductions):
-        if state not in columns or move.kind is ReshardKind.ALL_REDUCE:
-            continue
-        step = _step(value, source, move, state, prices.mesh)
-        price = prices.step_price(step)
-        saved = _saved(value, step, taken, prices)
-        for column in columns[state]:
-            if math.isclose(price, times[column], rel_tol=1e-9):
-                found[column] = saved
+) -> tuple[Floats, Floats]:
+    """`saved_table`, found anew."""
+    columns = _places(targets)
+    reductions = tuple(sorted({reduction for target in columns for _, reduction in target.partial}))
+    saved = np.zeros((2, *times.shape))
+    for source, rows in _places(sources).items():
+        for step in _steps_from(value, source, reductions, prices):
+            for column in columns.get(step.target, ()):
+                if math.isclose(step.time_s, times[rows[0], column], rel_tol=1e-9):
+                    saved[:, rows, column] = np.array(step.saved(taken))[:, None]
+    return saved[0], saved[1]
+
+
+def _places(specs: Sequence[PartitionSpec]) -> dict[PartitionSpec, list[int]]:
+    found: dict[PartitionSpec, list[int]] = {}
+    for place, spec in enumerate(specs):
+        found.setdefault(spec, []).append(place)
     return found
 
 
-def _step(value: ValueInfo, source: PartitionSpec, move: Move, state: State, mesh: Mesh) -> ReshardStep:
-    axes, partial = state
-    target = PartitionSpec(*axes, partial=dict(partial))
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A reshard of one step: where it leads, its seconds, those of each copy, and what is written if a copy goes.
+
+    Args:
+        target: the spec behind it.
+        time_s: of the step.
+        sent_s, received_s: of the copy of what is sent, and of what was received; 0 where there is none.
+        is_either: whether both are the same copy, which goes with the kernel behind if it may.
+        pieces_s, joined_s: to write what is sent, and what was received.
+    """
+
+    target: PartitionSpec
+    time_s: float
+    sent_s: float
+    received_s: float
+    is_either: bool
+    pieces_s: float
+    joined_s: float
+
+    def saved(self, taken: Taken) -> tuple[float, float]:
+        """Seconds that go with the kernel before, and behind."""
+        before = self.sent_s - (self.pieces_s if taken.is_read_beside else 0.0)
+        behind = self.received_s - (self.joined_s if taken.is_read_often else 0.0)
+        goes_behind = taken.behind and self.received_s > 0
+        goes_before = taken.before and self.sent_s > 0 and not (self.is_either and goes_behind)
+        return before * goes_before, behind * goes_behind
+
+
+def _steps_from(
+    value: ValueInfo, source: PartitionSpec, reductions: tuple[Reduction, ...], prices: Prices
+) -> tuple[_Step, ...]:
+    """The steps that lead away from a spec and copy something, found once for each value and spec."""
+    key = (_steps_from, value, source, reductions)
+    if key not in prices.derived:
+        moves = moves_from(state_of(source, len(value.shape)), prices.mesh, reductions)
+        found = (_step(value, source, move, state, prices) for move, state in moves)
+        prices.derived[key] = tuple(step for step in found if step.sent_s or step.received_s)
+    return prices.derived[key]
+
+
+def _step(value: ValueInfo, source: PartitionSpec, move: Move, state: State, prices: Prices) -> _Step:
+    mesh, device = prices.mesh, prices.cluster.device
+    target = PartitionSpec(*state[0], partial=dict(state[1]))
     sizes = (local_bytes(value, spec, mesh) for spec in (source, target))
     size = mesh.axis_size(move.axis)
-    return ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, *sizes)
-
-
-def _saved(value: ValueInfo, step: ReshardStep, taken: Taken, prices: Prices) -> tuple[float, float]:
-    """Seconds of a step's copies that go with the kernel before, and behind."""
-    if step.kind is ReshardKind.MAKE_PARTIAL:
-        return _saved_of_partial(step, taken, prices)
-    splits, joins = copied_by(step, value.shape, prices.mesh)
-    copied_s = prices.step_price.parts(step)[1]
+    step = ReshardStep(move.kind, move.axis, size, move.dim, move.to_dim, move.reduction, source, target, *sizes)
+    sent_s, copied_s = prices.step_price.parts(step)
+    pieces_s, joined_s = memory_time(step.bytes_before, device), memory_time(step.bytes_after, device)
+    if move.kind is ReshardKind.MAKE_PARTIAL:  # a choice between the value and zeros, and a launch that makes its flag
+        chosen_s = device.launch_latency_s + pieces_s + joined_s
+        saved_s = copied_s * chosen_s / (chosen_s + device.launch_latency_s)
+        return _Step(target, sent_s + copied_s, saved_s, saved_s, True, pieces_s, joined_s)
+    splits, joins = copied_by(step, value.shape, mesh)
     each = copied_s / max(1, splits + joins)
-    written = memory_time(step.bytes_before, prices.cluster.device) if taken.is_read_beside else 0.0
-    put_together = memory_time(step.bytes_after, prices.cluster.device) if taken.is_read_often else 0.0
-    before = each - written if splits and taken.before else 0.0
-    behind = each - put_together if joins and taken.behind else 0.0
-    return before, behind
-
-
-def _saved_of_partial(step: ReshardStep, taken: Taken, prices: Prices) -> tuple[float, float]:
-    """The same where all ranks but one put zeros: that goes with either side, but for a launch that makes a flag."""
-    device = prices.cluster.device
-    chosen_s = device.launch_latency_s + memory_time(step.bytes_before + step.bytes_after, device)
-    saved = prices.step_price.parts(step)[1] * chosen_s / (chosen_s + device.launch_latency_s)
-    return (0.0, saved) if taken.behind else (saved * taken.before, 0.0)
+    return _Step(target, sent_s + copied_s, splits * each, joins * each, False, pieces_s, joined_s)
 
 
 def copied_by(step: ReshardStep, shape: Sequence[int], mesh: Mesh) -> tuple[bool, bool]:

@@ -41,6 +41,7 @@ from autoshard.rules.hub import hub
 from cost_models.compute import memory_time
 from passes.memory.memory_tables import differs
 from passes.planning.copy_prices import Taken, saved_table
+from passes.planning.rewrite_prices import PriceWithin, saved_within
 from passes.preparation.canonicalize import is_view
 from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import (
@@ -114,11 +115,19 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The members of kernels, the links within kernels, and those whose copies kernels may take."""
+    """What kernels do to prices.
+
+    Args:
+        parts: the members of kernels.
+        seams: the links within kernels.
+        copies: the links whose copies kernels may take.
+        within: seconds that kernels save within the local form of a call, for each strategy.
+    """
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     seams: Mapping[_LinkKey, Seam] = field(default_factory=dict)
     copies: Mapping[_LinkKey, Taken] = field(default_factory=dict)
+    within: Mapping[str, Floats] = field(default_factory=dict)
 
     def at(self, link: Link) -> tuple[Seam | None, Taken | None]:
         """The seam at a link, None where it is in no kernel; and which copies kernels may take, None for none."""
@@ -136,16 +145,28 @@ class Fusion:
             if key in self.copies:
                 copies[_key(link)] = self.copies[key]
         parts = {name: part for name, part in copied.items() if not _is_transfer(space.sites[name])}
-        return Fusion(parts, seams, copies)
+        within = {name: self.within[original] for name, original in originals.items() if original in self.within}
+        return Fusion(parts, seams, copies, within)
 
 
 NOTHING_FUSED = Fusion()
 """Every call runs by itself."""
 
 
-def find_fusion(space: SearchSpace, prices: Prices, kernels: Kernels, takers: Collection[str]) -> Fusion:
-    """The parts and seams of a program's kernels on one device; `takers`: calls that may be in kernels with copies."""
-    return _Finding(space, prices, _owners(space, kernels), takers).run()
+def find_fusion(
+    space: SearchSpace, prices: Prices, kernels: Kernels, takers: Collection[str], price_within: PriceWithin
+) -> Fusion:
+    """What kernels do to a program's prices.
+
+    Args:
+        space: the sites and links.
+        prices: the prices without kernels.
+        kernels: the program's kernels on one device.
+        takers: calls that may be in kernels with copies.
+        price_within: what kernels do of the local form of a call.
+    """
+    fusion = _Finding(space, prices, _owners(space, kernels), takers).run()
+    return replace(fusion, within=saved_within(space, prices, price_within))
 
 
 def _owners(space: SearchSpace, kernels: Kernels) -> dict[str, KernelUse]:
@@ -350,9 +371,14 @@ class _Finding:
         )
 
 
-def part_times(site: Site, part: Part, strategies: Sequence[Strategy], prices: Prices) -> Floats:
-    """Seconds of a member as part of its kernel, where it runs as it is; else of its call, [strategies]."""
-    alone = prices.call_times(site, strategies)
+def part_times(
+    site: Site, part: Part, strategies: Sequence[Strategy], prices: Prices, within: Floats | None = None
+) -> Floats:
+    """Seconds of a member as part of its kernel, where it runs as it is; else of its call, [strategies].
+
+    `within`: what kernels save within its call.
+    """
+    alone = prices.call_times(site, strategies) - (0.0 if within is None else within)
     total = alone.copy() if part.is_product else np.zeros(len(strategies))
     outputs = [tuple(strategy.outputs[result] for strategy in strategies) for result in range(len(site.results))]
     if not part.is_product:

@@ -70,10 +70,14 @@ def _collective_time(step: ReshardStep, group: GroupLinks) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of strategies and reshards for one cluster and mesh, computed once each."""
+    """Prices of strategies and reshards for one cluster and mesh, computed once each.
+
+    `derived`: what other modules price by them, and keep with them.
+    """
 
     cluster: Cluster
     mesh: Mesh
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
     _locals: dict[Any, TensorInfo] = field(default_factory=dict, repr=False)
     _reshards: dict[Any, Floats] = field(default_factory=dict, repr=False)
