@@ -218,7 +218,7 @@ def _decoder(vocabulary: int) -> Program:
 @pytest.mark.parametrize("mesh", [Mesh({"x": 4}), Mesh({"x": 2, "y": 2})], ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_searched_plans_cost_what_is_predicted(seed: int, mesh: Mesh) -> None:
-    """Whatever inputs are split how: within 0.3 %; reshards of several steps, and what kernels at two neighbours of
+    """Whatever inputs are split how: within 0.5 %; reshards of several steps, and what kernels at two neighbours of
     a rewritten call share, are what is left."""
     planning = problem_of(_decoder(4096), mesh, with_kernels=True)
     random, masks = Random(seed), {}
@@ -230,7 +230,7 @@ def test_searched_plans_cost_what_is_predicted(seed: int, mesh: Mesh) -> None:
     choice = Search(time_budget_s=2, tolerance=1e-2)(planning, masks).choice
     options = PlanOptions(with_kernels=True)
     plan = plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, options)
-    assert planning.assignment.cost_of(choice) == pytest.approx(_time_without_host(plan), rel=3e-3)
+    assert planning.assignment.cost_of(choice) == pytest.approx(_time_without_host(plan), rel=5e-3)
 
 
 def test_the_search_picks_what_is_fastest_with_kernels() -> None:
