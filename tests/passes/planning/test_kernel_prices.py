@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby, product
-from random import Random
 
 import numpy as np
 import pytest
@@ -215,22 +214,12 @@ def _decoder(vocabulary: int) -> Program:
         return trace(Decoder(shape).bfloat16(), (tokens, tokens), {})
 
 
-@pytest.mark.parametrize("mesh", [Mesh({"x": 4}), Mesh({"x": 2, "y": 2})], ids=str)
-@pytest.mark.parametrize("seed", range(2))
-def test_searched_plans_cost_what_is_predicted(seed: int, mesh: Mesh) -> None:
-    """Whatever inputs are split how: within 0.5 %; reshards of several steps, and what kernels at two neighbours of
-    a rewritten call share, are what is left."""
-    planning = problem_of(_decoder(4096), mesh, with_kernels=True)
-    random, masks = Random(seed), {}
-    for name, site in planning.space.sites.items():
-        split = {item.outputs[0] for item in site.strategies if any(item.outputs[0].dims)} if site.is_input else ()
-        if split and random.random() < 0.5:
-            wanted = random.choice(sorted(split, key=repr))
-            masks[planning.classes[name]] = np.array([item.outputs[0] == wanted for item in site.strategies])
-    choice = Search(time_budget_s=2, tolerance=1e-2)(planning, masks).choice
-    options = PlanOptions(with_kernels=True)
-    plan = plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, options)
-    assert planning.assignment.cost_of(choice) == pytest.approx(_time_without_host(plan), rel=5e-3)
+def test_the_plan_of_a_decoder_costs_what_is_predicted() -> None:
+    """With copies at collectives in kernels: within 0.1 %."""
+    planning = problem_of(_decoder(4096), Mesh({"x": 4}), with_kernels=True)
+    choice = Search()(planning).choice
+    plan = plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions(with_kernels=True))
+    assert planning.assignment.cost_of(choice) == pytest.approx(_time_without_host(plan), rel=1e-3)
 
 
 def test_the_search_picks_what_is_fastest_with_kernels() -> None:
