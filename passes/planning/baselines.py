@@ -4,12 +4,16 @@
 * ZeRO-1, where the plan is of a whole training step with state: the same, but state that divides is split over all
   axes;
 * fully sharded data parallel: the batch is split over all axes, and so is every parameter, and its state, that divides;
+* HSDP, on a mesh of several axes: the same, but parameters are split over the last axis alone, and copied over the others;
+* Megatron TP+SP, likewise: the batch is split over all axes but the last, matrices over the last one, and nothing else
+  of parameters and state; what activations do over the last axis is searched (Megatron-LM's sequence parallelism among
+  it);
 * the plan before, where there is one: each node as in a plan of another mesh, where that is possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -37,9 +41,7 @@ def solve_baselines(
         planning, search, allowed: as of the search itself.
         before: a plan of the program on another mesh.
     """
-    has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
-    recipes = {name: restriction for name, restriction in _RECIPES.items() if has_state or name != ZERO_1}
-    masks = {name: restriction(planning) for name, restriction in recipes.items()}
+    masks = {name: _RECIPES[name](planning) for name in _names(planning)}
     if before is not None:
         masks[BEFORE] = _as_in(before, planning)
     found: dict[str, Solution | None] = {}
@@ -51,6 +53,13 @@ def solve_baselines(
         if priced is not None or not search.control.is_stopped:
             found[name] = priced
     return found
+
+
+def _names(planning: PlanningProblem) -> list[str]:
+    """The recipes that a program and its mesh can tell apart."""
+    has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
+    has_axes = len(planning.space.mesh.axis_names) > 1
+    return [name for name in _RECIPES if (has_state or name != ZERO_1) and (has_axes or name not in _OF_SEVERAL_AXES)]
 
 
 def _price(
@@ -70,31 +79,55 @@ def _price(
 
 
 def _data_parallel(planning: PlanningProblem) -> dict[int, np.ndarray]:
-    return _layout(planning, _is_whole, _is_whole)
+    return _layout(planning, _splits(()), _splits(()))
 
 
 def _zero_1(planning: PlanningProblem) -> dict[int, np.ndarray]:
-    return _layout(planning, _is_whole, _splits_most)
+    return _layout(planning, _splits(()), _splits(planning.space.mesh.axis_names))
 
 
 def _fully_sharded(planning: PlanningProblem) -> dict[int, np.ndarray]:
-    return _layout(planning, _splits_most, _splits_most)
+    everywhere = _splits(planning.space.mesh.axis_names)
+    return _layout(planning, everywhere, everywhere)
 
 
-def _layout(planning: PlanningProblem, parameters: _Keep, state: _Keep) -> dict[int, np.ndarray]:
-    """The batch is split; parameters and optimizer state lie as said."""
+def _hybrid_sharded(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    inner = _splits(planning.space.mesh.axis_names[-1:])
+    return _layout(planning, inner, inner)
+
+
+def _megatron(planning: PlanningProblem) -> dict[int, np.ndarray]:
+    *outer, inner = planning.space.mesh.axis_names
+
+    def keep(site: Site, spec: PartitionSpec) -> bool:
+        is_matrix = len(site.results[0].shape) > 1
+        return _splits((inner,))(site, spec) if is_matrix else set(spec.axes) <= {inner}
+
+    return _layout(planning, keep, keep, batch=outer)
+
+
+def _layout(
+    planning: PlanningProblem, parameters: _Keep, state: _Keep, batch: Collection[str] | None = None
+) -> dict[int, np.ndarray]:
+    """Parameters and optimizer state lie as said; the batch is split, over all axes or some."""
+    axes = planning.space.mesh.axis_names if batch is None else batch
     masks = _masks(planning, InputKind.PARAMETER, parameters) | _masks(planning, InputKind.STATE, state)
-    return masks | _masks(planning, InputKind.INPUT, _splits_batch)
+    return masks | _masks(planning, InputKind.INPUT, _splits(axes, dims=1))
 
 
 ZERO_1 = "ZeRO-1"
+HSDP = "HSDP"
+MEGATRON = "Megatron TP+SP"
 BEFORE = "the plan before"
 
 _RECIPES: Mapping[str, Restriction] = {
     "data parallel": _data_parallel,
     ZERO_1: _zero_1,
     "fully sharded data parallel": _fully_sharded,
+    HSDP: _hybrid_sharded,
+    MEGATRON: _megatron,
 }
+_OF_SEVERAL_AXES = (HSDP, MEGATRON)
 
 
 def _as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
@@ -126,13 +159,15 @@ def _masks(planning: PlanningProblem, kind: InputKind, keep: _Keep) -> dict[int,
     return masks
 
 
-def _is_whole(site: Site, spec: PartitionSpec) -> bool:
-    return spec.is_fully_replicated
+def _splits(axes: Collection[str], dims: int | None = None) -> _Keep:
+    """Whether a spec splits a value over as many of some axes as can be, and no other; `dims`: only its first dims."""
 
+    def over(spec: PartitionSpec) -> int:
+        """Over how many; -1 if it splits anything else."""
+        first = [axis for dim in range(len(spec.dims[:dims])) for axis in spec.axes_of(dim)]
+        return len(first) if len(first) == len(spec.axes) and set(first) <= set(axes) else -1
 
-def _splits_batch(site: Site, spec: PartitionSpec) -> bool:
-    return len(spec.axes_of(0)) == max(len(s.outputs[0].axes_of(0)) for s in site.strategies) and len(spec.dims) <= 1
+    def keep(site: Site, spec: PartitionSpec) -> bool:
+        return over(spec) == max(over(strategy.outputs[0]) for strategy in site.strategies)
 
-
-def _splits_most(site: Site, spec: PartitionSpec) -> bool:
-    return len(spec.axes) == max(len(s.outputs[0].axes) for s in site.strategies)
+    return keep

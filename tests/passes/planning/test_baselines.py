@@ -8,12 +8,13 @@ import torch
 
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import InputKind
 from autoshard.ir.spec import P
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.tracing import trace
 from passes.pipeline import PlanOptions, plan_program, planning_problem
-from passes.planning.baselines import BEFORE, solve_baselines
+from passes.planning.baselines import BEFORE, HSDP, MEGATRON, solve_baselines
 from passes.planning.search import Search
 from tests.passes.blocks import Perceptron, h100s
 
@@ -44,6 +45,30 @@ def test_recipes_of_a_whole_step_lay_out_state() -> None:
     peaks = [np.max(planning.usage(solution.choice)) for solution in found.values() if solution is not None]
     assert peaks == sorted(peaks, reverse=True)
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions())
+    assert plan.objective <= min(cost for cost in plan.baselines.values() if cost is not None) * (1 + 1e-9)
+
+
+def test_recipes_of_two_axes_split_parameters_over_the_inner_one() -> None:
+    """HSDP with the batch over both axes, Megatron with the batch over the outer one; the chosen plan is no dearer."""
+    mesh = Mesh({"data": 2, "model": 2})
+    rows = torch.empty(8, 16, device="meta")
+    program = trace(Perceptron(), (rows, rows))
+    planning = planning_problem(program, mesh, h100s(mesh), PlanOptions())
+    found = solve_baselines(planning, Search(), {})
+    assert list(found) == ["data parallel", "fully sharded data parallel", HSDP, MEGATRON]
+    axes = {}
+    for name in (HSDP, MEGATRON):
+        solution = found[name]
+        assert solution is not None
+        specs = {
+            slot.name: planning.strategy(slot.node, solution.choice).outputs[0]
+            for kind in (InputKind.PARAMETER, InputKind.INPUT)
+            for slot in program.inputs_of(kind)
+        }
+        assert specs["first.weight"].sharded_axes == specs["second.weight"].sharded_axes == ("model",)
+        axes[name] = {spec.axes_of(0) for slot, spec in specs.items() if "." not in slot}
+    assert axes == {HSDP: {("data", "model")}, MEGATRON: {("data",)}}
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions())
     assert plan.objective <= min(cost for cost in plan.baselines.values() if cost is not None) * (1 + 1e-9)
 
 
