@@ -4,10 +4,9 @@
 * ZeRO-1, where the plan is of a whole training step with state: the same, but state that divides is split over all
   axes;
 * fully sharded data parallel: the batch is split over all axes, and so is every parameter, and its state, that divides;
-* HSDP, on a mesh of several axes: the same, but parameters are split over the last axis alone, and copied over the others;
-* Megatron TP+SP, likewise: the batch is split over all axes but the last, matrices over the last one, and nothing else
-  of parameters and state; what activations do over the last axis is searched (Megatron-LM's sequence parallelism among
-  it);
+* HSDP, on a mesh of several axes: the same, but parameters are split over the last axis alone, copied over the others;
+* Megatron TP+SP, likewise: the batch is split over all axes but the last, matrices over the last one, no parameter or
+  state over others; what activations do over the last axis, Megatron-LM's sequence parallelism too, is searched;
 * the plan before, where there is one: each node as in a plan of another mesh, where that is possible.
 """
 

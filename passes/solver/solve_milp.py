@@ -186,6 +186,7 @@ class _Model:
         for row in problem.rows:
             self._add_row(row, flows)
         self._highs = highspy.Highs()
+        self._raised: BaseException | None = None
 
     def _add_choices(self) -> None:
         for first, cost in zip(self._first, self._problem.costs, strict=True):
@@ -242,6 +243,8 @@ class _Model:
             highs.cbMipInterrupt.subscribe(lambda event: self._look_up(event, goes_on))
         highs.passModel(self._program())
         highs.run()
+        if self._raised is not None:
+            raise self._raised
         status = highs.getModelStatus()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return False
@@ -250,8 +253,15 @@ class _Model:
         return True
 
     def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
-        """What the solver calls between two steps, in the main thread's Python: so Ctrl-C is seen here."""
-        if not goes_on(event.data_out.mip_dual_bound / self._scale):
+        """What the solver calls between two steps, in the main thread's Python: so Ctrl-C is seen here.
+
+        No exception is to pass through the solver, whose code does not expect one: it is raised behind it.
+        """
+        try:
+            is_over = not goes_on(event.data_out.mip_dual_bound / self._scale)
+        except BaseException as error:  # noqa: BLE001  (raised again, by run)
+            self._raised, is_over = error, True
+        if is_over:
             event.interrupt()
 
     def _program(self) -> highspy.HighsLp:

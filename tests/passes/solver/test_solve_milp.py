@@ -52,12 +52,17 @@ def test_the_solver_finds_what_exhaustive_search_finds(problem: Assignment) -> N
         assert found.lower_bound <= found.cost
 
 
-def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
-    """At its first look: it has a choice with a bound below the optimum, or no choice yet."""
+def _hard() -> Assignment:
+    """A problem that the solver looks up from."""
     numbers = np.random.default_rng(0)
     pairs = [(tail, head) for tail in range(12) for head in range(tail)]
     costs = tuple(numbers.random(4) for _ in range(12))
-    problem = Assignment(costs, tuple(Edge(tail, head, numbers.random((4, 4))) for tail, head in pairs))
+    return Assignment(costs, tuple(Edge(tail, head, numbers.random((4, 4))) for tail, head in pairs))
+
+
+def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
+    """At its first look: it has a choice with a bound below the optimum, or no choice yet."""
+    problem = _hard()
     shown: list[Progress] = []
     best = solve_milp(problem, control=SearchControl(shown.append))
     assert best is not None
@@ -69,6 +74,17 @@ def test_a_solver_that_is_stopped_keeps_its_bound() -> None:
         return
     assert found is not None
     assert found.lower_bound <= best.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_what_the_watcher_raises_comes_out_of_the_solver(error: type[BaseException]) -> None:
+    """A second Ctrl-C, or a closed terminal, while the solver runs: it ends with that, not the process."""
+
+    def show(progress: Progress) -> None:
+        raise error
+
+    with pytest.raises(error):
+        solve_milp(_hard(), control=SearchControl(show))
 
 
 @given(assignments())
