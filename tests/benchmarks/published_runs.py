@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import Cluster, Recipe
-from cost_models.hardware import assemble_node
+from cost_models.hardware import assemble_node, node_type
 from tests.benchmarks.decoder import DecoderShape, Experts, Latent
 
 Row = Mapping[str, Any]
@@ -229,6 +229,26 @@ def _gradient_dtype(row: Row, framework: Framework) -> str:
     return framework.gradient_dtype or own
 
 
+_HOSTS = {
+    "A100-80GB": "a100_sxm_80gb", "A100-40GB": "a100_sxm_40gb", "A800-80GB": "a100_sxm_80gb", "H100-80GB": "h100_sxm",
+    "V100-32GB": "aws_p3_16xlarge", "B200-180GB": "b200", "B300-288GB": "b200", "GB200-186GB": "gb200_nvl72",
+    "GB300-288GB": "gb200_nvl72",
+}  # fmt: skip
+"""The node type whose host memory for each device a row's nodes are taken to have: a reference design's."""
+_JEAN_ZAY_HOST = {"A100-80GB": 64_000_000_000, "V100-32GB": 48_000_000_000}
+"""Bytes for each device of bigscience's nodes (512 GB for eight, 192 GB for four; IDRIS, Jean Zay, hardware)."""
+
+
+def _host_bytes(row: Row) -> float:
+    """Host memory for each device."""
+    gpu = row["hardware"]["gpu"]
+    if row["id"].startswith("bigscience"):
+        return _JEAN_ZAY_HOST[gpu]
+    reference = node_type(_HOSTS[gpu])
+    assert reference.host_memory_bytes is not None, _HOSTS[gpu]
+    return reference.host_memory_bytes / reference.devices_per_node
+
+
 def cluster_of(row: Row) -> Cluster:
     """The row's machines. Where the network is not printed, that of the vendor's reference design."""
     hardware = row["hardware"]
@@ -236,6 +256,7 @@ def cluster_of(row: Row) -> Cluster:
     if gpu.startswith("GB"):
         per_node = 64  # NVLink joins the rack; 64 of its 72 devices hold powers of two
     node = assemble_node(_DEVICES[gpu], per_node, fabric=_FABRICS.get(gpu))
+    node = replace(node, host_memory_bytes=round(per_node * _host_bytes(row)))
     if count <= per_node:
         return Cluster(node, 1, count)
     gbps = hardware["inter_gbps_per_gpu"]
