@@ -2,8 +2,9 @@
 
 Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 7]; also a table of `planning_time`.
 
-Specs of a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill, and recipes for a step of 512
-sequences on 64 of them. Each search runs in a process of its own, on one thread. Seconds are medians of the turns: by a
+Specs of a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill; recipes for a step of 512
+sequences on 64 H100, whose memory binds at every depth, and on 64 B200, where it binds from 64 layers on (a search of
+another kind: up to 32 layers, plain data parallelism with ZeRO-1 is at its bound). Each search runs in a process of its own, on one thread. Seconds are medians of the turns: by a
 clock, so that the machine should be idle, and of the processor.
 """
 
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -47,20 +49,24 @@ def _specs(layers: int) -> Seconds:
     return Seconds(measured.search_s, measured.search_cpu_s)
 
 
-def _recipes(layers: int) -> Seconds:
+def _recipes(device: str, layers: int) -> Seconds:
     """Of the search over recipes."""
     with torch.device("meta"):
         model = recipe_time.llama(4096, 14336, layers, 32).bfloat16()
         tokens = torch.zeros(1, 8192, dtype=torch.int64)
     counted = priced_model(model, {"input_ids": tokens, "labels": tokens, "use_cache": False}, None).counted
     base = base_recipe(model, "adamw", None, 512)
-    problem = problem_of(counted, Cluster("b200", 8, 8), base, None, {})
+    problem = problem_of(counted, Cluster(device, 8, 8), base, None, {})
     clock, processor = time.perf_counter(), time.process_time()
     problem.best_of_all()
     return Seconds(time.perf_counter() - clock, time.process_time() - processor)
 
 
-SEARCHES: Mapping[str, Callable[[int], Seconds]] = {"specs": _specs, "recipes": _recipes}
+SEARCHES: Mapping[str, Callable[[int], Seconds]] = {
+    "specs": _specs,
+    "recipes, H100": partial(_recipes, "h100_sxm"),
+    "recipes, B200": partial(_recipes, "b200"),
+}
 
 
 def table(layers: Sequence[int], turns: int) -> Table:
