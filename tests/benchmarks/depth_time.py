@@ -3,9 +3,10 @@
 Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 7]; also a table of `planning_time`.
 
 Specs of a step of 32 sequences on 8 x 8 B200, whose memory up to 64 layers do not fill; recipes for a step of 512
-sequences on 64 H100, whose memory binds at every depth, and on 64 B200, where it binds from 64 layers on (a search of
-another kind: up to 32 layers, plain data parallelism with ZeRO-1 is at its bound). Each search runs in a process of its own, on one thread. Seconds are medians of the turns: by a
-clock, so that the machine should be idle, and of the processor.
+sequences on 64 H100, whose memory binds from 32 layers on, and on 64 B200, where it binds from 64 on: below, plain data
+parallelism with ZeRO-1 is at its bound, and there is next to nothing to search. Each search runs in a process of its
+own, on one thread. Seconds are medians of the turns: by a clock, so that the machine should be idle, and of the
+processor.
 """
 
 from __future__ import annotations
