@@ -140,6 +140,12 @@ class FusedKernel:
         """The names of the operator's arguments."""
         return tuple(argument.name for argument in self.operator._schema.arguments)
 
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The names of the arguments that are tensors, or may be None in place of one."""
+        arguments = self.operator._schema.arguments
+        return frozenset(item.name for item in arguments if str(item.type) in ("Tensor", "Optional[Tensor]"))
+
 
 def specimen(function: Any, types: str, tile: Tile, size: int, **constants: object) -> Specimen:
     """A `Specimen` from the types of the run-time arguments in order, separated by spaces.

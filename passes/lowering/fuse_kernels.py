@@ -216,7 +216,10 @@ class _Fusion:
         return _Group(match, results, frozenset(going), min(readers), spares) if readers else None
 
     def _arguments(self, kernel: FusedKernel, form: int, group: _Group, anchor: fx.Node) -> tuple[Any, ...] | None:
-        """The kernel's arguments, each operand in the latest node that holds it; None where one comes too late."""
+        """The kernel's arguments, each operand in the latest node that holds it.
+
+        None where one comes too late, or a number stands where the kernel takes a tensor: `linear(x) + 1` has no bias.
+        """
         values = dict(group.match.variables)
         for name, value in values.items():
             if not isinstance(value, tuple):
@@ -226,6 +229,8 @@ class _Fusion:
                 return None
             values[name] = max(there)
         values |= kernel.forms[form].constants(anchor.meta["val"])
+        if any(isinstance(values[name], (int, float)) for name in kernel.tensors):
+            return None
         arguments: dict[str, Any] = {name: values[name] for name in kernel.parameters}
         fakes = fx.map_arg(arguments, _value_of)
         free = {name: compute(fakes) for name, compute in kernel.forms[form].free.items()}

@@ -227,6 +227,32 @@ def test_a_product_takes_its_bias_along() -> None:
     _check_equal(phased.lowered, fused)
 
 
+class Numbers(nn.Module):
+    """Numbers where biases, residuals and gates may stand, and a norm behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Linear(8, 8, bias=False), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x.flatten(0, 1)) + 1
+        x = self.norm(F.gelu(x) * 2.0 + 3)
+        return (F.silu(self.enter(x)) * 2).square().mean()
+
+
+def test_numbers_are_no_operands_of_kernels() -> None:
+    """They stay calls with a number, which generated kernels take; the norm is a kernel all the same."""
+    torch.manual_seed(0)
+    phased = _phases(Numbers())
+    fused = FuseKernels()(phased.lowered)
+    assert fused_calls(fused.graph_module) == {
+        "autoshard.triton_layer_norm.default": 1,
+        "autoshard.triton_layer_norm_backward.default": 1,
+    }
+    verify_phases(phased)
+    _check_equal(phased.lowered, fused)
+
+
 class Routed(nn.Module):
     """Tokens to two of three experts each, sorted by expert and back, as transformers' models do it."""
 
