@@ -6,11 +6,12 @@ are gone from that graph, so the program's nodes have no module path.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
 from autoshard.errors import NotAvailableError, TraceError
@@ -37,7 +38,7 @@ def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> 
     Raises:
         NotAvailableError: it can be captured, but not in a precision of its own.
     """
-    args, kwargs = call.assemble(tuple(call.tensors.values()))
+    args, kwargs = call.assemble(_told_apart(call.tensors.values()))
     plain = replace(options, call=ModelCall(options.call.loss_fn, options.call.targets), casts=None)
     capture = dynamo_graph_capture_for_export(_CallModule(model, plain))
     with torch.set_grad_enabled(options.grad):
@@ -51,6 +52,11 @@ def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> 
     return replace(joint, slots=_own_slots(joint, captured, model))
 
 
+def _told_apart(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Inputs of which no two are the same object, which Dynamo would take for one input of all calls."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+
+
 def _own_slots(joint: JointGraph, captured: nn.Module, model: nn.Module) -> tuple[tuple[InputKind, str], ...]:
     """The slots with the model's own names for the parameters and buffers that Dynamo renamed."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -58,7 +64,7 @@ def _own_slots(joint: JointGraph, captured: nn.Module, model: nn.Module) -> tupl
     return tuple((kind, _own_name(name, held, own)) for kind, name in joint.slots)
 
 
-def _own_name(name: str, held: dict[str, torch.Tensor], own: dict[int, str]) -> str:
+def _own_name(name: str, held: dict[str, Tensor], own: dict[int, str]) -> str:
     if name not in held:
         return name
     if id(held[name]) not in own:

@@ -81,7 +81,7 @@ class Value:
 
 
 def find_value(priced: PricedModel, name: str) -> Value:
-    """The value of a parameter's or input's qualified name, or of a node of `Plan.nodes`.
+    """The value of a parameter's or input's qualified name, or of a node of the traced program.
 
     Raises:
         InvalidSpecError: no such name.
@@ -102,8 +102,13 @@ def find_value(priced: PricedModel, name: str) -> Value:
     known = [other for slot in folded.single.inputs_of(InputKind.PARAMETER) for other in folded.names_of(slot.name)]
     raise InvalidSpecError(
         f"explain({name!r}): the model has no parameter, input or node of that name; there are "
-        f"{', '.join([*inputs, *known][:8])}, ..., and the nodes of plan.nodes."
+        f"{', '.join([*inputs, *known][:8])}, ..., and nodes: {', '.join(_calls(priced)[:8])}, ..."
     )
+
+
+def _calls(priced: PricedModel) -> list[str]:
+    """Calls within sections; `Plan.nodes` lacks those that no axis but the replicas' splits."""
+    return [node for node, section in priced.folded.section_of.items() if section and not node.startswith("p_")]
 
 
 def spec_of(priced: PricedModel, value: Value, recipe: Recipe) -> PartitionSpec:

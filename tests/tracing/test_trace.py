@@ -212,6 +212,25 @@ class Numpy(nn.Module):
         return self.layer(torch.from_numpy(np.tanh(x.numpy()))).sum()
 
 
+class NumpyPair(nn.Module):
+    """Goes through numpy, with two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (self.layer(torch.from_numpy(np.tanh(x.numpy()))) - target).square().sum()
+
+
+def test_dynamo_keeps_inputs_apart_that_are_one_tensor() -> None:
+    """A language model's labels are its tokens, often: a later call has others, and the program is the same."""
+    model, x, target = NumpyPair(), torch.randn(2, 3), torch.randn(2, 3)
+    program = trace(model, (x, x))
+    assert program.digest() == trace(model, (x, target)).digest()
+    assert_equals_eager(program, model, (x, target))
+
+
 def test_dynamo_captures_what_fake_tensors_cannot_run() -> None:
     """Numpy calls come by way of Dynamo, with the model's own names."""
     model, x = Numpy(), torch.randn(2, 3)

@@ -141,6 +141,9 @@ def test_a_parameter_has_the_collectives_of_the_calls_that_read_it() -> None:
 
 
 def test_names_that_are_none_are_refused() -> None:
-    """With some that there are."""
-    with pytest.raises(InvalidSpecError, match=r"explain\('layers.9.wide.weight'\).* there are input:0"):
+    """With some that there are; the nodes among them are answered for, also where `Plan.nodes` has none."""
+    with pytest.raises(InvalidSpecError, match=r"explain\('layers.9.wide.weight'\).* there are input:0") as caught:
         find_value(PRICED["dense"], "layers.9.wide.weight")
+    named = str(caught.value).split("nodes: ")[1].removesuffix(", ...").split(", ")
+    assert len(named) == 8
+    assert [find_value(PRICED["dense"], name).node.name for name in named] == named
