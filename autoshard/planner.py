@@ -245,6 +245,8 @@ class Planner:
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
+        from passes.solver.search_control import SearchStopped
+
         part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
         plans, failure = [], None
         with self._searching() as control:
@@ -253,11 +255,15 @@ class Planner:
                     plans.append(part._search(program, mesh, part._options(program, mesh, {}), control))
                 except AutoshardError as error:
                     failure = error
+                except SearchStopped:
+                    if not plans:
+                        raise
                 if control.is_stopped and plans:
                     break
             if not plans and failure is not None:
                 raise failure
-        return min(plans, key=lambda plan: plan.predicted.step_time_s)
+        best = min(plans, key=lambda plan: plan.predicted.step_time_s)
+        return replace(best, was_interrupted=control.is_stopped)
 
     def cluster_for(self, mesh: Mesh) -> Cluster:
         """What to price for."""

@@ -54,6 +54,7 @@ def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | N
 def interruptible(control: SearchControl) -> Iterator[None]:
     """Within, the first Ctrl-C stops the search that follows `control`, and the next raises KeyboardInterrupt.
 
+    So does the first where a problem is being built, see `SearchControl.stop`.
     Nothing changes in other threads than the main one, nor where somebody else handles SIGINT already.
     """
     before = signal.getsignal(signal.SIGINT)
@@ -64,7 +65,7 @@ def interruptible(control: SearchControl) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         if control.is_stopped:
             signal.default_int_handler(number, frame)
-        control.is_stopped = True
+        control.stop()
 
     signal.signal(signal.SIGINT, stop)
     try:

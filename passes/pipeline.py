@@ -140,9 +140,11 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
 
     Raises:
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
+        SearchStopped: `options.control` was stopped before the search began.
     """
     start = time.monotonic()
-    planning = planning_problem(program, mesh, cluster, options)
+    with options.control.building():
+        planning = planning_problem(program, mesh, cluster, options)
     built = time.monotonic()
     logger.debug("enumeration took %.3f s", built - start)
     found = solve(planning, options, allowed_options(planning, options.constraints))
@@ -172,7 +174,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         search, time_budget_s=_BASELINE_SHARE * options.time_budget_s, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS,
         most_parts=0, says_smallest=False, is_exact=False,
     )  # fmt: skip
-    baselines = solve_baselines(planning, quick, allowed, options.before) if options.with_baselines else {}
+    baselines = solve_baselines(planning, quick, allowed, options.before, end) if options.with_baselines else {}
     start = [found for found in baselines.values() if found is not None]
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS

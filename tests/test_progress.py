@@ -17,6 +17,7 @@ from autoshard import Cluster, Mesh, Plan
 from autoshard.cluster import candidate_meshes
 from autoshard.progress import interruptible, search_bar
 from autoshard.testing import check_plan
+from passes import pipeline
 from passes.planning import search as search_module
 from passes.solver.search_control import SearchControl
 from tests.passes.blocks import Blocks
@@ -128,6 +129,31 @@ def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
     meshes = candidate_meshes(cluster)
     assert len(meshes) > 1
     assert plan_pressing(monkeypatch, 1, at_once, cluster).mesh == meshes[0]
+
+
+@pytest.mark.parametrize("built", [0, 1])
+def test_ctrl_c_while_a_problem_is_built_ends_that_at_once(monkeypatch, built: int) -> None:
+    """The plan is of the meshes before; of the first one there is none."""
+    cluster, problems = Cluster("h100_sxm", 1, 4), []
+    build = pipeline.planning_problem
+
+    def pressed(program, mesh, *given):
+        problems.append(mesh)
+        if len(problems) > built:
+            press_ctrl_c()
+            pytest.fail("the problem was built on")
+        return build(program, mesh, *given)
+
+    monkeypatch.setattr(pipeline, "planning_problem", pressed)
+    if built:
+        found = autoshard.plan(MODEL, cluster, example_inputs=INPUTS)
+        assert found.mesh == problems[0]
+        assert found.was_interrupted
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            autoshard.plan(MODEL, cluster, example_inputs=INPUTS)
+    assert len(problems) == built + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_nothing_that_fits_ends_as_ctrl_c_does(monkeypatch) -> None:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
@@ -30,22 +31,27 @@ _Keep = Callable[[Site, PartitionSpec], bool]
 
 
 def solve_baselines(
-    planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray], before: Plan | None = None
+    planning: PlanningProblem,
+    search: Search,
+    allowed: Mapping[int, np.ndarray],
+    before: Plan | None = None,
+    deadline: float = np.inf,
 ) -> dict[str, Solution | None]:
     """The best plan of each recipe, None where none fits (or the user's constraints exclude it).
 
-    Recipes that were not looked at before the search was stopped are left out.
+    Recipes that were not looked at before the search was stopped, or time was up, are left out.
 
     Args:
         planning, search, allowed: as of the search itself.
         before: a plan of the program on another mesh.
+        deadline: of `time.monotonic`.
     """
     masks = {name: _RECIPES[name](planning) for name in _names(planning)}
     if before is not None:
         masks[BEFORE] = _as_in(before, planning)
     found: dict[str, Solution | None] = {}
     for name, mask in masks.items():
-        if search.control.is_stopped:
+        if search.control.is_stopped or time.monotonic() >= deadline:
             break
         search.control.problem = name
         priced = _price(planning, search, allowed, mask)

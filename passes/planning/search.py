@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 EXACT_PAIRS = 20_000
 """Pairs of options over all edges up to which a problem counts as small."""
 
+_SHARE_EXACT = 0.7
+"""The part of the time in which small problems are solved exactly; where that was too short, duality has the rest."""
+
 
 class Searchable(Protocol):
     """What is searched: a `PlanningProblem`, or a `RecomputeProblem`."""
@@ -109,12 +112,21 @@ class Search:
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
         choices = [solution.choice for solution in start]
-        return (self._exactly if _pairs(problem) <= EXACT_PAIRS else self._by_duals)(planning, problem, choices)
+        deadline = time.monotonic() + self.time_budget_s
+        search = self._exactly if _pairs(problem) <= EXACT_PAIRS else self._by_duals
+        return search(planning, problem, choices, deadline)
 
-    def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
+    def _by_duals(
+        self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float
+    ) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
-        search = DualSearch(self.tolerance, self.max_rounds, self.time_budget_s, self.most_parts, self.control)
-        solution = search(problem, planning.usage, planning.memory_row, start)
+
+        def search(start: Sequence[Sequence[int]]) -> Solution | None:
+            left_s = max(0.0, deadline - time.monotonic())
+            by_duals = DualSearch(self.tolerance, self.max_rounds, left_s, self.most_parts, self.control)
+            return by_duals(problem, planning.usage, planning.memory_row, start)
+
+        solution = search(start)
         if solution is not None:
             return solution
         hopeless = np.inf if self.says_smallest else problem.limit
@@ -122,22 +134,23 @@ class Search:
         frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
         if not frugal or planning.usage(frugal).max() > problem.limit:
             raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else None)
-        solution = search(problem, planning.usage, planning.memory_row, [frugal])
+        solution = search([frugal])
         assert solution is not None, "the frugal choice fits"
         return solution
 
-    def _exactly(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
+    def _exactly(
+        self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float
+    ) -> Solution:
         """Small problems: to the proven optimum, unless that takes too long."""
-        deadline = time.monotonic() + self.time_budget_s
+        end = time.monotonic() + _SHARE_EXACT * self.time_budget_s
         points: set[int] = set()
         bound = 0.0
         while True:
-            left_s = max(1.0, deadline - time.monotonic())
             try:
-                solution = solve_milp(problem, time_limit_s=left_s, control=self.control)
+                solution = solve_milp(problem, time_limit_s=end - time.monotonic(), control=self.control)
             except TimeoutError:
                 logger.info("exact search ran out of time or was stopped; searching by duality")
-                found = self._by_duals(planning, problem, start)
+                found = self._by_duals(planning, problem, start, deadline)
                 return dataclasses.replace(found, lower_bound=min(found.cost, max(found.lower_bound, bound)))
             if solution is None:
                 raise self._nothing_fits(planning, problem)
@@ -146,31 +159,34 @@ class Search:
                 return solution
             new = over - points
             if not self.is_exact:
-                return self._by_duals(planning, problem, start)
+                return self._by_duals(planning, problem, start, deadline)
             bound = max(bound, solution.lower_bound)
             points |= new
             problem = _with_rows(planning, problem, new) if new else _without(problem, solution.choice)
 
     def _nothing_fits(self, planning: Searchable, problem: Assignment) -> DoesNotFitError:
         """The error of a search that counts too much of every choice."""
-        frugal = self.frugal(planning, problem) if self.says_smallest else None
-        return self.does_not_fit(planning, None if frugal is None else frugal.peak)
+        frugal = self.frugal(planning, problem) if self.says_smallest else []
+        return self.does_not_fit(planning, frugal[0].peak if frugal else None)
 
-    def frugal(self, planning: Searchable, problem: Assignment) -> LeastPeak | None:
-        """A choice of a small peak, as the search counts: of a small problem the smallest, if that is proven in time.
+    def frugal(self, planning: Searchable, problem: Assignment) -> list[LeastPeak]:
+        """Choices of a small peak, as the search counts, the smallest first.
 
-        What is found without a proof depends on the time that there is. So it is not given: the same choice is found
-        under every limit.
+        Of a small problem the smallest, if that is proven in time, and in any case one that is found under every limit.
+        What else is found without a proof depends on the time that there is, so it is not given.
         """
         rough = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, control=self.control)
+        known = [LeastPeak(rough, float(planning.usage(rough).max()), 0.0)] if rough else []
         if _pairs(problem) <= EXACT_PAIRS:
             deadline = time.monotonic() + self.time_budget_s
             search = PeakSearch(problem, partial(Tabled, planning), planning.usage, deadline, self.control)
             with suppress(TimeoutError):
                 found = search(rough)
-                if found is None or found.is_proven or not rough:
-                    return found
-        return LeastPeak(rough, float(planning.usage(rough).max()), 0.0) if rough else None
+                if found is None:
+                    return []
+                if found.is_proven or not rough:
+                    return [found, *known]
+        return known
 
     def does_not_fit(
         self, planning: Searchable, least: float | None = None, *, is_proven: bool = False

@@ -216,7 +216,8 @@ def _least(exactly: ExactSearch, search: Search) -> LeastPeak:
     The error names what is proven to be the least, or else a peak that does not depend on the time there was.
     """
     problem, tables = exactly.problem, exactly.exact.tables
-    rough = choice_of_smallest_peak(problem, tables.usage, tables.memory_row, problem.limit, control=search.control)
+    # not with the limit as what is enough: what is named is to be found again under every limit
+    rough = choice_of_smallest_peak(problem, tables.usage, tables.memory_row, control=search.control)
     least = exactly.smallest_peak(rough, problem.limit)
     if least is None:
         raise search.does_not_fit(tables)

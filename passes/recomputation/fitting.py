@@ -8,6 +8,8 @@ is clear where clones stand), it is repeated with as many bytes less to spend.
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +45,10 @@ class JointSolution:
 
 
 def fitting(
-    attempt: Callable[[float], JointSolution], frugal: Callable[[], Sequence[JointSolution]], limit: float
+    attempt: Callable[[float], JointSolution],
+    frugal: Callable[[], Sequence[JointSolution]],
+    limit: float,
+    deadline: float = math.inf,
 ) -> tuple[JointSolution | None, float | None]:
     """What a search finds that fits by the exact count; where nothing does, bytes that would do, None if unknown.
 
@@ -53,6 +58,7 @@ def fitting(
         attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is none.
         frugal: choices that take little, the same whenever it is asked.
         limit: bytes on each rank.
+        deadline: of `time.monotonic`, after which nothing more is attempted than the first.
     """
     asked, bound = limit, None
     for _ in range(_ATTEMPTS):
@@ -64,6 +70,8 @@ def fitting(
         excess = found.peak_bytes() - limit
         if excess <= 0:
             return bounded(found, bound), None
+        if time.monotonic() >= deadline:
+            break
         asked -= excess
     peaks = [(choice.peak_bytes(), choice) for choice in frugal()]
     fits = [choice for peak, choice in peaks if peak <= limit]

@@ -43,6 +43,7 @@ from passes.recomputation.recompute_problem import build_recompute_problem
 from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
+from passes.solver.search_control import SearchStopped
 from passes.solver.smallest_peak import choice_of_smallest_peak
 
 
@@ -71,12 +72,18 @@ def solve_jointly(
     end = time.monotonic() + search.time_budget_s
     if not recompute:
         return _alone(planning, search, allowed, start, end)
-    free = JointSolution(planning, dataclasses.replace(search, memory_limit_bytes=None)(planning, allowed, start))
+    share = 1.0 if search.memory_limit_bytes is None else _SHARE_FREE
+    unlimited = dataclasses.replace(search, memory_limit_bytes=None, time_budget_s=share * search.time_budget_s)
+    free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
         return free
     found = _where_memory_binds(planning, search, allowed, start, end, offload=offload)
     # neither strategies nor keepings cost less where memory is short
     return bounded(found, max(found.solution.lower_bound, free.solution.lower_bound))
+
+
+_SHARE_FREE = 0.7
+"""Part of the time in which it is searched as if memory were no object; the rest is for where it is."""
 
 
 def _where_memory_binds(
@@ -89,7 +96,7 @@ def _where_memory_binds(
     offload: bool,
 ) -> JointSolution:
     """See `solve_jointly`, where the cheapest choice of all does not fit."""
-    if search.control.is_stopped:
+    if search.control.is_stopped or (start and time.monotonic() >= end):
         # the bound of the search without recomputation holds for no other
         return bounded(_alone(planning, search, allowed, start, end), 0.0)
     if not offload or planning.prices.cluster.device.host_link is None:
@@ -104,7 +111,7 @@ def _where_memory_binds(
         return bounded(*_solve(planning, search, allowed, start, end, offload=False))
     has_room = room is None or found.host_bytes <= room
     is_near = found.solution.cost * (1 - _FAR) <= found.solution.lower_bound
-    if has_room and (is_near or search.control.is_stopped):
+    if has_room and (is_near or search.control.is_stopped or time.monotonic() >= end):
         return bounded(found, bound)
     try:
         other, _ = _solve(planning, search, allowed, start, end, offload=False)
@@ -148,7 +155,11 @@ def _solve(
     options = find_options(planning.space, planning.classes, offload=offload)
     if not options.keepings:
         return _bound_of(_alone(planning, search, allowed, start, deadline))
-    problem = build_recompute_problem(planning, options)
+    try:
+        with search.control.building():
+            problem = build_recompute_problem(planning, options)
+    except SearchStopped:
+        return _alone(planning, search, allowed, start, deadline), 0.0
 
     def joint(found: Solution) -> JointSolution:
         """What a choice of the problem stands for."""
@@ -174,7 +185,7 @@ def _solve(
         return joint(_within(limit, deadline, search)(problem, wide, start))
 
     frugal = partial(_frugal, problem, search, wide, joint)
-    found, least = fitting(attempt, frugal, search.memory_limit_bytes)
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
     if exact is not None:
         return _cheaper(found, joint(exact)), exact.lower_bound
     if found is not None:
@@ -196,19 +207,23 @@ def _exactly(
     Raises:
         DoesNotFitError: it is proven that no choice fits.
     """
+    if search.control.is_stopped or time.monotonic() >= deadline:
+        return None
     with suppress(TimeoutError):
         if is_searched_exactly(exact.assignment):
             return cheapest_that_fits(exact, search, allowed, deadline)
-        if is_refused_exactly(exact.assignment) and _is_hopeless(exact.tables, search, allowed):
+        if is_refused_exactly(exact.assignment) and _is_hopeless(exact.tables, search, allowed, deadline):
             refuse(exact, search, allowed, deadline)
     return None
 
 
-def _is_hopeless(problem: Searchable, search: Search, allowed: Mapping[int, np.ndarray]) -> bool:
-    """Whether no choice is found that fits as the problem counts."""
+def _is_hopeless(problem: Searchable, search: Search, allowed: Mapping[int, np.ndarray], deadline: float) -> bool:
+    """Whether no choice is found in time that fits as the problem counts."""
     limit = float(search.memory_limit_bytes or 0)
     free = restrict(problem.assignment, allowed)
-    found = choice_of_smallest_peak(free, problem.usage, problem.memory_row, limit, limit, control=search.control)
+    found = choice_of_smallest_peak(
+        free, problem.usage, problem.memory_row, limit, limit, control=search.control, deadline=deadline
+    )
     return not found or float(problem.usage(found).max()) > limit
 
 
@@ -243,7 +258,7 @@ def _alone(
         return JointSolution(planning, _within(limit, deadline, search)(planning, allowed, start))
 
     frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning))
-    found, least = fitting(attempt, frugal, search.memory_limit_bytes)
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
     if exact is not None:
         return bounded(_cheaper(found, JointSolution(planning, exact)), exact.lower_bound)
     if found is None:
@@ -257,17 +272,18 @@ def _frugal(
     allowed: Mapping[int, np.ndarray],
     joint: Callable[[Solution], JointSolution],
 ) -> list[JointSolution]:
-    """Choices that take little: one of the smallest peak by the problem's count, and a cheap one within that."""
+    """Choices that take little: of small peaks by the problem's count, and a cheap one within the smallest of these."""
     free = restrict(problem.assignment, allowed)
     found = dataclasses.replace(search, time_budget_s=_SHARE_FRUGAL * search.time_budget_s).frugal(problem, free)
-    if found is None:
+    if not found:
         return []
-    rough = joint(Solution(found.choice, free.cost_of(found.choice), 0.0))
-    if search.control.is_stopped or rough.peak_bytes() > _NEAR * (search.memory_limit_bytes or 0):
-        return [rough]
+    rough = [joint(Solution(each.choice, free.cost_of(each.choice), 0.0)) for each in found]
+    least = min(choice.peak_bytes() for choice in rough)
+    if search.control.is_stopped or least > _NEAR * (search.memory_limit_bytes or 0):
+        return rough
     quick = DualSearch(search.tolerance, _ROUNDS, np.inf, control=search.control)
-    cheap = quick(dataclasses.replace(free, limit=found.peak), problem.usage, problem.memory_row, [found.choice])
-    return [rough] if cheap is None else [rough, joint(cheap)]
+    cheap = quick(dataclasses.replace(free, limit=found[0].peak), problem.usage, problem.memory_row, [found[0].choice])
+    return rough if cheap is None else [*rough, joint(cheap)]
 
 
 _NEAR = 1.1
@@ -285,7 +301,7 @@ def _within(limit: float, deadline: float, search: Search) -> Search:
 
 def _by(deadline: float, search: Search) -> Search:
     """The search within what is left of the time."""
-    return dataclasses.replace(search, time_budget_s=max(1.0, deadline - time.monotonic()))
+    return dataclasses.replace(search, time_budget_s=max(0.0, deadline - time.monotonic()))
 
 
 _ROUNDS = 12

@@ -92,7 +92,7 @@ class PeakSearch:
         Raises:
             TimeoutError: no choice was found in time.
         """
-        descend = _Descent(self.problem, self.usage)
+        descend = _Descent(self.problem, self.usage, self._is_over)
         if start:
             self._note(start)
         if start and not self._is_done:
@@ -114,7 +114,10 @@ class PeakSearch:
     @property
     def _is_done(self) -> bool:
         """Whether there is nothing left to find, or no time."""
-        return self.best_peak <= self.enough or self.control.is_stopped or time.monotonic() >= self.deadline
+        return self.best_peak <= self.enough or self._is_over()
+
+    def _is_over(self) -> bool:
+        return self.control.is_stopped or time.monotonic() >= self.deadline
 
     def _refute(self, solved: tuple[int, ...], near: tuple[int, ...]) -> bool:
         """Add rows that what was solved breaks; whether there are any."""
@@ -160,10 +163,11 @@ _SWEEPS = 4
 
 @dataclass
 class _Descent:
-    """Changes one variable of a choice at a time."""
+    """Changes one variable of a choice at a time, until it `is_over`."""
 
     problem: Assignment
     usage: Usage
+    is_over: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self._allowed = [np.isfinite(cost) for cost in self.problem.costs]
@@ -179,7 +183,7 @@ class _Descent:
             before = left
             for variable in range(len(choice)):
                 left = self._improve(choice, variable, peak, left)
-                if not left:
+                if not left or self.is_over():
                     return tuple(choice)
             if left == before:
                 break

@@ -46,6 +46,7 @@ def solve_milp(
     Raises:
         TimeoutError: the time went by before any choice was found.
     """
+    _check_time(time_limit_s)
     reduced = reduce_assignment(problem)
     if not reduced.problem.costs:
         choice, bound = (), 0.0
@@ -61,6 +62,11 @@ def solve_milp(
     if not np.isfinite(cost):
         return None
     return Solution(full, cost, min(cost, reduced.constant + bound))
+
+
+def _check_time(time_limit_s: float) -> None:
+    if time_limit_s <= 0:
+        raise TimeoutError("there was no time left to solve anything in")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ def smallest_peak(
     Raises:
         TimeoutError: the time went by before any choice was found.
     """
+    _check_time(time_limit_s)
     reduced = reduce_assignment(_without_costs(problem))
     found, bound = (), np.inf
     if reduced.problem.costs:

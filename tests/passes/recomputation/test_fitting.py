@@ -29,9 +29,9 @@ from tests.passes.prediction.test_segment_step import drawn_choice
 LINE = Mesh({"x": 2})
 
 
-def found_within(planning: PlanningProblem, limit: float, *, recompute: bool) -> JointSolution:
+def found_within(planning: PlanningProblem, limit: float, *, recompute: bool, seconds: float = 300.0) -> JointSolution:
     """The search without known recipes to start from, with time to end on a busy machine."""
-    return solve_jointly(planning, Search(limit, time_budget_s=300.0), {}, (), recompute=recompute)
+    return solve_jointly(planning, Search(limit, time_budget_s=seconds), {}, (), recompute=recompute)
 
 
 def every_choice(planning: PlanningProblem) -> list[tuple[float, tuple[int, ...]]]:
@@ -99,6 +99,16 @@ def test_a_byte_too_few_is_refused_where_there_are_billions() -> None:
 def test_an_error_about_training_names_what_is_enough(recompute: bool) -> None:
     """Whether values may be computed again or not."""
     check_the_error(trained(), recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_without_time_an_error_names_what_is_enough(recompute: bool) -> None:
+    """What is found without proof is found again within the memory that it takes."""
+    with pytest.raises(DoesNotFitError) as caught:
+        found_within(trained(), 1.0, recompute=recompute, seconds=0.0)
+    smallest = caught.value.smallest_bytes
+    assert not caught.value.is_proven
+    assert found_within(trained(), smallest, recompute=recompute, seconds=0.0).peak_bytes() <= smallest
 
 
 @dataclass

@@ -12,6 +12,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.recompute import NO_RECOMPUTE
 from passes.pipeline import PlanOptions, plan_program
 from passes.prediction.utilisation import utilisation
+from passes.recomputation import recompute_search
 from passes.solver.search_control import Progress, SearchControl
 from tests.passes.blocks import blocks_program, h100s, problem_of
 
@@ -71,6 +72,32 @@ def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
     assert found.lower_bound <= whole.objective * (1 + 1e-9)
     assert whole.lower_bound is not None
     assert whole.lower_bound <= found.objective * (1 + 1e-9)
+
+
+def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problem with recomputation is not built to its end."""
+    control = SearchControl()
+    monkeypatch.setattr(recompute_search, "build_recompute_problem", lambda *_: control.stop())
+    budget = 0.9 * largest()
+    options = PlanOptions(memory_budget=budget, with_baselines=False, control=control)
+    found = plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    assert found.was_interrupted
+    assert found.recompute == NO_RECOMPUTE
+    assert found.predicted.peak_memory_bytes <= budget
+
+
+@pytest.mark.parametrize("with_baselines", [False, True])
+@pytest.mark.parametrize("share", [0.6, 0.9, 2.0])
+def test_a_search_without_time_gives_a_plan_that_fits(share: float, with_baselines: bool) -> None:
+    """After one look; no known recipe is looked at."""
+    budget = share * largest()
+    options = PlanOptions(memory_budget=budget, time_budget_s=0.0, with_baselines=with_baselines)
+    found = plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    assert not found.was_interrupted
+    assert not found.baselines
+    assert found.predicted.peak_memory_bytes <= budget
+    assert found.lower_bound is not None
+    assert found.lower_bound <= plan_within(budget).objective * (1 + 1e-9)
 
 
 def test_recomputation_is_never_worse() -> None:
