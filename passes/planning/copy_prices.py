@@ -66,20 +66,8 @@ def saved_table(
         prices: the prices.
     """
     key = (saved_table, value, sources, targets, taken)
-    if key not in prices.derived:
-        prices.derived[key] = _saved_table(value, sources, targets, times, taken, prices)
-    return prices.derived[key]
-
-
-def _saved_table(
-    value: ValueInfo,
-    sources: tuple[PartitionSpec, ...],
-    targets: tuple[PartitionSpec, ...],
-    times: Floats,
-    taken: Taken,
-    prices: Prices,
-) -> tuple[Floats, Floats]:
-    """`saved_table`, found anew."""
+    if key in prices.derived:
+        return prices.derived[key]
     columns = _places(targets)
     reductions = tuple(sorted({reduction for target in columns for _, reduction in target.partial}))
     saved = np.zeros((2, *times.shape))
@@ -88,7 +76,8 @@ def _saved_table(
             for column in columns.get(step.target, ()):
                 if math.isclose(step.time_s, times[rows[0], column], rel_tol=1e-9):
                     saved[:, rows, column] = np.array(step.saved(taken))[:, None]
-    return saved[0], saved[1]
+    prices.derived[key] = (saved[0], saved[1])
+    return prices.derived[key]
 
 
 def _places(specs: Sequence[PartitionSpec]) -> dict[PartitionSpec, list[int]]:
