@@ -1,15 +1,25 @@
-"""The oracle's own parts: addends that reduce to what they stand for."""
+"""The oracle of rules: addends that reduce to what they stand for, and rounding told from faults."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction
-from autoshard.testing.run_strategy import addends
+from autoshard.rules.enumeration import Strategy, enumerate_strategies
+from autoshard.rules.notation import BoundRule, Rule
+from autoshard.rules.registry import bound_rule, sharding_rule
+from autoshard.testing.run_strategy import addends, check_strategy, results_of
+
+aten = torch.ops.aten
 
 _INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64]
 
@@ -34,3 +44,65 @@ def test_addends_differ_from_the_tensor() -> None:
     for reduction in Reduction:
         for addend in addends(x, reduction, 2):
             assert not torch.equal(addend, x)
+
+
+def _strategies(op: Any, args: tuple[Any, ...], mesh: Mesh) -> Iterator[tuple[BoundRule, Strategy]]:
+    rule = bound_rule(op, args, {}, results_of(op, args, {}))
+    assert rule is not None
+    return ((rule, strategy) for strategy in enumerate_strategies(rule, mesh))
+
+
+@pytest.mark.parametrize("seed", [7, 13, 156, 189])
+def test_what_is_gone_in_double_precision_was_rounding(seed: int) -> None:
+    """A norm of one element: its gradient is zero, of terms 316 times as large as what it is given."""
+    torch.manual_seed(seed)
+    x, gradient = torch.randn(2, 1, 1) * 4
+    weight, bias = torch.randn(2, 1) * 4
+    _, mean, rstd = aten.native_layer_norm.default(x, [1], weight, bias, 1e-5)
+    op, mesh = aten.native_layer_norm_backward.default, Mesh({"a": 2, "b": 5})
+    args = (gradient, x, [1], mean, rstd, weight, bias, [True] * 3)
+    for rule, strategy in _strategies(op, args, mesh):
+        check_strategy(op, args, {}, rule, strategy, mesh)
+
+
+@torch.library.custom_op("autoshard_test::nearly_linear", mutates_args=())
+def nearly_linear(x: Tensor, error: float) -> Tensor:
+    """A function whose rule (below) says that it is linear, which it is up to `error`."""
+    return x + error * x.sin()
+
+
+@torch.library.custom_op("autoshard_test::linear_in_double", mutates_args=())
+def linear_in_double(x: Tensor, error: float) -> Tensor:
+    """The same, but linear where rounding is settled."""
+    return x.clone() if x.dtype == torch.float64 else x + error * x.sin()
+
+
+NEARLY, IN_DOUBLE = torch.ops.autoshard_test.nearly_linear.default, torch.ops.autoshard_test.linear_in_double.default
+
+
+@sharding_rule(NEARLY, IN_DOUBLE)
+def _linear(x: Tensor, error: float) -> Rule:
+    return Rule("a -> a", linear=((0,),))
+
+
+def _finds_fault(op: Any, error: float, seed: int) -> bool:
+    torch.manual_seed(seed)
+    args, mesh = (torch.randn(64), error), Mesh({"a": 4})
+    rule, strategy = next(found for found in _strategies(op, args, mesh) if found[1].inputs[0].is_partial)
+    try:
+        check_strategy(op, args, {}, rule, strategy, mesh)
+    except AssertionError:
+        return True
+    return False
+
+
+@given(seed=st.integers(0, 99), error=st.floats(3e-4, 1.0))
+def test_a_wrong_rule_is_refused(seed: int, error: float) -> None:
+    """However little a fault is above what is allowed in float32: in float64 it is as large."""
+    assert _finds_fault(NEARLY, error, seed)
+
+
+@given(seed=st.integers(0, 99), error=st.floats(0.01, 1.0))
+def test_double_precision_settles_small_differences_only(seed: int, error: float) -> None:
+    """What is far above rounding in float32 is a fault of float32, if it is none of float64."""
+    assert _finds_fault(IN_DOUBLE, error, seed)
