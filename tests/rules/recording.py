@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,12 +111,30 @@ DATABASE_MESHES = (Mesh({"a": 5}), Mesh({"a": 2}))
 
 @dataclass
 class Tally:
-    """How much was tried, and what failed."""
+    """How much was tried, and what failed.
+
+    Args:
+        calls: how many calls with a rule were tried.
+        strategies: how many strategies of them, on all meshes.
+        left_out: how many strategies were not tried, as there were too many.
+        failures: what did not give what one device gives.
+        samples: by name, how many of PyTorch's samples called an operator with a sound rule.
+        refused: by name, how many of them PyTorch itself could not run.
+    """
 
     calls: int = 0
     strategies: int = 0
     left_out: int = 0
     failures: list[str] = field(default_factory=list)
+    samples: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def add_sample(self, name: str, calls: Mapping[str, Call] | None) -> None:
+        """Count one of PyTorch's samples by its name."""
+        if calls is None:
+            self.refused[name] += 1
+        elif calls:
+            self.samples[name] += 1
 
     def check(self, call: Call, meshes: Iterable[Mesh], most: int | None = None) -> None:
         """Try every strategy of a call on every mesh; of more than `most` on a mesh, so many drawn at random."""
@@ -158,17 +177,30 @@ def database_calls(
     names: Collection[str] | None, limit: int | None, keep: Callable[[Any], bool] = has_sound_rule
 ) -> Iterator[tuple[str, Call]]:
     """The calls that PyTorch's samples (up to `limit` of an operator) make, each once, with the name sampled."""
+    seen: set[str] = set()
+    for name, calls in _sampled(names, limit, keep):
+        yield from ((name, call) for call in _unseen(calls or {}, seen))
+
+
+def _sampled(
+    names: Collection[str] | None, limit: int | None, keep: Callable[[Any], bool] = has_sound_rule
+) -> Iterator[tuple[str, dict[str, Call] | None]]:
+    """The calls of each sample by their keys, with the name sampled; None for one that PyTorch itself cannot run."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    seen: set[str] = set()
     for info in op_db:
         if info.name.startswith("jiterator") or (names is not None and info.name not in names):
             continue
         for function in _samples(info, limit):
-            for key, call in _recorded(function, keep).items():
-                if key not in seen:
-                    seen.add(key)
-                    yield info.name, call
+            yield info.name, _recorded(function, keep)
+
+
+def _unseen(calls: Mapping[str, Call], seen: set[str]) -> Iterator[Call]:
+    """Those whose keys are not among `seen` yet, where they are put."""
+    for key, call in calls.items():
+        if key not in seen:
+            seen.add(key)
+            yield call
 
 
 @contextmanager
@@ -207,12 +239,12 @@ def _samples(info: Any, limit: int | None) -> Iterator[Callable[[], Any]]:
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
 
 
-def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[str, Call]:
-    """Nothing where PyTorch itself cannot run a sample: some have no backward, some need libraries or a GPU."""
+def _recorded(function: Callable[[], Any], keep: Callable[[Any], bool]) -> dict[str, Call] | None:
+    """None where PyTorch itself cannot run a sample: some have no backward, some need libraries or a GPU."""
     try:
         return record(function, keep).calls
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
-        return {}
+        return None
 
 
 def check_database(
@@ -224,11 +256,14 @@ def check_database(
 ) -> Tally:
     """Try the strategies (see `Tally.check`) of what PyTorch's samples for the operators `names` (None: all) call."""
     tally = Tally()
-    for name, call in database_calls(names, limit):
-        try:
-            tally.check(call, meshes, most)
-        except (AssertionError, AutoshardError, RuntimeError) as error:
-            tally.failures.append(f"{name}: {call.key}\n{error}")
+    seen: set[str] = set()
+    for name, calls in _sampled(names, limit):
+        tally.add_sample(name, calls)
+        for call in _unseen(calls or {}, seen):
+            try:
+                tally.check(call, meshes, most)
+            except (AssertionError, AutoshardError, RuntimeError) as error:
+                tally.failures.append(f"{name}: {call.key}\n{error}")
     return tally
 
 

@@ -13,7 +13,7 @@ from autoshard.errors import OperatorError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import has_rule, sharding_rule, strategies
 from autoshard.rules.registry import bound_rule, evaluate
-from tests.rules.recording import check_database, tensor
+from tests.rules.recording import Tally, check_database, tensor
 
 aten = torch.ops.aten
 
@@ -105,6 +105,33 @@ def test_rules_see_only_shapes(op: Any, args: tuple[Any, ...]) -> None:
 _PARTS = 8
 """Processes that test runners may give the database to."""
 
+_UNREACHED = {
+    "gives no tensor": ("allclose", "broadcast_shapes", "equal", "item"),
+    "the size of the result depends on the data": ("argwhere", "bincount", "unique", "unique_consecutive"),
+    "has no rule": ("hash_tensor", "histogram", "histogramdd", "nonzero_static"),
+    "made whole at no cost": ("eye", "linspace", "logspace", "tril_indices", "triu_indices"),
+    "random": (
+        "cauchy", "exponential", "geometric", "log_normal", "multinomial", "rand_like", "randint", "randint_like",
+        "randn", "randn_like", "uniform",
+    ),
+    "memory as it happens to be": (
+        "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+    ),
+    "calls nothing for real numbers": (
+        "conj", "conj_physical", "contiguous", "positive", "real", "resolve_conj", "resolve_neg",
+    ),
+    "has no samples of numbers that we take": (
+        "imag", "istft", "torch._scaled_mm", "torch._scaled_mm_v2", "torch.ops.aten._efficient_attention_forward",
+        "torch.ops.aten._flash_attention_forward", "view_as_real",
+    ),
+    "sparse": ("sparse.mm", "sparse.sampled_addmm", "to_sparse"),
+    "needs a GPU": (
+        "jiterator_2inputs_2outputs", "jiterator_4inputs_with_extra_args", "jiterator_binary",
+        "jiterator_binary_return_by_ref", "jiterator_unary",
+    ),
+}  # fmt: skip
+"""PyTorch's names whose samples call no operator with a rule that values can check, and why."""
+
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
@@ -112,8 +139,7 @@ _PARTS = 8
 def test_all_rules_on_all_samples_of_pytorch(part: int) -> None:
     """Every strategy of every call that PyTorch's samples make, forward and backward, on two ranks and on four."""
     tally = check_database(_names(part), limit=None, meshes=[Mesh({"a": 2}), Mesh({"a": 4})])
-    assert not tally.failures, f"{tally.calls} calls, {tally.strategies} strategies:\n" + "\n".join(tally.failures)
-    assert tally.calls > 2_000
+    _assert_all_pass(tally, part)
     assert tally.left_out == 0
 
 
@@ -122,9 +148,22 @@ def test_all_rules_on_all_samples_of_pytorch(part: int) -> None:
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_all_rules_on_fives_and_on_two_axes(part: int) -> None:
     """What divides PyTorch's favourite sizes, and plans on two axes, some of them."""
-    tally = check_database(_names(part), limit=6, meshes=[Mesh({"a": 5}), Mesh({"a": 2, "b": 5})], most=40)
+    _assert_all_pass(
+        check_database(_names(part), limit=6, meshes=[Mesh({"a": 5}), Mesh({"a": 2, "b": 5})], most=40), part
+    )
+
+
+def _assert_all_pass(tally: Tally, part: int) -> None:
+    """Nothing fails, and nothing is lost: every name is met but those known, and calls are as many as samples.
+
+    Samples of one name differ, or they would not be several: of those that call an operator with a rule, each makes
+    at least one call on average that no other has made.
+    """
     assert not tally.failures, f"{tally.calls} calls, {tally.strategies} strategies:\n" + "\n".join(tally.failures)
-    assert tally.calls > 500
+    names, unreached = set(_names(part)), {name for names in _UNREACHED.values() for name in names}
+    assert names - tally.samples.keys() == names & unreached
+    assert tally.refused.keys() <= unreached
+    assert tally.calls >= tally.samples.total()
 
 
 def _names(part: int) -> list[str]:
