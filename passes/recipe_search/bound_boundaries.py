@@ -1,22 +1,20 @@
 """Lower bounds over all ways to share blocks out over the stages of a pipeline, one stage on each rank.
 
 Let cost(r, i, j) be a bound on what rank r takes, and with it the whole step, if it has the blocks [i, j): its path
-with its ends (`bound_recipes`, 1 and 4), infinite where it does not fit; or its memory. Of all ways to share
-B blocks out over ranks r to P - 1, from block i on, none has a lower greatest cost than
+with its ends (`bound_recipes`, 1 and 4), infinite where it does not fit; or its memory. Of all ways to share B blocks
+out over ranks r to P - 1, from block i on, none has a lower greatest cost than
 
     E(r, i) = min over j of max(cost(r, i, j), E(r + 1, j)),      E(P - 1, i) = cost(P - 1, i, B),
 
 which is found by dynamic programming from the last rank to the first. E(0, 0) bounds the set of all; where the first
 r stages are chosen and end at i, max(cost(r, i, j), E(r + 1, j)) bounds those whose next stage ends at j.
 
-*Without a table.* Let c(r) be the work of rank r's stage for a micro-batch, f + b, of which later ranks wait for e(r)
-(f, and b where backwards are whole), and m micro-batches. A step of T seconds has T >= m c(r) + sum_{q < r} e(q) for
-all r, so for weights y(r) that sum to one
+*Without a table.* A path of rank r, with "Turning" or without, is a sum over stages q of A(r, q) times what stage q
+takes. A step of T seconds is no shorter than any of them, so for weights y(r) >= 0 that sum to one
 
-    T >= sum_q m y(q) c(q) + Y(q) e(q),   Y(q) = sum_{r > q} y(r).
+    T >= sum_q (sum_r y(r) A(r, q)) (blocks of q) >= sum over blocks of min_q sum_r y(r) A(r, q).
 
-With e = p c for all blocks together and y(q) = (K - p Y(q)) / m, K = p / (1 - (1 - p / m)^P), all ranks count alike for
-blocks with that p; for each kind of block the least of all ranks is taken.
+Weights are best where all ranks q count alike, which they are made to do for all blocks together.
 
 *Clock.* On a device with a power limit a step runs products the faster the longer it is. So parts of a set are bounded
 by their costs at the clock of steps somewhat longer than the set's bound, but by no more than what such a step takes at
@@ -47,6 +45,7 @@ from passes.recipe_search.bound_recipes import (
     mean_products,
     passed_blocks,
     step_floors,
+    turning_hops,
 )
 from passes.sections.fold_program import AFTER, BEFORE
 
@@ -109,16 +108,23 @@ class Costs:
         loads: what they may have.
         begins: the part that the rank's first block decides, of all but the first rank, [blocks + 1].
         ranks: the part that the rank and its load decide, [ranks, loads].
+        turning: the same of another bound, on all but the last rank, with `ends`, what the first block behind the rank
+            decides of it, [blocks + 1]; None where there is none.
     """
 
     loads: StageLoads
     begins: Floats
     ranks: Floats
+    turning: Floats | None = None
+    ends: Floats | None = None
 
     def of(self, rank: int, begins: slice = slice(None), ends: slice = slice(None)) -> Floats:
         """Those of a rank, [begins, ends]."""
         kind = _kind(rank, len(self.ranks))
-        own = np.append(self.ranks[rank], np.inf)[self.loads.places[kind, begins, ends]]
+        places = self.loads.places[kind, begins, ends]
+        own = np.append(self.ranks[rank], np.inf)[places]
+        if self.turning is not None and self.ends is not None and kind != LAST:
+            own = np.maximum(own, np.append(self.turning[rank], np.inf)[places] + self.ends[ends])
         return own if kind == FIRST else self.begins[begins, None] + own
 
     def least(self) -> Floats:
@@ -175,22 +181,36 @@ def uneven_floor(
         cluster, model: what it is priced for.
     """
     micro_batches, is_whole = recipe.micro_batches, float(shapes.is_whole[0, 0])
-    ranks = shapes.counts.shape[1]
     counts = shapes.counts[0].sum(axis=0)
-    entering = counts @ (floors.forward + is_whole * floors.backward)
-    part = min(1.0, float(entering / (counts @ floors.work)))
-    shrinking = (1.0 - part / micro_batches) ** np.arange(ranks + 1.0)[::-1]
-    later = (1.0 - shrinking) / (1.0 - shrinking[0])
-    weights, after = later[:-1] - later[1:], later[1:]
+    late = (1.0 - is_whole) * floors.late
+    ways = [np.zeros((2, shapes.counts.shape[1]))]
+    if shapes.alternates[0, 0]:
+        missed = shapes.missed(micro_batches)
+        ways.append(np.where(np.isnan(missed), 0.0, [np.full(len(missed), 2.0), missed]))
+
+    def parts(share: Floats) -> tuple[Floats, Floats, Floats]:
+        """What each section takes in all, on the way in and back out, and on the way there and back."""
+        forward = floors.forward - share * floors.forward_gain
+        backward = floors.backward - share * floors.backward_gain
+        return forward + backward, forward + is_whole * backward, forward + backward - late
+
+    whole, entering, there = (float(counts @ part) for part in parts(np.zeros(1)))
+    ranks = np.arange(shapes.counts.shape[1])
+    behind, before = (ranks[:, None] < ranks).astype(float), (ranks[:, None] > ranks).astype(float)
+    weighted = []
+    for trips, missed in ways:
+        paths = np.diag(micro_batches - missed) * whole + before * entering + behind * trips[:, None] * there
+        weights = np.maximum(0.0, np.linalg.lstsq(paths.T, np.ones(len(ranks)), rcond=None)[0])
+        weights /= weights.sum()
+        weighted.append(((micro_batches - missed) * weights, weights @ before, (trips * weights) @ behind))
 
     def at(shares: Floats) -> Floats:
-        forward, backward = (
-            seconds - shares * gain
-            for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
-        )
-        turns = micro_batches * weights[:, None] * (forward + backward)
-        each = (turns + after[:, None] * (forward + is_whole * backward)).min(axis=0)
-        return np.array([counts @ each + model.step_overhead_s])
+        each = parts(shares)
+        found = [
+            counts @ sum(by_rank[:, None] * part for by_rank, part in zip(by_ranks, each, strict=True)).min(axis=0)
+            for by_ranks in weighted
+        ]
+        return np.array([max(found) + model.step_overhead_s])
 
     return float(step_floors(at, mean_products(floors, shapes, recipe), cluster)[0])
 
@@ -232,15 +252,22 @@ def fastest_boundaries(
     sends_s = shapes.hand_overs(recipe.micro_batches, overlaps=recipe.overlap_pipeline)[0] * send_s
     refused = np.where(fits, 0.0, np.inf) + sends_s[:, None]
     latency, latency_gain = latencies(floors, shapes, send_s)
-    is_whole = shapes.is_whole[0, 0]
+    is_whole, total = shapes.is_whole[0, 0], shapes.counts[0].sum(axis=0)
+    missed = shapes.missed(recipe.micro_batches)[:, None] if shapes.alternates[0, 0] else None
+    more_sends_s = 0.0 if missed is None else turning_hops(missed, overlaps=recipe.overlap_pipeline) * send_s
 
     def path_costs(share: float) -> Costs:
         forward, backward = (
             seconds - share * gain
             for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
         )
-        work = recipe.micro_batches * (loads.counts @ (forward + backward))
-        return Costs(loads, loads.before @ (forward + is_whole * backward), refused + work)
+        work = loads.counts @ (forward + backward)
+        begins, ranks = loads.before @ (forward + is_whole * backward), refused + recipe.micro_batches * work
+        if missed is None:
+            return Costs(loads, begins, ranks)
+        there = (total - loads.before) @ (forward + backward - (not is_whole) * floors.late)
+        turning = np.where(np.isnan(missed), -np.inf, ranks + more_sends_s - missed * work)
+        return Costs(loads, begins, ranks, turning, 2.0 * there)
 
     def bound(greatest: Floats, share: float) -> Floats:
         return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s
@@ -262,7 +289,10 @@ def fastest_boundaries(
     def costs(share: float) -> Costs:
         found = path_costs(share)
         if ends is not None:
-            found.ranks[:, near] += ends.least(np.full(near.sum(), share), recipe, model)
+            least = ends.least(np.full(near.sum(), share), recipe, model)
+            for ranks in (found.ranks, found.turning):
+                if ranks is not None:
+                    ranks[:, near] += least
         return found
 
     def at(shares: Floats) -> Floats:

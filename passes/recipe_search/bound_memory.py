@@ -58,24 +58,43 @@ def rank_floors(
         recipe, groups: what is kept, and how many ranks share.
     """
 
-    def by_rank(values: Iterable[float]) -> Floats:
-        return counts @ np.array(list(values), dtype=float)
-
     def largest(values: Iterable[float]) -> Floats:
         return ((counts > 0) * np.array(list(values), dtype=float)).max(axis=-1)
 
-    kept = by_rank(held_bytes(price, name, recipe) for name, price in sections.items())
-    dense = by_rank(price.parameters for price in sections.values())
-    expert = by_rank(price.expert_parameters for price in sections.values())
-    states = [
-        elements * sum(state_bytes(1.0, shards, recipe).values())
-        for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size))
-    ]
-    again = largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
-    passing = held * kept + again
+    states, kept = _section_bytes(sections, recipe, groups)
+    passing = held * (counts @ kept)
+    passing += largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
     passing += largest(buffer_bytes(price, name, recipe) for name, price in sections.items())
     passing += largest(price.workspace_bytes for price in sections.values())
-    return whole_bytes(sum(states) + passing)
+    return whole_bytes(counts @ states + passing)
+
+
+def _section_bytes(sections: Mapping[str, SectionSizes], recipe: Recipe, groups: Groups) -> tuple[Floats, Floats]:
+    """Bytes of sections' parameters with gradients and state, and of what a micro-batch keeps, [sections] each."""
+    dense, expert = (
+        sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
+    )
+    states = [dense * size.parameters + expert * size.expert_parameters for size in sections.values()]
+    kept = [held_bytes(size, name, recipe) for name, size in sections.items()]
+    return np.array(states, dtype=float), np.array(kept, dtype=float)
+
+
+def uneven_memory_floor(
+    sections: Mapping[str, SectionSizes], whole: Floats, held: Floats, recipe: Recipe, groups: Groups
+) -> float:
+    """Bound on the memory of the fullest rank however blocks are shared out, bytes; see the module's docstring.
+
+    Args:
+        sections: what they keep and hold.
+        whole: how often the model has each, [sections].
+        held: h(r), micro-batches that each rank holds at its peak, [ranks].
+        recipe, groups: what is kept, and how many ranks share.
+    """
+    states, kept = _section_bytes(sections, recipe, groups)
+    weights = 1.0 / (states @ whole + held * (kept @ whole))
+    each = (weights[:, None] * (states + held[:, None] * kept)).min(axis=0)
+    workspace = min(size.workspace_bytes for size in sections.values())
+    return float(whole_bytes((whole @ each) / weights.sum() + workspace))
 
 
 @dataclass(frozen=True, slots=True)

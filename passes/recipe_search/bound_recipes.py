@@ -12,6 +12,13 @@ each section.
 
    s seconds for each hand-over, w(r) of which the rank waits for: all it makes where nothing overlaps them, and with
    1F1B those between a forward and a backward.
+   *Turning.* Where ranks have one stage and run forwards and backwards in turn, rank r has P - r forwards behind it
+   when its first backward begins, and as many backwards before it when its last forward ends. The first micro-batch's
+   way to the last rank and back, and then the last one's, thus leave no time for more than P - 1 - r of its m:
+
+       T >= h(r) f + 2 (l(r) f + i(r)) + (m - (P - 1 - r)) c(r) (f + b) [ + h(r) b ] + hand-overs,    m > P - r,
+
+   l(r) the stages behind r, i(r) their backwards, without gradients of weights where those are cut off.
 2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
    replicas is fixed, that depends on the layout alone. Of several ranks each has whole blocks: where the one with the
    model's end, which takes a, has n of N blocks that take u each, another has at least ceil((N - n) / (P - 1)), so
@@ -69,6 +76,9 @@ _NEVER = 1e-12
 
 _WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B"})
 """Schedules that do not cut a backward in two."""
+
+_ALTERNATE = frozenset({"1f1b", "zero-bubble"})
+"""Schedules of `Recipe` that run forwards and backwards in turn, where each rank has one stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +169,7 @@ class PipeShapes:
         pipes: the pipelines.
         is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
         swaps: whether it is 1F1B, where ranks that do not overlap hand-overs swap them, [pipes, 1].
+        alternates: whether each rank has one stage and runs forwards and backwards in turn, [pipes, 1].
     """
 
     counts: Floats
@@ -167,6 +178,7 @@ class PipeShapes:
     pipes: tuple[Pipe, ...]
     is_whole: NDArray[np.bool_]
     swaps: NDArray[np.bool_]
+    alternates: NDArray[np.bool_]
 
     def where(self, mask: NDArray[np.bool_]) -> PipeShapes:
         """Those of the pipelines that a mask leaves."""
@@ -174,7 +186,13 @@ class PipeShapes:
             return self
         pipes = tuple(compress(self.pipes, mask))
         counts, before, sends = self.counts[mask], self.before[mask], self.sends[mask]
-        return PipeShapes(counts, before, sends, pipes, self.is_whole[mask], self.swaps[mask])
+        kinds = (self.is_whole[mask], self.swaps[mask], self.alternates[mask])
+        return PipeShapes(counts, before, sends, pipes, *kinds)
+
+    def missed(self, micro_batches: int) -> Floats:
+        """How many micro-batches of a rank the way of others takes ("Turning" above), [ranks]; NaN where m <= P - r."""
+        missed = np.arange(self.counts.shape[1] - 1.0, -1.0, -1.0)
+        return np.where(missed + 1 < micro_batches, missed, np.nan)
 
     def waits(self, micro_batches: int) -> Floats:
         """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""
@@ -207,6 +225,7 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
         counts, before, sends, pipes,
         np.array([[schedule in _WHOLE_BACKWARDS] for schedule in schedules]),
         np.array([[schedule == "1F1B"] for schedule in schedules]),
+        np.array([[pipe.virtual_stages == 1 and pipe.schedule in _ALTERNATE] for pipe in pipes]),
     )  # fmt: skip
 
 
@@ -259,7 +278,25 @@ def rank_paths(
 
     sends_s = shapes.hand_overs(micro_batches, overlaps=overlaps) * send_s
     seconds = along(floors.forward, floors.backward) + sends_s
-    return Paths(seconds, along(floors.forward_gain, floors.backward_gain))
+    gain = along(floors.forward_gain, floors.backward_gain)
+    if not shapes.alternates.any():
+        return Paths(seconds, gain)
+    missed = shapes.missed(micro_batches)
+    later = shapes.counts[:, ::-1].cumsum(axis=1)[:, ::-1] - shapes.counts
+
+    def turning(forward: Floats, backward: Floats) -> Floats:
+        return 2.0 * (later @ (forward + backward)) - missed * (shapes.counts @ (forward + backward))
+
+    more = turning(floors.forward, floors.backward) - 2.0 * ~shapes.is_whole * (later @ floors.late)
+    more += turning_hops(missed, overlaps=overlaps) * send_s
+    is_longer = shapes.alternates & (more > 0.0)
+    more_gain = turning(floors.forward_gain, floors.backward_gain)
+    return Paths(seconds + np.where(is_longer, more, 0.0), gain + np.where(is_longer, more_gain, 0.0))
+
+
+def turning_hops(missed: Floats, *, overlaps: bool) -> Floats:
+    """Hand-overs on the way of others, less those that a rank waits for meanwhile, see `PipeShapes.missed`."""
+    return 4.0 * missed if overlaps else 4.0 * missed - 2.0 * (missed + 1)
 
 
 def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Cluster) -> Floats:

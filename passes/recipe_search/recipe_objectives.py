@@ -53,7 +53,7 @@ class Objective(Protocol):
         ...
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Those that also have a pipeline of an open one."""
+        """Those that also have a pipeline of an open one; the recipe is one of those that shard most."""
         ...
 
     def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
@@ -121,6 +121,8 @@ class Fastest:
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""
+        if self.pricer.uneven_memory_floor(recipe, pipe) > self.memory_limit:
+            return math.inf
         return self.pricer.uneven_floor(recipe, pipe)
 
     def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
@@ -170,7 +172,7 @@ class Smallest:
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
         """See `Objective`."""
-        return float(self.pricer.pipeline_memory_floors([recipe], uneven=True)[0])
+        return self.pricer.uneven_memory_floor(recipe, pipe)
 
     def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
         """See `Objective`."""

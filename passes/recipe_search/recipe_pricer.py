@@ -22,7 +22,14 @@ from passes.recipe_search.bound_boundaries import (
     stage_loads,
     uneven_floor,
 )
-from passes.recipe_search.bound_memory import FullRanks, full_ranks, layout_memory_floors, memory_floors, rank_floors
+from passes.recipe_search.bound_memory import (
+    FullRanks,
+    full_ranks,
+    layout_memory_floors,
+    memory_floors,
+    rank_floors,
+    uneven_memory_floor,
+)
 from passes.recipe_search.bound_ranks import WholeBlocks, mean_floors, whole_blocks
 from passes.recipe_search.bound_recipes import (
     Floats,
@@ -288,6 +295,12 @@ class RecipePricer:
         """Bound on the step of all recipes that gather as one does, with each pipeline of an open one."""
         shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
         return uneven_floor(self.section_floors(recipe), shapes, recipe, self.cluster, self.model)
+
+    def uneven_memory_floor(self, recipe: Recipe, pipe: Pipe) -> float:
+        """Bound on the memory of a recipe with each pipeline of an open one."""
+        sizes = self.sizes(recipe)
+        held = np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
+        return uneven_memory_floor(sizes, self._counts_of(tuple(sizes)), held, recipe, self.groups(recipe))
 
     def fastest_boundaries(
         self, recipe: Recipe, pipe: Pipe, memory_limit: float, *, has_ends: bool, enough: float

@@ -91,6 +91,7 @@ def test_no_way_to_share_blocks_out_is_below_its_bounds(
     times = {pipe: pricer.time_s(each) for pipe, each in priced.items()}
     sizes = {pipe: pricer.memory_bytes(each) for pipe, each in priced.items()}
     assert pricer.pipeline_memory_floors([recipe], uneven=True)[0] <= min(sizes.values())
+    assert pricer.uneven_memory_floor(recipe, start) <= min(sizes.values())
     assert pricer.uneven_floor(recipe, start) <= min(times.values())
     limit = data.draw(st.sampled_from([*sizes.values(), math.inf]))
     fits = [pipe for pipe, size in sizes.items() if size <= limit]

@@ -39,7 +39,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     pipe, blocks, micro_batches = drawn
     forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
     zeros = np.zeros(4)
-    floors = SectionFloors(forward, backward, *[zeros] * 8)
+    floors = SectionFloors(forward, backward, zeros, zeros, backward / 2, *[zeros] * 5)
     shapes = pipe_shapes(NAMES, tuple(blocks), (pipe,))
     found = rank_paths(floors, shapes, micro_batches, send_s, overlaps=overlaps).floor(np.zeros(1))[0]
     recipe = Recipe(
@@ -57,7 +57,8 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
 
 def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
-    floors = SectionFloors(np.array([0.0, 1, 0]), np.array([0.0, 2, 0]), *[np.zeros(3)] * 8)
+    forward, zeros = np.array([0.0, 1, 0]), np.zeros(3)
+    floors = SectionFloors(forward, 2 * forward, zeros, zeros, forward, *[zeros] * 5)
     shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 3, (Pipe(3, "1f1b"), Pipe(3, "zero-bubble")))
     paths = rank_paths(floors, shapes, 6, 0.0, overlaps=True)
     assert paths.floor(np.zeros(1)).tolist() == [24.0, 20.0]
