@@ -207,7 +207,7 @@ class _Search:
 
     def _dive(self) -> None:
         """Split the deepest nodes, to have a recipe to show, and to leave out what is slower, before all are open."""
-        for _ in range(1 if self.priced else _DIVE):
+        for _ in range(1 if self.best else _DIVE):
             entry = self._deepest()
             if entry is not None:
                 self._split_node(*entry)
@@ -223,7 +223,7 @@ class _Search:
     def _next(self) -> tuple[float, _Node]:
         """The open node to split, with its bound: that with the lowest one, or, in turn, the deepest."""
         self.turn += 1
-        if self.turn % (_DIVE if self.priced else 2) == 0:
+        if self.turn % (_DIVE if self.best else 2) == 0:
             entry = self._deepest()
             if entry is not None:
                 return entry
