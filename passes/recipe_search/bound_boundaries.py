@@ -198,21 +198,23 @@ def uneven_floor(
     ranks = np.arange(shapes.counts.shape[1])
     behind, before = (ranks[:, None] < ranks).astype(float), (ranks[:, None] > ranks).astype(float)
     weighted = []
-    for trips, missed in ways:
-        paths = np.diag(micro_batches - missed) * whole + before * entering + behind * trips[:, None] * there
-        weights = np.maximum(0.0, np.linalg.lstsq(paths.T, np.ones(len(ranks)), rcond=None)[0])
-        weights /= weights.sum()
-        weighted.append(((micro_batches - missed) * weights, weights @ before, (trips * weights) @ behind))
+    for trips, fewer in ways:
+        paths = np.diag(micro_batches - fewer) * whole + before * entering + behind * trips[:, None] * there
+        weights = _evening_weights(paths)
+        weighted.append(((micro_batches - fewer) * weights, weights @ before, (trips * weights) @ behind))
 
     def at(shares: Floats) -> Floats:
-        each = parts(shares)
-        found = [
-            counts @ sum(by_rank[:, None] * part for by_rank, part in zip(by_ranks, each, strict=True)).min(axis=0)
-            for by_ranks in weighted
-        ]
-        return np.array([max(found) + model.step_overhead_s])
+        each = np.array(parts(shares))
+        taken = [(np.array(by_ranks).T @ each).min(axis=0) for by_ranks in weighted]
+        return np.array([max(counts @ blocks for blocks in taken) + model.step_overhead_s])
 
     return float(step_floors(at, mean_products(floors, shapes, recipe), cluster)[0])
+
+
+def _evening_weights(paths: Floats) -> Floats:
+    """Weights of paths, [paths, stages], that sum to one; with them all stages count alike, or nearly."""
+    weights = np.maximum(0.0, np.linalg.lstsq(paths.T, np.ones(paths.shape[1]), rcond=None)[0])
+    return weights / weights.sum()
 
 
 def smallest_boundaries(loads: StageLoads, memory: Floats) -> Boundaries:

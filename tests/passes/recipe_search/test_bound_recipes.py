@@ -75,3 +75,16 @@ def test_no_price_is_below_the_floor_at_any_clock(bound: float, share: float, mo
     assert floor <= first - (1 - 1 / speed) * products
     if more == 0:
         assert floor == pytest.approx(first - (1 - 1 / speed) * products, rel=0.02)
+
+
+def test_a_fuller_first_rank_waits_for_the_way_of_the_first_and_the_last_micro_batch() -> None:
+    """Two stages of 1 + 2 seconds, the first with 0.2 more, six micro-batches: 2 (1 + 1) + 5 times 3.2, of 20.1."""
+    forward, zeros = np.array([0.1, 1, 0]), np.zeros(3)
+    late = np.array([0.0, 1, 0])
+    floors = SectionFloors(forward, forward + late, zeros, zeros, late, *[zeros] * 5)
+    shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 2, (Pipe(2, "zero-bubble"),))
+    found = rank_paths(floors, shapes, 6, 0.0, overlaps=True).seconds[0]
+    stages = [StageTimes(1.1, 1.1, 1.0), StageTimes(1.0, 1.0, 1.0)]
+    total_s, _, _ = run_stages(stages, Recipe(pipeline=2, schedule="zero-bubble", global_batch=6))
+    assert found.tolist() == pytest.approx([20.0, 19.1])
+    assert total_s == pytest.approx(20.1)
