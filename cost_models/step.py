@@ -24,9 +24,7 @@ class StepModel:
         fabric_slowdown: of collectives within nodes;
         network_slowdown: of collectives between nodes.
         interference: seconds that computation takes longer for each second of communication that runs beside it.
-        bubble_slowdown: of what a pipeline's stages wait for each other.
         step_overhead_s: once per step: data, scheduler, logging, synchronisation.
-        spread: standard deviation of the logarithm of measured over predicted time.
     """
 
     matmul_slowdown: float = 1.0
@@ -35,17 +33,18 @@ class StepModel:
     fabric_slowdown: float = 1.0
     network_slowdown: float = 1.0
     interference: float = 0.189
-    bubble_slowdown: float = 1.0
     step_overhead_s: float = 0.0
-    spread: float = 0.08
 
     def beside(self, computation_s: float, communication_s: float) -> float:
         """Seconds of computation and communication that run side by side.
 
         max(communication, computation + interference * min(computation, communication))
         """
-        shared = min(computation_s, communication_s)
-        return max(communication_s, computation_s + self.interference * shared)
+        return max(communication_s, computation_s + self.slowed(computation_s, communication_s))
+
+    def slowed(self, computation_s: float, communication_s: float) -> float:
+        """Seconds that computation takes longer for the communication beside it."""
+        return self.interference * min(computation_s, communication_s)
 
     def at_speed(self, speed: float) -> StepModel:
         """The same with products and attention `speed` times as fast (see `cost_models.power`)."""
@@ -54,11 +53,6 @@ class StepModel:
             matmul_slowdown=self.matmul_slowdown / speed,
             attention_slowdown=self.attention_slowdown / speed,
         )
-
-    def interval(self, time_s: float) -> tuple[float, float]:
-        """The 90 % interval around a predicted time: a factor of exp(1.645 * spread) each way."""
-        factor = 2.718281828459045 ** (1.6448536269514722 * self.spread)
-        return time_s / factor, time_s * factor
 
 
 _UNITS = {"step_overhead_s": "s"}

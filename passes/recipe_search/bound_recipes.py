@@ -60,7 +60,7 @@ from cost_models.power import power_limit
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_space import Pipe, schedule_of
-from passes.recipes.pipeline_stages import even_blocks
+from passes.recipes.pipeline_stages import WHOLE_BACKWARDS, even_blocks
 from passes.recipes.price_ends import EndWork
 from passes.recipes.price_recipe import adding_time, copies_time, section_products, section_time, sharded_time
 from passes.recipes.recipe_groups import Groups
@@ -74,9 +74,6 @@ ROUNDING = 1.0 - 1e-9
 _NEVER = 1e-12
 """The least duty: products that take no time."""
 
-_WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B"})
-"""Schedules that do not cut a backward in two."""
-
 _ALTERNATE = frozenset({"1f1b", "zero-bubble"})
 """Schedules of `Recipe` that run forwards and backwards in turn, where each rank has one stage."""
 
@@ -88,7 +85,7 @@ class SectionFloors:
     Args:
         forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
         forward_gain, backward_gain: what an infinitely fast clock takes off them at most.
-        late: the part of `backward` that makes gradients of weights.
+        late: the part of `backward` that makes gradients of weights, at most.
         adding: the part of `backward`, and of `late`, that adds them up.
         products: seconds of products and attention in both.
         dense, expert, tensors: parameters, see `price_ends.RankLoad`.
@@ -223,7 +220,7 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
     schedules = [schedule_of(pipe) for pipe in pipes]
     return PipeShapes(
         counts, before, sends, pipes,
-        np.array([[schedule in _WHOLE_BACKWARDS] for schedule in schedules]),
+        np.array([[schedule in WHOLE_BACKWARDS] for schedule in schedules]),
         np.array([[schedule == "1F1B"] for schedule in schedules]),
         np.array([[pipe.virtual_stages == 1 and pipe.schedule in _ALTERNATE] for pipe in pipes]),
     )  # fmt: skip

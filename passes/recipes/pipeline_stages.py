@@ -24,6 +24,9 @@ _SCHEDULES = {
     "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
 }  # fmt: skip
 
+WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B"})
+"""Schedules that do not cut a backward in two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -131,6 +134,11 @@ def name_of_schedule(schedule: str | None, virtual_stages: int) -> str:
     """The name there of what recipes call `schedule`."""
     name = _SCHEDULES[schedule or "1f1b"]
     return "Interleaved1F1B" if name == "1F1B" and virtual_stages > 1 else name
+
+
+def cuts_backward(recipe: Recipe) -> bool:
+    """Whether a pipeline's schedule cuts backwards in two."""
+    return recipe.pipeline > 1 and schedule_name(recipe) not in WHOLE_BACKWARDS
 
 
 def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, float, tuple[float, ...]]:

@@ -21,7 +21,15 @@ from passes.recipes.pipeline_stages import Stage, rank_sections, run_stages, sch
 from passes.recipes.place_islands import Placement, crossing_time
 from passes.recipes.price_ends import end_times
 from passes.recipes.price_memory import MemoryPrice, rank_host_bytes, rank_memory
-from passes.recipes.price_recipe import SectionTime, StepPrice, load_of, section_products, section_time, send_time
+from passes.recipes.price_recipe import (
+    SectionTime,
+    StepPrice,
+    load_of,
+    section_products,
+    section_time,
+    send_time,
+    stage_times,
+)
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import SectionPrice
 
@@ -91,8 +99,8 @@ class PlacedStep:
             }
             for island, prices, model in zip(islands, self.prices, models, strict=True)
         ]
-        stage_times = self._stage_times(times, models)
-        pipe_s, bubble_s, in_flight = run_stages(stage_times, recipe)
+        handed = self._stage_times(times, models)
+        pipe_s, bubble_s, in_flight = run_stages(handed, recipe)
         end = max(self._ends(times, models), key=lambda parts: sum(parts.values()))
         total = pipe_s + sum(end.values()) + models[0].step_overhead_s
         breakdown = self._communication(times)
@@ -100,7 +108,7 @@ class PlacedStep:
             breakdown["pipeline bubble"] = bubble_s
         sends = 0.0
         if recipe.pipeline > 1:
-            each = fmean(stage.send_s for stage in stage_times[:-1])
+            each = fmean(stage.send_s for stage in handed[:-1])
             sends = 2 * each * recipe.virtual_stages * recipe.micro_batches
         if sends and not recipe.overlap_pipeline:
             breakdown["communication over pipeline"] = min(sends, max(0.0, pipe_s - bubble_s))
@@ -114,12 +122,7 @@ class PlacedStep:
         found = []
         for stage, owner, following in zip(self.stages, self.owners, after, strict=True):
             here = times[self.placement.of_ranks[owner]]
-            forward, backward, late, again = (
-                sum(getattr(here[name], part) * count for name, count in stage.sections)
-                for part in ("forward_s", "backward_s", "weight_gradient_s", "recompute_s")
-            )
-            send_s = self.hand_over(owner, following, models[0])
-            found.append(StageTimes(forward, backward - late, late, send_s, again))
+            found.append(stage_times(stage, here, self.recipe, self.hand_over(owner, following, models[0])))
         return found
 
     def hand_over(self, owner: int, following: int, model: StepModel) -> float:

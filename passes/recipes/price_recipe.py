@@ -1,11 +1,10 @@
 """Price a recipe: from the prices of a model's sections to the time and memory of a training step.
 
 1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
-2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: collectives of
-   the tensor axis (in the backward, beside the products of weight gradients), of the context axis (beside attention),
-   of the expert axis, and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead; where
-   gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch. What blocks keep may go to the host and
-   come back, beside the same computation, on links of its own.
+2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: of collectives of
+   its layout (`price_phases`), and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead;
+   where gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch. What blocks keep may go to the host
+   and come back, beside the same computation, on links of its own.
 3. The schedule runs them.
 4. Once per step gradients are reduced, parameters are updated and gathered.
 """
@@ -13,8 +12,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoshard.ir.recipe import Recipe
 from cost_models.collectives import all_gather_time, all_reduce_time, point_to_point_time, reduce_scatter_time
@@ -23,12 +23,13 @@ from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from cost_models.step import StepModel
-from passes.recipes.pipeline_stages import Stage, rank_sections, run_stages
+from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, run_stages
 from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times
 from passes.recipes.price_memory import block_bytes
-from passes.recipes.recipe_groups import Groups, in_pieces, slowdown, sorting_time, traffic_time
+from passes.recipes.price_phases import PhaseTime, phase_time
+from passes.recipes.recipe_groups import Groups, in_pieces, slowdown
 from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_sections import EXPERT, Busy, PhasePrice, SectionPrice
+from passes.sections.price_sections import Busy, PhasePrice, SectionPrice
 
 HOST = "the host"
 """What copies to the host and back count as in a step's communication."""
@@ -38,12 +39,17 @@ HOST = "the host"
 class SectionTime:
     """Seconds of a section, once, under a step model, with what is hidden taken off.
 
-    `communication_s` is the part of both that is exposed communication, by axis.
+    Args:
+        forward_s, backward_s: of the passes, the backward without what it recomputes.
+        recompute_s: that.
+        input_gradient_s, weight_gradient_s: of a backward that is cut in two; they take at least `backward_s`.
+        communication: the part of all that is exposed communication, by axis.
     """
 
     forward_s: float
     backward_s: float
     recompute_s: float
+    input_gradient_s: float
     weight_gradient_s: float
     communication: Mapping[str, float]
 
@@ -52,78 +58,59 @@ def section_time(
     price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
 ) -> SectionTime:
     """What a section takes for one micro-batch."""
-    forward = _phase_time(price.forward, recipe, groups, model, cluster, is_backward=False)
-    backward = _phase_time(price.backward, recipe, groups, model, cluster, is_backward=True)
-    recompute = 0.0
-    again: dict[str, float] = {}
+    forward = phase_time(price.forward, recipe, groups, cluster, model)
+    backward = phase_time(price.backward, recipe, groups, cluster, model)
+    again = _recomputed(price, recipe, groups, cluster, model, is_block=is_block)
+    gathers = sharded_time(price, recipe, groups, cluster, model)
+    copies = copies_time(price, recipe, cluster, is_block=is_block)
+    again_s, summing_s = again.total_s, adding_time(price, recipe, cluster, model)
+    there = _passing(forward.total_s, forward.total_s, gathers[0], copies[0], recipe, model)
+    first_s = backward.input_gradient_s + again_s
+    back = _passing(backward.total_s + again_s, first_s, gathers[1], copies[1], recipe, model)
+    communication: dict[str, float] = {}
+    for part in (forward.communication, there.exposed, backward.communication, again.communication, back.exposed):
+        for name, value in part.items():
+            communication[name] = communication.get(name, 0.0) + value
+    return SectionTime(
+        there.total_s, back.total_s + summing_s - again_s, again_s,
+        back.first_s - again_s, backward.weight_gradient_s + summing_s, communication,
+    )  # fmt: skip
+
+
+def _recomputed(
+    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
+) -> PhaseTime:
+    """What a section's backward computes again."""
+    phase, done = PhasePrice(Busy(), Busy(), Busy(), ()), Busy()
     if is_block and recipe.recompute == "full":
-        done = computing_time(price.forward.tail, recipe, cluster, model) if recipe.early_stop else 0.0
-        again = {**forward, "compute": max(0.0, forward["compute"] - done)}
-        recompute = sum(again.values())
+        phase, done = price.forward, price.forward.tail if recipe.early_stop else done
     elif is_block and recipe.recompute == "selective":
-        recompute = computing_time(price.forward.core, recipe, cluster, model)
-        again = {"compute": recompute}
-    gathering = sharded_time(price, recipe, groups, cluster, model)
+        phase = replace(phase, busy=price.forward.core)
+    return phase_time(phase, recipe, groups, cluster, model, done=done)
+
+
+class _Passing(NamedTuple):
+    """A pass with what it exchanges: seconds of all, and of what a cut one runs first; what of it is exchange."""
+
+    total_s: float
+    first_s: float
+    exposed: Mapping[str, float]
+
+
+def _passing(
+    busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Recipe, model: StepModel
+) -> _Passing:
+    """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
+
+    Where the pass is cut, all exchange is in its first part.
+    """
     overlaps = recipe.overlap_parameters if recipe.zero == 3 else recipe.overlap_gradients
-    copying = copies_time(price, recipe, cluster, is_block=is_block)
-    parts = {
-        "forward": (forward, gathering[0], copying[0]),
-        "backward": (_sum(backward, again), gathering[1], copying[1]),
-    }
-    shown: dict[str, float] = {}
-    totals = {}
-    for name, (times, gather_s, copy_s) in parts.items():
-        alone = sum(times.values())
-        busy, beside = (alone, gather_s) if overlaps else (alone + gather_s, 0.0)
-        gathered = model.beside(busy, beside)
-        totals[name] = model.beside(busy, max(beside, copy_s))
-        shown = _sum(shown, {axis: value for axis, value in times.items() if axis != "compute"})
-        shown = _sum(shown, {"data": gathered - alone, **({HOST: totals[name] - gathered} if copy_s else {})})
-    summing = adding_time(price, recipe, cluster, model)
-    totals["backward"] += summing
-    late = price.backward.busy.weight_gradient_s * model.matmul_slowdown + summing
-    late = min(late, totals["backward"] - recompute)
-    return SectionTime(totals["forward"], totals["backward"] - recompute, recompute, late, shown)
-
-
-def _sum(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + two.get(name, 0.0) for name in {**one, **two}}
-
-
-def computing_time(busy: Busy, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
-    """Seconds of computation, or of issuing it where that takes longer; both where the host waits for each kernel."""
-    device_s = (
-        busy.matmul_s * model.matmul_slowdown
-        + busy.attention_s * model.attention_slowdown
-        + busy.memory_s * model.memory_slowdown
-    )
-    if recipe.blocking_launches:
-        return device_s + busy.kernels * cluster.device.dispatch("blocking")
-    issue_s = busy.kernels * cluster.device.dispatch("graph" if recipe.cuda_graph else "eager")
-    return max(device_s, issue_s)
-
-
-def _phase_time(
-    phase: PhasePrice, recipe: Recipe, groups: Groups, model: StepModel, cluster: Cluster, *, is_backward: bool
-) -> dict[str, float]:
-    """Seconds of a phase: "compute", and what of each axis's communication is exposed."""
-    times = {"compute": computing_time(phase.busy, recipe, cluster, model)}
-    times["compute"] += sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)
-    if recipe.blocking_launches:
-        times["compute"] += len(phase.traffic) * cluster.device.dispatch("blocking")
-    budgets = {
-        "tensor": recipe.overlap_tensor * is_backward * phase.busy.weight_gradient_s * model.matmul_slowdown,
-        "context": phase.busy.attention_s * model.attention_slowdown,
-        "expert": times["compute"] if recipe.overlap_expert else 0.0,
-    }
-    for axis, budget in budgets.items():
-        sent = sum(traffic_time(item, recipe, groups, model) for item in phase.traffic if item.axis == axis)
-        hidden = min(sent, budget)
-        if axis == EXPERT:
-            hidden *= 1 - 1 / recipe.micro_batches  # one forward and one backward of a step have no other beside them
-        if sent:
-            times[axis] = sent - hidden + model.interference * hidden
-    return times
+    before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
+    longest_s = max(beside_s, copy_s)
+    total_s, gathered_s = (model.beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
+    first_s = max(longest_s, before_s + first_s + model.slowed(before_s + busy_s, longest_s))
+    copied = {HOST: total_s - gathered_s} if copy_s else {}
+    return _Passing(total_s, first_s, {"data": gathered_s - busy_s, **copied})
 
 
 def copies_time(price: SectionPrice, recipe: Recipe, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
@@ -218,8 +205,8 @@ def _step_price(
         name: section_time(price, recipe, groups, cluster, model, is_block=name not in (BEFORE, AFTER))
         for name, price in sections.items()
     }
-    stage_times = [_stage_times(stage, times, sections, recipe, groups, model) for stage in stages]
-    pipe_s, bubble_s, in_flight = run_stages(stage_times, recipe)
+    send_s = send_time(sections, recipe, groups, model)
+    pipe_s, bubble_s, in_flight = run_stages([stage_times(stage, times, recipe, send_s) for stage in stages], recipe)
     ranks = rank_sections(stages, recipe)
     kinds = [dict(kind) for kind in dict.fromkeys(tuple(counts.items()) for counts in ranks)]
     ends = [end_times(load_of(counts, sections, times), recipe, groups, cluster, model) for counts in kinds]
@@ -233,7 +220,7 @@ def _step_price(
             breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
     if bubble_s:
         breakdown["pipeline bubble"] = bubble_s
-    sends = 2 * stage_times[0].send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
+    sends = 2 * send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
     if sends and not recipe.overlap_pipeline:
         breakdown["communication over pipeline"] = min(sends, max(0.0, pipe_s - bubble_s))
     breakdown |= {name: value for name, value in end.items() if value}
@@ -243,19 +230,17 @@ def _step_price(
     return StepPrice(total, {"compute": compute, **breakdown}, in_flight)
 
 
-def _stage_times(
-    stage: Stage,
-    times: Mapping[str, SectionTime],
-    sections: Mapping[str, SectionPrice],
-    recipe: Recipe,
-    groups: Groups,
-    model: StepModel,
-) -> StageTimes:
-    forward = sum(times[name].forward_s * count for name, count in stage.sections)
-    backward = sum(times[name].backward_s * count for name, count in stage.sections)
-    late = sum(times[name].weight_gradient_s * count for name, count in stage.sections)
-    again = sum(times[name].recompute_s * count for name, count in stage.sections)
-    return StageTimes(forward, backward - late, late, send_time(sections, recipe, groups, model), again)
+def stage_times(stage: Stage, times: Mapping[str, SectionTime], recipe: Recipe, send_s: float) -> StageTimes:
+    """What a stage takes for one micro-batch, from what its sections take, and what handing on does."""
+
+    def total(part: Callable[[SectionTime], float]) -> float:
+        return sum(part(times[name]) * count for name, count in stage.sections)
+
+    forward_s, again_s = total(lambda time: time.forward_s), total(lambda time: time.recompute_s)
+    if not cuts_backward(recipe):
+        return StageTimes(forward_s, total(lambda time: time.backward_s), 0.0, send_s, again_s)
+    first_s, late_s = (total(lambda time: time.input_gradient_s), total(lambda time: time.weight_gradient_s))
+    return StageTimes(forward_s, first_s, late_s, send_s, again_s)
 
 
 def send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Groups, model: StepModel) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.compute import memory_time, work_time
 from cost_models.counting import size_bytes
@@ -25,7 +25,8 @@ EXPERT = "expert"
 class Busy:
     """Seconds of a device, by what bounds its kernels, and how many kernels there are.
 
-    `weight_gradient_s` is the part of `matmul_s` that nothing waits for: products that make parameters' gradients.
+    `weight_gradient_s` is the part of `matmul_s` that nothing waits for: products that make parameters' gradients, in
+    `weight_gradient_kernels`.
     """
 
     matmul_s: float = 0.0
@@ -33,6 +34,7 @@ class Busy:
     memory_s: float = 0.0
     kernels: int = 0
     weight_gradient_s: float = 0.0
+    weight_gradient_kernels: int = 0
     flops: float = 0.0
 
     def __add__(self, other: Busy) -> Busy:
@@ -42,6 +44,7 @@ class Busy:
             self.memory_s + other.memory_s,
             self.kernels + other.kernels,
             self.weight_gradient_s + other.weight_gradient_s,
+            self.weight_gradient_kernels + other.weight_gradient_kernels,
             self.flops + other.flops,
         )
 
@@ -144,8 +147,10 @@ def price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], pre
     time = work_time(done, setting.device)
     if done.products:
         flops = sum(shape.flops for shape in done.products)
-        late = time if kernel.makes_gradient else 0.0
-        return Busy(matmul_s=time, memory_s=extra, kernels=max(1, kernels), weight_gradient_s=late, flops=flops)
+        product = Busy(matmul_s=time, memory_s=extra, kernels=max(1, kernels), flops=flops)
+        if not kernel.makes_gradient:
+            return product
+        return replace(product, weight_gradient_s=time, weight_gradient_kernels=product.kernels)
     if done.kind is Kind.ATTENTION:
         return Busy(attention_s=time, kernels=1, flops=done.flops)
     return Busy(memory_s=time, kernels=int(done.kind is not Kind.VIEW))

@@ -1,0 +1,121 @@
+"""No recipe is priced as a longer step where a part of the machine is faster, whether device or host is the slower."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from autoshard import Cluster, Recipe
+from cost_models.hardware import node_type
+from cost_models.step import StepModel
+from passes.recipes.pipeline_stages import share_out
+from passes.recipes.price_recipe import step_price
+from passes.recipes.recipe_groups import recipe_groups
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_sections import Busy, PhasePrice, SectionPrice, Traffic
+from passes.sections.propagate_axis import MoveKind
+
+SECONDS = st.sampled_from([1e-5, 0.0, 3e-5, 1e-4, 1e-3])
+COUNTS = st.sampled_from([40, 0, 4])
+BLOCKS = ("layers:0",) * 4
+NODE = node_type("a100_sxm_80gb")  # products run at a clock that depends on the step
+
+
+@st.composite
+def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
+    """Some work, part of it attention, its tail, products of weight gradients; and collectives over every axis."""
+    parts = draw(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, COUNTS, COUNTS))
+    core = Busy(attention_s=parts[1], kernels=1)
+    tail = Busy(memory_s=parts[2], kernels=parts[4])
+    rest = Busy(matmul_s=parts[0], memory_s=parts[3], kernels=parts[5])
+    if is_backward:
+        late = draw(SECONDS)
+        rest += Busy(matmul_s=late, kernels=2, weight_gradient_s=late, weight_gradient_kernels=2)
+    traffic = tuple(
+        Traffic(axis, draw(st.sampled_from([MoveKind.GATHER, MoveKind.REDUCE])), size, has_weight=True)
+        for axis in ("tensor", "context", "expert")
+        if (size := draw(st.sampled_from([10**7, 10**5, 0])))
+    )
+    return PhasePrice(rest + core + tail, core, tail, traffic)
+
+
+@st.composite
+def sections(draw: st.DrawFn) -> SectionPrice:
+    """A section with parameters of either kind."""
+    sizes = dict.fromkeys(("core_bytes", "entering_bytes", "workspace_bytes"), draw(st.sampled_from([0, 10**6])))
+    return SectionPrice(
+        **sizes, saved_bytes=draw(st.sampled_from([0, 10**7])), tensors=4, matrices=2,
+        parameters=draw(st.sampled_from([0, 10**5, 10**7])), expert_parameters=draw(st.sampled_from([0, 10**6])),
+        forward=draw(phases(is_backward=False)), backward=draw(phases(is_backward=True)),
+    )  # fmt: skip
+
+
+SCHEDULES = ((None, 1), ("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zero-bubble", 1), ("zbv", 2), ("dualpipev", 2))
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """One that keeps or recomputes, shards, sends beside computation or not, with any schedule."""
+    schedule, virtual = draw(st.sampled_from(SCHEDULES))
+    data, tensor, context, turns = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [4, 8]))
+    is_replicated = data * context > 1
+    micro_batch = draw(st.integers(1, 2))
+    recipe = Recipe(
+        data=data, tensor=tensor, context=context, pipeline=2 if schedule else 1, schedule=schedule,
+        virtual_stages=virtual, micro_batch=micro_batch, global_batch=micro_batch * data * turns,
+        expert=draw(st.integers(1, 2)) if is_replicated else 1, zero=draw(st.integers(0, 3)) if is_replicated else 0,
+        recompute=draw(st.sampled_from(["none", "selective", "full"])), early_stop=draw(st.booleans()),
+        offload=draw(st.sampled_from(["none", "none", "activations"])),
+        cuda_graph=draw(st.sampled_from([False, False, True])),
+        blocking_launches=draw(st.sampled_from([False, False, True])),
+    )  # fmt: skip
+    return dataclasses.replace(
+        recipe,
+        overlap_gradients=draw(st.booleans()),
+        overlap_parameters=draw(st.booleans()),
+        overlap_tensor=draw(st.booleans()),
+        overlap_pipeline=draw(st.booleans()),
+        overlap_expert=draw(st.booleans()),
+    )
+
+
+def _seconds(prices: Mapping[str, SectionPrice], recipe: Recipe, model: StepModel) -> float:
+    nodes = max(1, recipe.devices // 4)
+    cluster = Cluster(NODE, nodes, recipe.devices // nodes)
+    groups = recipe_groups(recipe, cluster)
+    return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster, model).time_s
+
+
+FACTORS = tuple(item.name for item in dataclasses.fields(StepModel) if item.name.endswith("_slowdown"))
+
+
+def _small() -> SectionPrice:
+    """A section whose host issues slower than its device computes, with a collective over `tensor` in the backward."""
+    sizes = dict.fromkeys(("saved_bytes", "core_bytes", "entering_bytes", "workspace_bytes", "expert_parameters"), 0)
+    late = Busy(matmul_s=1e-5, kernels=1, weight_gradient_s=1e-5, weight_gradient_kernels=1)
+    busy, traffic = Busy(matmul_s=1e-5, kernels=40), Traffic("tensor", MoveKind.REDUCE, 10**7, has_weight=True)
+    forward, backward = PhasePrice(busy, Busy(), Busy(), ()), PhasePrice(busy + late, Busy(), Busy(), (traffic,))
+    return SectionPrice(**sizes, parameters=0, tensors=4, matrices=2, forward=forward, backward=backward)
+
+
+SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
+
+
+@example(SMALL, Recipe(tensor=2, global_batch=8), 0.5)
+@example(SMALL, Recipe(tensor=2, global_batch=8, pipeline=2, schedule="zero-bubble"), 0.5)
+@settings(max_examples=60)
+@given(
+    st.fixed_dictionaries({name: sections() for name in (BEFORE, "layers:0", AFTER)}),
+    recipes(),
+    st.sampled_from([0.5, 0.9, 0.99]),
+)
+def test_no_step_is_longer_where_a_part_is_faster(
+    prices: Mapping[str, SectionPrice], recipe: Recipe, factor: float
+) -> None:
+    """Products, attention, other kernels, links in nodes and between them; rounding apart."""
+    as_it_is = _seconds(prices, recipe, StepModel())
+    for part in FACTORS:
+        assert _seconds(prices, recipe, StepModel(**{part: factor})) <= as_it_is * (1 + 1e-12), part
