@@ -141,9 +141,11 @@ class Costs:
     def within(self, greatest: float) -> NDArray[np.bool_]:
         """Whether a load may be part of a way to share blocks out whose greatest cost is no larger, [loads]."""
         least, found = self.least(), np.zeros(len(self.loads.counts), dtype=bool)
+        begins = np.arange(len(self.loads.before)) == 0
         for rank in range(len(self.ranks)):
-            may = np.maximum(self.of(rank), least[rank + 1]) <= greatest
+            may = begins[:, None] & (np.maximum(self.of(rank), least[rank + 1]) <= greatest)
             found[self.loads.places[_kind(rank, len(self.ranks))][may]] = True
+            begins = may.any(axis=0)
         return found
 
 

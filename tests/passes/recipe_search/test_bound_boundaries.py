@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations_with_replacement, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -33,31 +35,54 @@ def test_stages_have_blocks_that_follow_each_other_and_the_ends() -> None:
 
 
 @given(st.integers(2, 4), st.data())
-def test_the_least_greatest_cost_is_that_of_trying_all_ways(ranks: int, data: st.DataObject) -> None:
-    """Costs drawn for each rank and load, some infinite; by brute force over all boundaries."""
+def test_the_least_greatest_cost_and_who_is_within_another_are_those_of_trying_all_ways(
+    ranks: int, data: st.DataObject
+) -> None:
+    """Costs drawn for each rank and load by two bounds, some infinite; by brute force over all boundaries."""
     blocks = tuple(data.draw(st.lists(st.sampled_from("ab"), min_size=max(1, ranks - 2), max_size=5)))
     loads = stage_loads(NAMES, blocks)
     values = st.sampled_from([0.0, 1.0, 2.5, 4.0, math.inf])
-    begins, own = (
+    begins, ends, own, turning = (
         np.array(data.draw(st.lists(values, min_size=size, max_size=size)))
-        for size in (len(blocks) + 1, ranks * len(loads.counts))
+        for size in [len(blocks) + 1] * 2 + [ranks * len(loads.counts)] * 2
     )
-    costs = Costs(loads, begins, own.reshape(ranks, -1))
-    assert costs.least()[0, 0] == _least_by_trying(costs, loads, ranks, len(blocks))
+    costs = Costs(loads, begins, own.reshape(ranks, -1), turning.reshape(ranks, -1), ends)
+    ways = {way: _greatest(costs, way) for way in _ways(loads, ranks, len(blocks))}
+    assert costs.least()[0, 0] == min(ways.values())
+    greatest = data.draw(st.sampled_from([0.0, 2.0, 4.0, 5.0]))
+    some = {place for way, cost in ways.items() if cost <= greatest for place in way.places}
+    assert set(np.nonzero(costs.within(greatest))[0].tolist()) == some
 
 
-def _least_by_trying(costs: Costs, loads: StageLoads, ranks: int, blocks: int) -> float:
-    def least(rank: int, begin: int) -> float:
-        kind = 0 if rank == 0 else 2 if rank == ranks - 1 else 1
-        found = math.inf
-        for end in range(begin, blocks + 1):
-            place = loads.places[kind, begin, end]
-            if place >= 0:
-                own = costs.ranks[rank, place] + (costs.begins[begin] if rank else 0.0)
-                found = min(found, max(own, least(rank + 1, end) if rank < ranks - 1 else -math.inf))
-        return found
+class _Way(NamedTuple):
+    """A way to share blocks out: where stages begin and end, and their loads."""
 
-    return least(0, 0)
+    bounds: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def _ways(loads: StageLoads, ranks: int, blocks: int) -> list[_Way]:
+    found = []
+    for inner in combinations_with_replacement(range(blocks + 1), ranks - 1):
+        bounds = (0, *inner, blocks)
+        kinds = [0, *[1] * (ranks - 2), 2]
+        places = tuple(int(loads.places[kind, *stage]) for kind, stage in zip(kinds, pairwise(bounds), strict=True))
+        if min(places) >= 0:
+            found.append(_Way(bounds, places))
+    return found
+
+
+def _greatest(costs: Costs, way: _Way) -> float:
+    """The greatest cost of its ranks."""
+    assert costs.turning is not None
+    assert costs.ends is not None
+    last, found = len(way.places) - 1, -math.inf
+    for rank, (place, (begin, end)) in enumerate(zip(way.places, pairwise(way.bounds), strict=True)):
+        own = costs.ranks[rank, place]
+        if rank < last:
+            own = max(own, costs.turning[rank, place] + costs.ends[end])
+        found = max(found, float(own + (costs.begins[begin] if rank else 0.0)))
+    return found
 
 
 RECIPES = st.builds(
