@@ -15,6 +15,8 @@ from operator import attrgetter
 from autoshard.errors import RecipeError
 
 RECOMPUTE = ("none", "selective", "full")
+_STAGES_PER_RANK = {"gpipe": 1, "zbv": 2, "dualpipev": 2}
+"""Stages on each rank of schedules that have no choice."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev")
 PRECISIONS = ("bf16", "f16", "f8", "f32")
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
@@ -278,6 +280,11 @@ class Recipe:
             raise RecipeError(f"schedule={self.schedule!r} needs a pipeline, but pipeline=1.")
         if self.schedule == "interleaved-1f1b" and self.virtual_stages == 1:
             raise RecipeError("schedule='interleaved-1f1b' needs virtual_stages of at least 2; use '1f1b' for one.")
+        needed = _STAGES_PER_RANK.get(self.schedule or "1f1b", self.virtual_stages)
+        if self.virtual_stages != needed:
+            raise RecipeError(
+                f"schedule={self.schedule!r} needs virtual_stages={needed}; it has {self.virtual_stages}."
+            )
         if self.stage_blocks is None:
             return
         object.__setattr__(self, "stage_blocks", _entries("stage_blocks", self.stage_blocks))

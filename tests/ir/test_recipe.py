@@ -38,6 +38,8 @@ def test_a_recipe_without_global_batch_runs_one_micro_batch() -> None:
         ({"virtual_stages": 2}, "virtual_stages=2 needs a pipeline"),
         ({"schedule": "gpipe"}, "schedule='gpipe' needs a pipeline"),
         ({"pipeline": 2, "schedule": "interleaved-1f1b"}, "needs virtual_stages of at least 2"),
+        ({"pipeline": 2, "schedule": "zbv", "virtual_stages": 3}, "schedule='zbv' needs virtual_stages=2; it has 3"),
+        ({"pipeline": 2, "schedule": "gpipe", "virtual_stages": 2}, "'gpipe' needs virtual_stages=1; it has 2"),
         ({"pipeline": 2, "stage_blocks": (1, 2, 3)}, "stage_blocks has 3 entries"),
         ({"pipeline": 2, "stage_blocks": (5, -1)}, r"stage_blocks=\(5, -1\) must be whole numbers"),
     ],
