@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.arguments import (
     ExampleInputs,
     check_backend,
+    check_beside_recipe,
     check_is_materialised,
     check_limits,
     check_loss,
@@ -47,7 +48,7 @@ from autoshard.planner import (
     update_of,
 )
 from autoshard.pricing import price
-from autoshard.recipe_search import RecipeForecast, search_plan
+from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
@@ -211,7 +212,7 @@ def plan(
         global_batch: sequences of a step: the fastest `Recipe` for so many on the whole cluster, pipelines, context and
             expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
-        recipe: no search, the plan of this recipe: `price`.
+        recipe: no search, the plan of this recipe, which says its batch, optimizer and precision itself: `price`.
         previous: with `global_batch`, a plan of a recipe, for another cluster, batch or budget: the search begins with
             its recipe where that will do here, and else with the best that cuts a micro-batch as it does.
         backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
@@ -236,7 +237,12 @@ def plan(
     args, kwargs = split_inputs(example_inputs)
     if recipe is not None:
         cluster = checked_cluster(mesh_or_cluster, mesh)
-        _refuse_constraints(constraints)
+        check_beside_recipe(
+            recipe,
+            constraints=constraints,
+            optimizer=None if optimizer is None else optimizer_name(optimizer),
+            global_batch=global_batch,
+        )
         if isinstance(recipe, Recipe) and _has_kernels(backend, _device_of_plans(cluster)):
             recipe = replace(recipe, kernels=TRITON)
         return _within(price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn), memory_budget)
@@ -391,14 +397,6 @@ def _precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -
             "Leave precision out, or plan again."
         )
     return fixed.precision
-
-
-def _refuse_constraints(constraints: Mapping[str, Any] | None) -> None:
-    if constraints:
-        raise NotAvailableError(
-            f"constraints={constraints!r} does not go with recipe=, which leaves nothing to choose. Leave one of them "
-            "out, or search recipes with global_batch=."
-        )
 
 
 def _within(priced: Plan, memory_budget: int | None) -> Plan:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
@@ -68,6 +69,23 @@ def check_previous(previous: Any, *, searches: bool) -> None:
         raise NotAvailableError(
             f"previous= {found}; pass a plan that autoshard.plan gave with global_batch= or recipe=."
         )
+
+
+def check_beside_recipe(recipe: Any, *, constraints: Any, optimizer: str | None, global_batch: Any) -> None:
+    """Raise `NotAvailableError` for what goes with a recipe and says otherwise; `price` checks the recipe itself."""
+    if constraints:
+        raise NotAvailableError(
+            f"constraints={constraints!r} does not go with recipe=, which leaves nothing to choose. Leave one of them "
+            "out, or search recipes with global_batch=."
+        )
+    if not isinstance(recipe, Recipe):
+        return
+    for name, given, own in (("optimizer", optimizer, recipe.optimizer), ("global_batch", global_batch, recipe.batch)):
+        if given not in (None, own):
+            raise NotAvailableError(
+                f"{name}={given!r}, but that of the recipe is {own!r}. Pass Recipe(..., {name}={given!r}), or leave "
+                f"{name}= out."
+            )
 
 
 def check_limits(*, memory_budget: Any, time_budget_s: Any, global_batch: Any = None) -> None:

@@ -202,7 +202,7 @@ def base_recipe(
     return Recipe(
         global_batch=global_batch,
         precision=chosen,
-        optimizer=_optimizer(optimizer),
+        optimizer=optimizer_name(optimizer),
         master_weights=chosen != "f32",
     )
 
@@ -237,13 +237,14 @@ def _precision(model: nn.Module, asked: str | None) -> str:
     return asked or common[0]
 
 
-def _optimizer(given: str | torch.optim.Optimizer | None) -> str:
+def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
+    """What recipes call an optimizer. Raises NotAvailableError for one that they do not have."""
     name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
     if isinstance(given, torch.optim.Optimizer) and name == "sgd" and any(g["momentum"] for g in given.param_groups):
         name = "sgd_momentum"
     if name not in OPTIMIZERS:
         raise NotAvailableError(
-            f"optimizer={given!r} with global_batch=: recipes are of whole training steps, with one of "
+            f"optimizer={given!r} with global_batch= or recipe=: recipes are of whole training steps, with one of "
             f"{', '.join(OPTIMIZERS)}. Pass optimizer='adamw', say."
         )
     return name

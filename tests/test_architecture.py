@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "autoshard.pricing",
         "autoshard",
     ),
+    "autoshard.__main__": ("autoshard.cli",),
     "autoshard.testing": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.arguments", "autoshard.cluster"),
         "autoshard.planner",

@@ -96,7 +96,7 @@ def test_print_says_in_words_what_it_is() -> None:
 
 def test_plans_of_older_schemas_are_read() -> None:
     """They have no recipe."""
-    data = _plan(recipe=Recipe(data=4)).to_json()
+    data = _plan(recipe=Recipe(data=4, global_batch=16)).to_json()
     del data["recipe"], data["was_interrupted"]
     assert Plan.from_json({**data, "autoshard_plan": 2}).recipe is None
 
@@ -158,6 +158,10 @@ def test_what_recipes_do_not_follow_is_refused() -> None:
         _plan(mesh=Mesh({"data": 4}))
     with pytest.raises(NotAvailableError, match="gives a value its spec"):
         _plan(constraints={"*": P()})
+    with pytest.raises(NotAvailableError, match=r"global_batch=16, but that of the recipe is 4"):
+        _plan(recipe=Recipe(data=4))
+    with pytest.raises(NotAvailableError, match=r"optimizer='sgd', but that of the recipe is 'adamw'"):
+        _plan(recipe=Recipe(data=4, global_batch=16), optimizer="sgd")
     with pytest.raises(NotAvailableError, match=r"constraints=.* does not go with recipe="):
         _plan(constraints={"tensor": 2}, recipe=Recipe(data=4))
     with pytest.raises(InvalidSpecError, match="with plan\\(global_batch=\\)"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -252,13 +253,18 @@ def price(
     cluster: _Cluster,
     recipe: Annotated[str, typer.Option(help="FIELD=VALUE,... (data=8,tensor=8,zero=1), or a JSON file.")],
     seq: _Seq = 1024,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adam, sgd or sgd_momentum, in place of the recipe's own.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,
 ) -> None:
     """Say what an expert's recipe would take: step time, memory, and where the time goes."""
     _check_folder(out)
     loaded = load_model(model, batch=1, seq=seq, dtype=torch.bfloat16)
-    result = pricing.price(loaded.model, parse_cluster(cluster), parse_recipe(recipe), example_inputs=loaded.inputs)
+    asked = parse_recipe(recipe)
+    asked = asked if optimizer is None else replace(asked, optimizer=optimizer)
+    result = pricing.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs)
     if out is not None:
         _write(out, result.save)
     _show(result.to_json() if as_json else str(result))

@@ -37,9 +37,10 @@ def solve_baselines(
     before: Plan | None = None,
     deadline: float = np.inf,
 ) -> dict[str, Solution | None]:
-    """The best plan of each recipe, None where none fits (or the user's constraints exclude it).
+    """The best plan of each recipe, None where none fits.
 
-    Recipes that were not looked at before the search was stopped, or time was up, are left out.
+    Recipes that no plan within the user's constraints is, and those not looked at before the search was stopped, or
+    time was up, are left out.
 
     Args:
         planning, search, allowed: as of the search itself.
@@ -51,10 +52,13 @@ def solve_baselines(
         masks[BEFORE] = _as_in(before, planning)
     found: dict[str, Solution | None] = {}
     for name, mask in masks.items():
+        both = {**mask, **{variable: wanted & mask.get(variable, wanted) for variable, wanted in allowed.items()}}
         if search.control.is_stopped or time.monotonic() >= deadline:
             break
+        if not all(options.any() for options in both.values()):
+            continue
         search.control.problem = name
-        priced = _price(planning, search, allowed, mask)
+        priced = _price(planning, search, both)
         if priced is not None or not search.control.is_stopped:
             found[name] = priced
     return found
@@ -67,18 +71,12 @@ def _names(planning: PlanningProblem) -> list[str]:
     return [name for name in _RECIPES if (has_state or name != ZERO_1) and (has_axes or name not in _OF_SEVERAL_AXES)]
 
 
-def _price(
-    planning: PlanningProblem,
-    search: Search,
-    allowed: Mapping[int, np.ndarray],
-    recipe: Mapping[int, np.ndarray],
-) -> Solution | None:
-    both = {**recipe, **{v: mask & recipe.get(v, mask) for v, mask in allowed.items()}}
+def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray]) -> Solution | None:
     limit = search.memory_limit_bytes
-    if not all(mask.any() for mask in both.values()) or (limit is not None and planning.least_bytes(both) > limit):
+    if limit is not None and planning.least_bytes(allowed) > limit:
         return None
     try:
-        return search(planning, both)
+        return search(planning, allowed)
     except DoesNotFitError:
         return None
 

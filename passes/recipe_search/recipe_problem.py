@@ -49,6 +49,12 @@ class RecipeProblem:
         """What prices its recipes."""
         return RecipePricer(self.counted, self.cluster, self.model)
 
+    @cached_property
+    def kinds(self) -> dict[str, Only]:
+        """The known kinds of recipes of which this problem has any, whatever memory they take; see `known_kinds`."""
+        known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
+        return {name: only for name, only in known.items() if any(True for _ in self.space(only=only).recipes())}
+
     def within(self, memory_limit: float) -> RecipeProblem:
         """The same problem with another memory limit; they share what is priced."""
         other = replace(self, memory_limit=memory_limit)
@@ -93,16 +99,15 @@ class RecipeProblem:
         return search_recipes([smallest], self.pricer.memory_bytes, time_budget_s=time_budget_s)
 
     def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
-        """The fastest recipe of each known kind that this model and cluster have, see `known_kinds`.
+        """The fastest recipe of each of the `kinds`.
 
         Raises:
             KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else kinds that were not looked at are left out.
         """
-        kinds = known_kinds(self.cluster, has_experts=self.counted.has_experts)
-        share_s, found = time_budget_s / len(kinds), {}
+        found: dict[str, FoundRecipe] = {}
         try:
-            for name, only in kinds.items():
-                found[name] = self.best(only=only, time_budget_s=share_s)
+            for name, only in self.kinds.items():
+                found[name] = self.best(only=only, time_budget_s=time_budget_s / len(self.kinds))
                 if found[name].was_interrupted:
                     break
         except KeyboardInterrupt:
@@ -123,15 +128,16 @@ class RecipeProblem:
         """
         start = time.monotonic()
         kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
-        first = min(kinds.values(), key=lambda each: each.objective)
-        if known is not None and (known_s := self.pricer.time_s(known)) < first.objective:
-            first = replace(first, recipe=known, objective=known_s)
-        is_cut = len(kinds) < len(known_kinds(self.cluster, has_experts=self.counted.has_experts))
-        if is_cut or any(each.was_interrupted for each in kinds.values()):
+        parts = list(kinds.values())
+        if known is not None:
+            parts.append(FoundRecipe(known, self.pricer.time_s(known), math.inf, True, False, 1, 0, 0.0))
+        first = min(parts, key=lambda each: each.objective, default=None)
+        is_cut = len(kinds) < len(self.kinds) or any(each.was_interrupted for each in kinds.values())
+        if is_cut and first is not None:
             found = replace(first, lower_bound=0.0, is_complete=False, was_interrupted=True)
         else:
             left_s = time_budget_s - (time.monotonic() - start)
-            found = self.best(known=first.recipe, time_budget_s=left_s, watch=watch)
+            found = self.best(known=first and first.recipe, time_budget_s=left_s, watch=watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, fixed: Mapping[str, object] | None = None, only: Only | None = None) -> RecipeSpace:

@@ -1,6 +1,7 @@
 """The command line as a user meets it: output, JSON, exit status, one sentence for a mistake."""
 
 import json
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -183,8 +184,19 @@ def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8")
     assert _run(monkeypatch, *command, "--recipe", "data=2,zero=1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["mesh"] == {"data": 2}
+    assert _run(monkeypatch, *command, "--recipe", "data=2", "--optimizer", "sgd", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["recipe"]["optimizer"] == "sgd"
+    assert _run(monkeypatch, *command, "--recipe", "data=2", "--optimizer", "none") == 1
+    assert "optimizer='none' is unknown; use one of" in capsys.readouterr().err
     assert _run(monkeypatch, *command, "--recipe", "data=4") == 1
     assert "the cluster has 2" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the command does."""
+    monkeypatch.setattr("sys.argv", ["python -m autoshard", "price", "--help"])
+    runpy.run_module("autoshard", run_name="__main__")
+    assert "--optimizer" in capsys.readouterr().out
 
 
 def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

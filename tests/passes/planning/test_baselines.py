@@ -79,6 +79,15 @@ def test_a_program_without_state_has_no_zero_1() -> None:
     assert list(solve_baselines(planning, Search(), {})) == ["data parallel", "fully sharded data parallel"]
 
 
+def test_a_recipe_that_constraints_exclude_is_left_out() -> None:
+    """It is no recipe that does not fit."""
+    rows = torch.empty(8, 16, device="meta")
+    program = trace(Perceptron(), (rows, rows))
+    constraints = {"first.weight": P("data")}
+    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints=constraints))
+    assert list(plan.baselines) == ["fully sharded data parallel"]
+
+
 def test_a_plan_before_costs_what_it_did() -> None:
     """On its own mesh; on a larger one with the same axes it is a choice too, and the search is not worse."""
     rows = torch.empty(8, 16, device="meta")

@@ -36,6 +36,17 @@ def test_a_kind_that_does_not_fit_has_no_recipe() -> None:
     assert dataclasses.replace(PROBLEM, memory_limit=least).baselines()["data parallel"].recipe is None
 
 
+def test_a_kind_that_no_recipe_is_is_left_out() -> None:
+    """With fewer sequences than ranks; by what the user pins, where none may be left; the best is found."""
+    few = dataclasses.replace(PROBLEM, base=Recipe(global_batch=2))
+    assert "Megatron TP+SP" in few.baselines()
+    assert few.baselines().keys().isdisjoint({"data parallel", "ZeRO-1", "FSDP", "HSDP"})
+    pinned = dataclasses.replace(PROBLEM, pinned={"zero": (2,)})
+    found, kinds = pinned.best_of_all()
+    assert not kinds
+    assert found == dataclasses.replace(pinned.best(), search_time_s=found.search_time_s)
+
+
 def test_fields_can_be_fixed() -> None:
     """The best with a field fixed is never better, and pricing says the same."""
     best = PROBLEM.best()

@@ -1,0 +1,6 @@
+"""`python -m autoshard`: the command line, where the command `autoshard` is not on the path."""
+
+from autoshard.cli import main
+
+if __name__ == "__main__":
+    main()
