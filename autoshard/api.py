@@ -213,8 +213,9 @@ def plan(
             expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
         recipe: no search, the plan of this recipe, which says its batch, optimizer and precision itself: `price`.
-        previous: with `global_batch`, a plan of a recipe, for another cluster, batch or budget: the search begins with
-            its recipe where that will do here, and else with the best that cuts a micro-batch as it does.
+        previous: a plan of this model for another cluster, batch or budget, where the search begins: what is found is
+            no slower than it would be here, where it fits. With `global_batch`, one of a recipe, or else the best that
+            cuts a micro-batch as it does; without, one of specs: for another mesh, without what it recomputes.
         backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
             `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": the same, what it fuses
             taken to be what is generated here. Of others: of operators; of recipes, of what the usual libraries fuse.
@@ -233,7 +234,7 @@ def plan(
     check_backend(backend)
     check_loss(loss_fn)
     check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s, global_batch=global_batch)
-    check_previous(previous, searches=global_batch is not None and recipe is None)
+    check_previous(previous, model, of_recipes=global_batch is not None, is_priced=recipe is not None)
     args, kwargs = split_inputs(example_inputs)
     if recipe is not None:
         cluster = checked_cluster(mesh_or_cluster, mesh)
@@ -275,6 +276,7 @@ def plan(
         precision=effective_precision(model, precision),
         constraints=checked_constraints(constraints),
         memory_budget=memory_budget,
+        before=previous,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         strict=strict,
         time_budget_s=time_budget_s,

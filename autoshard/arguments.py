@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, TraceError
+from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
@@ -55,20 +55,37 @@ def check_loss(loss_fn: Any) -> None:
         raise TraceError(f"loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function (outputs, *targets).")
 
 
-def check_previous(previous: Any, *, searches: bool) -> None:
-    """Raise `NotAvailableError` for a plan that a search over recipes, if there is one, cannot begin with."""
+def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_priced: bool) -> None:
+    """Raise `NotAvailableError` for what a search, over recipes or specs, cannot begin with.
+
+    Args:
+        previous: the plan; None for none.
+        model: what is planned; `PlanMismatchError` where a plan of specs is of another one.
+        of_recipes: whether recipes are searched.
+        is_priced: whether nothing is searched, as the recipe is given.
+    """
     if previous is None:
         return
-    if not searches:
-        raise NotAvailableError(
-            "previous= is where a search over recipes begins: pass global_batch=, and no recipe=. A plan of specs is "
-            "where autoshard.compile(plan=...) begins on another mesh."
-        )
-    if not isinstance(previous, Plan) or previous.recipe is None:
-        found = "has no recipe" if isinstance(previous, Plan) else f"is a {type(previous).__name__}"
-        raise NotAvailableError(
-            f"previous= {found}; pass a plan that autoshard.plan gave with global_batch= or recipe=."
-        )
+    if is_priced:
+        raise NotAvailableError("previous= is where a search begins, and recipe= is priced as it is: leave one out.")
+    if not isinstance(previous, Plan):
+        raise NotAvailableError(f"previous= is a {type(previous).__name__}; pass a plan that autoshard.plan gave.")
+    if of_recipes and previous.recipe is None:
+        raise NotAvailableError("previous= has no recipe; with global_batch=, pass a plan that was made with it.")
+    if not of_recipes and previous.recipe is not None:
+        raise NotAvailableError("previous= is of a recipe; pass global_batch= to search those, or a plan of specs.")
+    if not of_recipes:
+        _check_parameters(previous, model)
+
+
+def _check_parameters(plan: Plan, model: nn.Module) -> None:
+    shapes = {name: tuple(item.shape) for name, item in model.named_parameters(remove_duplicate=False)}
+    for name, item in plan.parameters.items():
+        if shapes.get(name) != tuple(item.shape):
+            raise PlanMismatchError(
+                f"previous= is of another model: parameter {name!r} has shape={tuple(item.shape)} in it and "
+                f"shape={shapes.get(name)} in the model."
+            )
 
 
 def check_beside_recipe(recipe: Any, *, constraints: Any, optimizer: str | None, global_batch: Any) -> None:

@@ -71,6 +71,7 @@ class Planner:
         cluster: what to price for; None: this machine.
         fixed: the plan that calls which train must use.
         made: a plan that is made already, for calls of its program on its mesh.
+        before: a plan that searches begin with, and are not worse than where it fits.
         precision: what calls compute in where the model's parameters are wider; None: the model's own types.
         traced: a program that is traced already: of calls that train.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
@@ -84,6 +85,7 @@ class Planner:
     cluster: Cluster | None = None
     fixed: Plan | None = None
     made: Plan | None = None
+    before: Plan | None = None
     traced: Program | None = None
     loss_fn: LossFunction | None = None
     precision: str | None = None
@@ -169,8 +171,8 @@ class Planner:
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """The fastest plan of a call on any of some meshes, and the program that it is of.
 
-        A deep model is planned without its inner blocks where those beside them are alike. If it then does not fit, it
-        is planned with all of them: only so can values be recomputed.
+        A deep model is planned without its inner blocks where those beside them are alike. If it then does not fit, or
+        is slower than the plan before, it is planned with all of them: only so can values be recomputed.
         """
         from passes.strategies.elided import NotAlikeError
 
@@ -179,7 +181,10 @@ class Planner:
             if program is None:
                 break
             try:
-                return program, self.search_meshes(program, meshes)
+                found = self.search_meshes(program, meshes)
+                if self.before is None or found.objective <= self.before.objective:
+                    return program, found
+                break
             except DoesNotFitError:
                 break
             except NotAlikeError as error:
@@ -241,6 +246,7 @@ class Planner:
             strict=self.strict,
             micro_batches=self.micro_batches,
             with_kernels=self.with_kernels,
+            before=self.before,
         )
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:

@@ -40,6 +40,7 @@ from passes.prediction.predict import TODAY, Runtime, predict
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.recomputation.fitting import JointSolution
+from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute import InsertRecompute
 from passes.recomputation.recompute_problem import Again
 from passes.recomputation.recompute_search import solve_jointly
@@ -79,7 +80,8 @@ class PlanOptions:
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: refuse operators without a sharding rule.
         with_baselines: price the known recipes too.
-        before: a plan of the program on another mesh, to start from; the result is not worse than it is here.
+        before: a plan of the program, on this mesh or another, to start from; the result is not worse than it is here,
+            if it fits (on another mesh: without what it recomputes and offloads).
         micro_batches: how many of them a training step has; the program is that of one.
         runtime: what the prediction is of: what runs today, or a runtime that overlaps (`passes.prediction.predict`).
         recompute: whether values of the forward may be computed again in the backward where memory is short.
@@ -179,7 +181,10 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
     recompute = options.recompute and not planning.elided.sites
-    found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=options.offload)
+    before = None if options.before is None else solution_of(options.before, planning, allowed)
+    found = solve_jointly(
+        planning, search, allowed, start, recompute=recompute, offload=options.offload, before=before
+    )  # fmt: skip
     return Decision(found.planning, found.solution, *_savings(planning, found), baselines)
 
 

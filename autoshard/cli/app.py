@@ -111,7 +111,7 @@ def plan(
     time_budget_s: _TimeBudget = 60.0,
     previous: Annotated[
         Path | None,
-        typer.Option(help="With --global-batch: a saved plan of a recipe, where the search begins."),
+        typer.Option(help="A saved plan, where the search begins; with --global-batch, one of a recipe."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     as_json: _Json = False,

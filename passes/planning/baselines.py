@@ -7,7 +7,7 @@
 * HSDP, on a mesh of several axes: the same, but parameters are split over the last axis alone, copied over the others;
 * Megatron TP+SP, likewise: the batch is split over all axes but the last, matrices over the last one, no parameter or
   state over others; what activations do over the last axis, Megatron-LM's sequence parallelism too, is searched;
-* the plan before, where there is one: each node as in a plan of another mesh, where that is possible.
+* the plan before, where there is one: each node as in a plan of this mesh or another, where that is possible.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def solve_baselines(
 
     Args:
         planning, search, allowed: as of the search itself.
-        before: a plan of the program on another mesh.
+        before: a plan of the program, on this mesh or another.
         deadline: of `time.monotonic`.
     """
     masks = {name: _RECIPES[name](planning) for name in _names(planning)}
     if before is not None:
-        masks[BEFORE] = _as_in(before, planning)
+        masks[BEFORE] = options_as_in(before, planning)
     found: dict[str, Solution | None] = {}
     for name, mask in masks.items():
         both = {**mask, **{variable: wanted & mask.get(variable, wanted) for variable, wanted in allowed.items()}}
@@ -133,7 +133,7 @@ _RECIPES: Mapping[str, Restriction] = {
 _OF_SEVERAL_AXES = (HSDP, MEGATRON)
 
 
-def _as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
+def options_as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
     """The options whose results lie as in another plan, and, where there are such, whose operands do too."""
     masks: dict[int, np.ndarray] = {}
     for name, site in planning.space.sites.items():

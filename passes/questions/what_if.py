@@ -155,9 +155,9 @@ def _restrict_all(planning: PlanningProblem, way: Way) -> Masks | None:
 
 
 def limits(program: Program, planning: PlanningProblem, options: PlanOptions, plan: Plan) -> Limits:
-    """See `Plan.limits`; `program` is as traced."""
+    """See `Plan.limits`; `program` is as traced. With more of anything nothing is slower than the plan would be."""
     cluster = planning.prices.cluster
-    allowed = allowed_options(planning, options.constraints)
+    options, allowed = replace(options, before=plan), allowed_options(planning, options.constraints)
     chosen, variants, worth = outcome_of(plan), [], None
     if options.memory_budget is not None:
         for name, budget in ((MORE_MEMORY, options.memory_budget * MORE), (UNLIMITED, None)):

@@ -45,7 +45,7 @@ class JointSolution:
 
 
 def fitting(
-    attempt: Callable[[float], JointSolution],
+    attempt: Callable[[float, float], JointSolution],
     frugal: Callable[[], Sequence[JointSolution]],
     limit: float,
     deadline: float = math.inf,
@@ -55,15 +55,17 @@ def fitting(
     A search within these bytes finds something that fits, if only what is frugal.
 
     Args:
-        attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is none.
+        attempt: the cheapest choice within so many bytes as the search counts, sought until some time of
+            `time.monotonic`; `DoesNotFitError` if there is none.
         frugal: choices that take little, the same whenever it is asked.
         limit: bytes on each rank.
         deadline: of `time.monotonic`, after which nothing more is attempted than the first.
     """
     asked, bound = limit, None
     for _ in range(_ATTEMPTS):
+        now = time.monotonic()
         try:
-            found = attempt(asked)
+            found = attempt(asked, now + _SHARE_ATTEMPT * (deadline - now))
         except DoesNotFitError:
             break
         bound = found.solution.lower_bound if bound is None else bound
@@ -76,12 +78,15 @@ def fitting(
     peaks = [(choice.peak_bytes(), choice) for choice in frugal()]
     fits = [choice for peak, choice in peaks if peak <= limit]
     if fits:
-        return min(fits, key=lambda choice: choice.solution.cost), None
+        return bounded(min(fits, key=lambda choice: choice.solution.cost), bound or 0.0), None
     return None, min((peak for peak, _ in peaks), default=None)
 
 
 _ATTEMPTS = 6
 """Searches until one fits."""
+
+_SHARE_ATTEMPT = 0.7
+"""Part of the time left that a search may take, so that another one can follow where what it finds does not fit."""
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:

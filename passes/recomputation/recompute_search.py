@@ -55,6 +55,7 @@ def solve_jointly(
     *,
     recompute: bool = True,
     offload: bool = True,
+    before: JointSolution | None = None,
 ) -> JointSolution:
     """A cheapest choice of strategies and of what to recompute and offload that fits; see the module's docstring.
 
@@ -65,10 +66,36 @@ def solve_jointly(
         start: solutions without recomputation that fit, than which the result is not worse.
         recompute: whether values may be computed again; if not, nothing is offloaded either.
         offload: whether values may go to the host, if the device has a link to one.
+        before: a solution that is known, than which the result is not worse either, where it fits.
 
     Raises:
         DoesNotFitError: no choice fits, recompute and offload what one may.
     """
+    if before is None or not _is_within(before, planning, search):
+        return _solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload)
+    try:
+        found = _solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload)
+    except DoesNotFitError:
+        return bounded(before, 0.0)
+    return bounded(_cheaper(found, before), found.solution.lower_bound)
+
+
+def _is_within(found: JointSolution, planning: PlanningProblem, search: Search) -> bool:
+    """Whether a solution fits, in the host's memory too."""
+    limit, room = search.memory_limit_bytes, planning.prices.cluster.host_bytes_per_device
+    return (limit is None or found.peak_bytes() <= limit) and (room is None or found.host_bytes <= room)
+
+
+def _solve_jointly(
+    planning: PlanningProblem,
+    search: Search,
+    allowed: Mapping[int, np.ndarray],
+    start: Sequence[Solution],
+    *,
+    recompute: bool,
+    offload: bool,
+) -> JointSolution:
+    """See `solve_jointly`, which knows another solution."""
     end = time.monotonic() + search.time_budget_s
     if not recompute:
         return _alone(planning, search, allowed, start, end)
@@ -180,19 +207,20 @@ def _solve(
         return joint(exact), exact.lower_bound
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
-    def attempt(limit: float) -> JointSolution:
+    def attempt(limit: float, until: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
-        return joint(_within(limit, deadline, search)(problem, wide, start))
+        return joint(_within(limit, until, search)(problem, wide, start))
 
     frugal = partial(_frugal, problem, search, wide, joint)
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
+    bound = 0.0 if found is None else found.solution.lower_bound
     if exact is not None:
-        return _cheaper(found, joint(exact)), exact.lower_bound
-    if found is not None:
-        return _bound_of(found)
-    if start:
-        return _bound_of(_alone(planning, search, allowed, start, deadline))
-    raise search.does_not_fit(planning, least)
+        found, bound = _cheaper(found, joint(exact)), exact.lower_bound
+    for solution in start:  # the last attempt may have been within less, where these do not fit
+        found = _cheaper(found, JointSolution(planning, solution))
+    if found is None:
+        raise search.does_not_fit(planning, least)
+    return found, bound
 
 
 def _bound_of(found: JointSolution) -> tuple[JointSolution, float]:
@@ -235,9 +263,9 @@ _ROUNDING = 1e-8
 """Part of the objective by which a solver may be wrong."""
 
 
-def _cheaper(found: JointSolution | None, exact: JointSolution) -> JointSolution:
-    """What tables found, unless what the exact search had by then is cheaper."""
-    return exact if found is None or exact.solution.cost < found.solution.cost else found
+def _cheaper(found: JointSolution | None, other: JointSolution) -> JointSolution:
+    """What was found, unless another solution is cheaper."""
+    return other if found is None or other.solution.cost < found.solution.cost else found
 
 
 def _alone(
@@ -254,8 +282,8 @@ def _alone(
     if exact is not None and _is_optimal(exact):
         return JointSolution(planning, exact)
 
-    def attempt(limit: float) -> JointSolution:
-        return JointSolution(planning, _within(limit, deadline, search)(planning, allowed, start))
+    def attempt(limit: float, until: float) -> JointSolution:
+        return JointSolution(planning, _within(limit, until, search)(planning, allowed, start))
 
     frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning))
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)

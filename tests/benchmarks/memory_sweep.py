@@ -1,10 +1,11 @@
 """What plans do as memory grows from far too small to plentiful: Llama-3-8B's width, 4 layers, AdamW in bf16, 8 H100s.
 
-Run: python -m tests.benchmarks.memory_sweep [--time-budget 20] [--shares 0.2 0.3 ...] [--sequence 4096] [--json]
+Run: python -m tests.benchmarks.memory_sweep [--time-budget 20] [--shares 0.2 0.3 ...] [--layers 4] [--apart] [--json]
      python -m tests.benchmarks.memory_sweep --recipes [--limits 20] [--sequence 4096] [--json]
 
 Limits are shares of what the fastest plan without a limit takes. The program is traced and enumerated once, with all
-its blocks; each limit is a search of its own, so where a row is slower than the one above, its gap is to explain it.
+its blocks; each search begins with the plan of the limit below, so that no row is slower than the one above. With
+--apart each is a search of its own: where a row is then slower than the one above, its gap is to explain it.
 
 With --recipes: recipes of the whole Llama-3 8B, 64 sequences a step, at limits from nine tenths of the least that any
 takes to what the fastest of all takes, evenly by ratio. Each search is proven, so no row is slower than the one above.
@@ -70,30 +71,40 @@ def llama(layers: int, sequence: int, batch: int) -> tuple[Decoder, torch.Tensor
         return Decoder(shape), torch.zeros(batch, sequence, dtype=torch.int64)
 
 
-def model_problem(cluster: Cluster, sequence: int) -> PlanningProblem:
+def model_problem(cluster: Cluster, sequence: int, layers: int) -> PlanningProblem:
     """The planning problem of a training step."""
-    model, tokens = llama(4, sequence, MESH.size)
+    model, tokens = llama(layers, sequence, MESH.size)
     update = update_of(named_optimizer("adamw", model.parameters()), model, None, strict=True)
     planner = Planner(cluster=cluster, precision="bf16")
     program = planner.trace(Request(model, (tokens, tokens), {}, True, update=update))
     return planning_problem(program, MESH, cluster, PlanOptions())
 
 
-def sweep(planning: PlanningProblem, shares: Sequence[float], time_budget_s: float) -> Iterator[Row]:
-    """A row for each share of what the fastest plan takes, the smallest first."""
+def sweep(
+    planning: PlanningProblem, shares: Sequence[float], time_budget_s: float, *, apart: bool = False
+) -> Iterator[Row]:
+    """A row for each share of what the fastest plan takes, the smallest first; `apart`: see the module's docstring."""
     options = PlanOptions(time_budget_s=time_budget_s)
     largest = float(planning.usage(solve(planning, options, {}).solution.choice).max())
     for share in sorted(shares):
         within = replace(options, memory_budget=share * largest)
         try:
-            yield _row(planning, within, solve(planning, within, {}))
+            found = solve(planning, within, {})
         except DoesNotFitError as error:
             yield Row(share * largest, smallest_bytes=error.smallest_bytes)
+        else:
+            plan = _plan_of(found, within)
+            yield _row(plan, found, within)
+            options = options if apart else replace(options, before=plan)
 
 
-def _row(planning: PlanningProblem, options: PlanOptions, found: Decision) -> Row:
-    solution, cluster = found.solution, planning.prices.cluster
+def _plan_of(found: Decision, options: PlanOptions) -> Plan:
+    solution, cluster = found.solution, found.planning.prices.cluster
     plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    return replace(plan, recompute=found.recompute, offload=found.offload)
+
+
+def _row(plan: Plan, found: Decision, options: PlanOptions) -> Row:
     return Row(
         limit_bytes=options.memory_budget or 0.0,
         step_s=plan.predicted.step_time_s,
@@ -177,6 +188,8 @@ def main() -> None:
     parser.add_argument("--time-budget", type=float, default=20.0)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--recipes", action="store_true")
     parser.add_argument("--limits", type=int, default=20)
     parser.add_argument("--json", action="store_true")
@@ -186,7 +199,8 @@ def main() -> None:
         found = list(sweep_recipes(cluster, asked.sequence, asked.limits))
         shown = recipe_table(found)
     else:
-        found = list(sweep(model_problem(cluster, asked.sequence), asked.shares, asked.time_budget))
+        planning = model_problem(cluster, asked.sequence, asked.layers)
+        found = list(sweep(planning, asked.shares, asked.time_budget, apart=asked.apart))
         shown = table(found)
     if asked.json:
         console.print_json(json.dumps([asdict(row) for row in found]))

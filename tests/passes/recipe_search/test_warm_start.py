@@ -122,9 +122,12 @@ def test_constraints_are_kept() -> None:
 def test_what_a_search_cannot_begin_with_is_refused() -> None:
     """By name, with what to pass."""
     specs = autoshard.plan(MODEL, FOUR, mesh=autoshard.Mesh({"data": 4}), example_inputs=tokens(4))
-    for wrong, message in ((specs, "has no recipe; pass a plan"), (3, "is a int; pass a plan")):
+    for wrong, message in ((specs, "has no recipe; with global_batch=, pass"), (3, "is a int; pass a plan")):
         with pytest.raises(NotAvailableError, match=message):
             autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=cast("Any", wrong), **OPTIONS)
-    for other in ({}, {"recipe": Recipe(data=4), "global_batch": 8}):
-        with pytest.raises(NotAvailableError, match="pass global_batch=, and no recipe="):
+    for other, message in (
+        ({}, "is of a recipe; pass global_batch="),
+        ({"recipe": Recipe(data=4), "global_batch": 8}, "recipe= is priced as it is: leave one out"),
+    ):
+        with pytest.raises(NotAvailableError, match=message):
             autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan("uniform"), **other)

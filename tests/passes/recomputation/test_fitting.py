@@ -119,7 +119,7 @@ class Stairs:
     least: int
     asked: list[float] = field(default_factory=list)
 
-    def __call__(self, limit: float) -> JointSolution:
+    def __call__(self, limit: float, until: float) -> JointSolution:
         self.asked.append(limit)
         if limit < self.least:
             raise DoesNotFitError("too small", smallest_bytes=self.least)

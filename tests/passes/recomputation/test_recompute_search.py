@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
 from autoshard.ir.recompute import NO_RECOMPUTE
-from passes.pipeline import PlanOptions, plan_program
+from passes.pipeline import PlanOptions, plan_program, planning_problem
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search
 from passes.prediction.utilisation import utilisation
-from passes.recomputation import recompute_search
+from passes.recomputation import fitting, recompute_search
+from passes.recomputation.plan_before import solution_of
+from passes.recomputation.recompute_problem import Again
 from passes.solver.search_control import Progress, SearchControl
 from tests.passes.blocks import blocks_program, h100s, problem_of
 
@@ -20,9 +26,19 @@ LINE = Mesh({"x": 2})
 
 
 @cache
+def program() -> Program:
+    return blocks_program(batch=64, length=128, hidden=128)
+
+
+@cache
+def problem() -> PlanningProblem:
+    return planning_problem(program(), LINE, h100s(LINE), PlanOptions())
+
+
+@cache
 def plan_within(budget: float | None, *, recompute: bool = True) -> Plan:
     options = PlanOptions(memory_budget=budget, recompute=recompute, with_baselines=False)
-    return plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    return plan_program(program(), LINE, h100s(LINE), options)
 
 
 @cache
@@ -64,7 +80,7 @@ def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
     control.show = show
     budget = 0.9 * largest()
     options = PlanOptions(memory_budget=budget, with_baselines=False, control=control)
-    found = plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    found = plan_program(program(), LINE, h100s(LINE), options)
     whole = plan_within(budget)
     assert found.was_interrupted
     assert found.predicted.peak_memory_bytes <= budget
@@ -80,7 +96,7 @@ def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monke
     monkeypatch.setattr(recompute_search, "build_recompute_problem", lambda *_: control.stop())
     budget = 0.9 * largest()
     options = PlanOptions(memory_budget=budget, with_baselines=False, control=control)
-    found = plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    found = plan_program(program(), LINE, h100s(LINE), options)
     assert found.was_interrupted
     assert found.recompute == NO_RECOMPUTE
     assert found.predicted.peak_memory_bytes <= budget
@@ -92,7 +108,7 @@ def test_a_search_without_time_gives_a_plan_that_fits(share: float, with_baselin
     """After one look; no known recipe is looked at."""
     budget = share * largest()
     options = PlanOptions(memory_budget=budget, time_budget_s=0.0, with_baselines=with_baselines)
-    found = plan_program(blocks_program(batch=64, length=128, hidden=128), LINE, h100s(LINE), options)
+    found = plan_program(program(), LINE, h100s(LINE), options)
     assert not found.was_interrupted
     assert not found.baselines
     assert found.predicted.peak_memory_bytes <= budget
@@ -108,6 +124,50 @@ def test_recomputation_is_never_worse() -> None:
     except DoesNotFitError:
         without = float("inf")
     assert plan_within(budget).objective <= without * (1 + 1e-9)
+
+
+def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where none of the attempts, whose memory is counted by tables, gives a plan that fits."""
+    monkeypatch.setattr(recompute_search, "is_searched_exactly", lambda _: False)
+    monkeypatch.setattr(fitting, "_ATTEMPTS", 0)
+    budget = 0.9 * largest()
+    start = Search(budget)(problem())
+    found = recompute_search.solve_jointly(problem(), Search(budget), {}, [start])
+    assert found.peak_bytes() <= budget
+    assert found.solution.lower_bound <= found.solution.cost <= start.cost
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
+def test_a_plan_before_costs_what_it_did(share: float) -> None:
+    """With what it recomputes, in the memory that it took."""
+    before = plan_within(share * largest())
+    known = solution_of(before, problem(), {})
+    assert known is not None
+    assert known.solution.cost == pytest.approx(before.objective, rel=1e-9)
+    assert known.peak_bytes() == before.predicted.peak_memory_bytes
+    assert known.again == Again(before.recompute.nodes, before.offload.nodes)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+@pytest.mark.parametrize("shares", list(pairwise((0.6, 0.7, 0.8, 0.9, 1.0))))
+def test_with_a_plan_before_more_memory_is_never_slower(shares: tuple[float, float], seconds: float) -> None:
+    """However short the time: the plan of a tighter limit fits in a wider one; a bound stays one of all plans."""
+    less, more = (share * largest() for share in shares)
+    before = plan_within(less)
+    options = PlanOptions(memory_budget=more, time_budget_s=seconds, with_baselines=False, before=before)
+    found = plan_program(program(), LINE, h100s(LINE), options)
+    assert found.objective <= before.objective * (1 + 1e-9)
+    assert found.lower_bound is not None
+    assert found.lower_bound <= plan_within(more).objective * (1 + 1e-9)
+
+
+def test_a_plan_before_that_does_not_fit_or_is_not_of_the_program_is_left() -> None:
+    """It is then as if it were not given."""
+    before, budget = plan_within(None), 0.6 * largest()
+    options = PlanOptions(memory_budget=budget, time_budget_s=0.0, with_baselines=False, before=before)
+    assert plan_program(program(), LINE, h100s(LINE), options).predicted.peak_memory_bytes <= budget
+    assert solution_of(before, problem_of(blocks_program(batch=32, length=128, hidden=128), LINE), {}) is None
+    assert solution_of(before, problem_of(program(), Mesh({"x": 4})), {}) is None
 
 
 def test_what_cannot_fit_is_said() -> None:

@@ -1,0 +1,50 @@
+"""A known plan as a solution of the planning problem of its program: what it recomputes and offloads included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from autoshard.errors import PlanMismatchError
+from autoshard.ir.plan import Plan
+from passes.planning.baselines import options_as_in
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search
+from passes.recomputation.fitting import JointSolution
+from passes.recomputation.recompute import InsertRecompute
+from passes.recomputation.recompute_problem import Again
+from passes.recomputation.with_again import host_bytes, with_again
+from passes.solver.assignment import Solution
+
+
+def solution_of(before: Plan, planning: PlanningProblem, allowed: Mapping[int, np.ndarray]) -> JointSolution | None:
+    """What a plan is here, where times and limits may be others; its bound is zero.
+
+    None where it is on another mesh, of another program, or does what is not `allowed`.
+    """
+    if before.mesh != planning.space.mesh or not _is_of(before, planning):
+        return None
+    masks = options_as_in(before, planning)
+    masks |= {variable: mask & masks.get(variable, mask) for variable, mask in allowed.items()}
+    if not all(mask.any() for mask in masks.values()):
+        return None
+    choice = Search()(planning, masks).choice
+    again = Again(before.recompute.nodes, before.offload.nodes)
+    running = with_again(planning, again)
+    return JointSolution(
+        running,
+        Solution(choice, running.assignment.cost_of(choice), 0.0),
+        again,
+        before.recompute.candidates,
+        before.offload.candidates,
+        host_bytes(running, choice),
+    )
+
+
+def _is_of(before: Plan, planning: PlanningProblem) -> bool:
+    try:
+        program = InsertRecompute(before.recompute.nodes, before.offload.nodes)(planning.space.program)
+    except PlanMismatchError:
+        return False
+    return program.digest() == before.program_digest

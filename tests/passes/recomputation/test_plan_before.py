@@ -1,0 +1,78 @@
+"""`plan(previous=)` of specs: a known plan is where the search begins."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Cluster, Mesh, Plan, PlanMismatchError
+
+CLUSTER, LINE, SQUARE = Cluster("h100_sxm", 1, 4), Mesh({"data": 4}), Mesh({"data": 2, "model": 2})
+
+
+class Model(nn.Module):
+    """Products with what may be recomputed between them."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x)).sin()
+        return x.square().mean()
+
+
+def make_plan(width: int = 512, **options: Any) -> Plan:
+    with torch.device("meta"):
+        model, x = Model(width), torch.empty(16384, width)
+    asked = {"mesh": LINE, "time_budget_s": 3.0, **options}
+    return autoshard.plan(model, CLUSTER, example_inputs=(x,), optimizer="adamw", **asked)
+
+
+@cache
+def tight() -> Plan:
+    """A plan that recomputes or offloads."""
+    plan = make_plan(memory_budget=int(0.7 * make_plan().predicted.peak_memory_bytes))
+    assert plan.recompute.nodes or plan.offload.nodes
+    return plan
+
+
+@pytest.mark.parametrize("more", [1.0, 1.1, 1.25])
+def test_more_memory_is_never_slower(more: float) -> None:
+    """Without any time to search, too."""
+    budget = int(more * (tight().memory_budget or 0))
+    found = make_plan(memory_budget=budget, previous=tight(), time_budget_s=0.0)
+    assert found.objective <= tight().objective * (1 + 1e-9)
+    assert found.predicted.step_time_s <= tight().predicted.step_time_s * (1 + 1e-9)
+    assert found.predicted.peak_memory_bytes <= budget
+
+
+def test_a_plan_of_another_mesh_is_a_choice() -> None:
+    """It is among the baselines, and what is found is not slower."""
+    found = make_plan(mesh=SQUARE, previous=make_plan())
+    there = found.baselines["the plan before"]
+    assert there is not None
+    assert found.objective <= there * (1 + 1e-9)
+
+
+def test_limits_are_never_slower_than_the_plan() -> None:
+    """More memory, a faster network or device: the plan itself would be one there."""
+    plan = make_plan(memory_budget=tight().memory_budget, previous=tight(), time_budget_s=0.1)
+    found = plan.limits()
+    assert found.chosen.objective is not None
+    assert {item.objective is not None and item.objective <= found.chosen.objective for item in found.variants} == {
+        True
+    }
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    """By the name of a parameter."""
+    message = r"previous= is of another model: parameter 'layers.0.weight' has shape=\(512, 512\) in it and"
+    with pytest.raises(PlanMismatchError, match=message):
+        make_plan(width=256, previous=tight())
