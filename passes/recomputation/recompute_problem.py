@@ -20,10 +20,13 @@ is lowered, and more only where a value is held for nothing but a recomputation,
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,6 +39,7 @@ from passes.planning.build_assignment import PlanningProblem, row_of
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
+from passes.solver.search_control import SearchStopped
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program, needs_of, specs_of
 from passes.strategies.price import local_bytes_of
 
@@ -155,16 +159,33 @@ def _is_late(head: Site, link: Link) -> bool:
 
 
 def build_recompute_problem(
-    planning: PlanningProblem, options: RecomputeOptions, *, with_memory: bool = True
+    planning: PlanningProblem, options: RecomputeOptions, *, with_memory: bool = True, deadline: float = math.inf
 ) -> RecomputeProblem:
     """The problem with recomputation over the strategies of `planning`.
 
-    `with_memory`: what lies in memory is listed; a problem that is not searched (a choice is drawn) does without.
+    Args:
+        planning, options: what it is of.
+        with_memory: what lies in memory is listed; a problem that is not searched (a choice is drawn) does without.
+        deadline: of `time.monotonic`.
+
+    Raises:
+        SearchStopped: the deadline passed before it was built.
     """
     building = _Building(planning, options)
-    assignment = Assignment(tuple(building.costs()), tuple(building.edges()))
-    usage = MemoryUsage.of(building.liveness.points, list(building.items()) if with_memory else [])
+    assignment = Assignment(tuple(_until(deadline, building.costs())), tuple(_until(deadline, building.edges())))
+    usage = MemoryUsage.of(building.liveness.points, list(_until(deadline, building.items())) if with_memory else [])
     return RecomputeProblem(planning, options, assignment, usage)
+
+
+_Part = TypeVar("_Part")
+
+
+def _until(deadline: float, parts: Iterator[_Part]) -> Iterator[_Part]:
+    """The parts, while there is time."""
+    for part in parts:
+        if time.monotonic() >= deadline:
+            raise SearchStopped("time was up before the problem with recomputation was built")
+        yield part
 
 
 @dataclass

@@ -184,7 +184,7 @@ def _solve(
         return _bound_of(_alone(planning, search, allowed, start, deadline))
     try:
         with search.control.building():
-            problem = build_recompute_problem(planning, options)
+            problem = build_recompute_problem(planning, options, deadline=deadline if start else math.inf)
     except SearchStopped:
         return _alone(planning, search, allowed, start, deadline), 0.0
 

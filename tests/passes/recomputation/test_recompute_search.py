@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import pytest
 
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import NO_OFFLOAD
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import NO_RECOMPUTE
@@ -18,7 +20,8 @@ from passes.planning.search import Search
 from passes.prediction.utilisation import utilisation
 from passes.recomputation import fitting, recompute_search
 from passes.recomputation.plan_before import solution_of
-from passes.recomputation.recompute_problem import Again
+from passes.recomputation.recompute_options import RecomputeOptions
+from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
 from passes.solver.search_control import Progress, SearchControl
 from tests.passes.blocks import blocks_program, h100s, problem_of
 
@@ -93,13 +96,28 @@ def test_a_search_that_is_stopped_gives_a_plan_that_fits(looks: int) -> None:
 def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The problem with recomputation is not built to its end."""
     control = SearchControl()
-    monkeypatch.setattr(recompute_search, "build_recompute_problem", lambda *_: control.stop())
+    monkeypatch.setattr(recompute_search, "build_recompute_problem", lambda *_, **__: control.stop())
     budget = 0.9 * largest()
     options = PlanOptions(memory_budget=budget, with_baselines=False, control=control)
     found = plan_program(program(), LINE, h100s(LINE), options)
     assert found.was_interrupted
     assert found.recompute == NO_RECOMPUTE
     assert found.predicted.peak_memory_bytes <= budget
+
+
+def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best known recipe that fits; without one the problem is built to its end, as there is nothing to give."""
+
+    def late(planning: PlanningProblem, options: RecomputeOptions, *, deadline: float) -> RecomputeProblem:
+        return build_recompute_problem(planning, options, deadline=deadline if deadline == math.inf else 0.0)
+
+    monkeypatch.setattr(recompute_search, "build_recompute_problem", late)
+    budget = 0.9 * largest()
+    for with_baselines in (True, False):
+        options = PlanOptions(memory_budget=budget, with_baselines=with_baselines)
+        found = plan_program(program(), LINE, h100s(LINE), options)
+        assert found.predicted.peak_memory_bytes <= budget
+        assert (found.recompute == NO_RECOMPUTE and found.offload == NO_OFFLOAD) == with_baselines
 
 
 @pytest.mark.parametrize("with_baselines", [False, True])
