@@ -307,6 +307,17 @@ class _Flow:
     head_of: np.ndarray
 
 
+_WITHOUT_DETOURS = {
+    "mip_allow_restart": False,
+    "mip_heuristic_effort": 0.0,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+}
+"""The solver is not to begin anew, nor to look for good choices in smaller programs. Where memory binds it needs few
+nodes; three quarters of its time went there. Nine problems took 20.9 s with both, 5.1 s with neither (HiGHS 1.15)."""
+
+
 def _options(time_limit_s: float) -> dict[str, bool | int | float]:
     return {
         "output_flag": False,
@@ -317,6 +328,7 @@ def _options(time_limit_s: float) -> dict[str, bool | int | float]:
         "mip_abs_gap": 0.0,
         "primal_feasibility_tolerance": 1e-9,
         "mip_feasibility_tolerance": 1e-9,
+        **_WITHOUT_DETOURS,
     }
 
 

@@ -1,13 +1,17 @@
-"""An oracle for searches: all choices of an assignment that cost less than some bound, whatever memory they take.
+"""An oracle for searches: the choices of an assignment from the cheapest on, whatever memory they take.
 
-Nothing here is shared with the solvers. What all variables behind a prefix of a choice cost at least is known exactly
-(bucket elimination; Dechter, 1999): a prefix is followed only where a choice that is cheap enough comes of it.
+Nothing here is shared with the solvers. Variables are eliminated one by one (bucket elimination; Dechter, 1999), each
+time the one whose table is smallest. Then they are decided in the opposite order, best first: what a choice of some of
+them costs at least, whatever the others are, is known exactly, so what is not followed is no cheaper than what is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -21,58 +25,75 @@ class _Table:
     variables: tuple[int, ...]
     costs: Floats
 
-    def of_last(self, choice: Sequence[int]) -> Floats:
-        """The costs of each option of the last variable, where `choice` is of all before it."""
-        return np.asarray(self.costs[tuple(choice[variable] for variable in self.variables[:-1])])
-
     def over(self, variables: Sequence[int]) -> Floats:
         """The costs, with an axis for each of some variables, which are a superset in ascending order."""
-        return self.costs.reshape([self._size(variable) for variable in variables])
+        sizes = dict(zip(self.variables, self.costs.shape, strict=True))
+        return self.costs.reshape([sizes.get(variable, 1) for variable in variables])
 
-    def _size(self, variable: int) -> int:
-        return self.costs.shape[self.variables.index(variable)] if variable in self.variables else 1
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """The tables whose last variable is one of a problem; and the least of their sum, by the variables before it."""
-
-    known: list[_Table] = field(default_factory=list)
-    ahead: list[_Table] = field(default_factory=list)
-    least: _Table = field(default_factory=lambda: _Table((), np.zeros(())))
-
-    def eliminate(self) -> None:
-        tables = (*self.known, *self.ahead)
-        variables = sorted({variable for table in tables for variable in table.variables})
-        total = sum(table.over(variables) for table in tables)
-        self.least = _Table(tuple(variables[:-1]), np.min(total, axis=-1))
+    def line(self, variable: int, choice: Mapping[int, int]) -> Floats:
+        """The costs by the option of one variable, where all others are chosen."""
+        return np.asarray(self.costs[tuple(slice(None) if v == variable else choice[v] for v in self.variables)])
 
 
-def cheaper_than(problem: Assignment, cost: float) -> Iterator[tuple[int, ...]]:
-    """All choices that cost less, in the order of their options."""
-    buckets = _buckets(problem)
+_Part = tuple[float, tuple[int, ...]]
+"""Options of the variables that are decided first, and the cost of the cheapest choice that begins so."""
 
-    def extend(choice: tuple[int, ...], least: float) -> Iterator[tuple[int, ...]]:
-        if len(choice) == len(buckets):
-            yield choice
+
+def cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
+    """All choices of finite cost, the cheapest first."""
+    deciding = list(reversed(_eliminated(problem)))
+    order = [variable for variable, _ in deciding]
+    ordinal = count()
+    heap: list[tuple[float, int, int, tuple[int, ...], Iterator[_Part]]] = []
+
+    def extended(options: tuple[int, ...], cost: float) -> Iterator[_Part]:
+        """One variable more, the cheapest first."""
+        variable, table = deciding[len(options)]
+        line = table.line(variable, dict(zip(order, options, strict=False)))
+        for option in np.argsort(line, kind="stable"):
+            if not math.isfinite(line[option]):
+                return
+            yield cost + float(line[option] - line.min()), (*options, int(option))
+
+    def offer(parts: Iterator[_Part]) -> None:
+        """Follow the next of some parts, if there is one."""
+        for cost, options in parts:
+            heapq.heappush(heap, (cost, -len(options), next(ordinal), options, parts))
             return
-        bucket = buckets[len(choice)]
-        before = bucket.least.costs[tuple(choice[variable] for variable in bucket.least.variables)]
-        totals = least - before + sum(table.of_last(choice) for table in (*bucket.known, *bucket.ahead))
-        for option in np.flatnonzero(totals < cost):
-            yield from extend((*choice, int(option)), float(totals[option]))
 
-    return extend((), sum(float(bucket.least.costs) for bucket in buckets if not bucket.least.variables))
+    offer(extended((), 0.0))
+    while heap:
+        cost, _, _, options, siblings = heapq.heappop(heap)
+        offer(siblings)
+        if len(options) == len(order):
+            yield tuple(options[place] for place in np.argsort(order))
+        else:
+            offer(extended(options, cost))
 
 
-def _buckets(problem: Assignment) -> list[_Bucket]:
-    buckets = [_Bucket([_Table((variable,), costs)]) for variable, costs in enumerate(problem.costs)]
-    for edge in problem.edges:
-        table = edge.cost if edge.tail < edge.head else edge.cost.T
-        ends = min(edge.tail, edge.head), max(edge.tail, edge.head)
-        buckets[ends[1]].known.append(_Table(ends, table))
-    for bucket in reversed(buckets):
-        bucket.eliminate()
-        if bucket.least.variables:
-            buckets[bucket.least.variables[-1]].ahead.append(bucket.least)
-    return buckets
+def _eliminated(problem: Assignment) -> list[tuple[int, _Table]]:
+    """Variables in the order of their elimination, each with the sum of the tables that it was in."""
+    tables = [_Table((variable,), costs) for variable, costs in enumerate(problem.costs)]
+    tables += [_of_edge(edge.tail, edge.head, edge.cost) for edge in problem.edges]
+    left, found = set(range(len(problem.costs))), []
+    while left:
+        variable = min(left, key=lambda item: (_size_around(problem, tables, item), item))
+        inside = [table for table in tables if variable in table.variables]
+        around = sorted({item for table in inside for item in table.variables})
+        total = _Table(tuple(around), sum((table.over(around) for table in inside), np.zeros([1] * len(around))))
+        found.append((variable, total))
+        place = around.index(variable)
+        rest = _Table((*around[:place], *around[place + 1 :]), total.costs.min(axis=place))
+        tables = [*(table for table in tables if variable not in table.variables), rest]
+        left.discard(variable)
+    return found
+
+
+def _of_edge(tail: int, head: int, costs: Floats) -> _Table:
+    return _Table((tail, head), costs) if tail < head else _Table((head, tail), costs.T)
+
+
+def _size_around(problem: Assignment, tables: Sequence[_Table], variable: int) -> int:
+    """Entries of the table that the elimination of a variable makes."""
+    around = {item for table in tables if variable in table.variables for item in table.variables}
+    return math.prod(len(problem.costs[item]) for item in around)

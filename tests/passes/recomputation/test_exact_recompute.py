@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise, product, takewhile
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+import torch
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.mesh import Mesh
@@ -23,13 +25,15 @@ from passes.planning.search_exactly import is_searched_exactly
 from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.recompute_options import find_options
-from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
+from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.with_again import with_again
 from passes.solver.assignment import Assignment
 from tests.passes.blocks import blocks_program, perceptron_program, problem_of, problem_of_drawn
-from tests.passes.recomputation.cheap_choices import cheaper_than
+from tests.passes.recomputation.cheap_choices import cheapest_first
+from tests.passes.recomputation.every_plan import EveryPlan
 from tests.passes.recomputation.test_recompute_problem import chains, drawn_choice, joint, sines
+from tests.passes.solver.test_solve_milp import assignments
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
 
@@ -96,29 +100,11 @@ def searched(planning: PlanningProblem) -> RecomputeProblem:
     return build_recompute_problem(planning, find_options(planning.space, planning.classes, offload=True))
 
 
-MOST_CHOICES = 20_000
-"""Of which an example is made at most: most stand for the same plans."""
+MOST_DRAWN = 2_000
+"""Of the cheapest choices that many are drawn from."""
 
-
-@dataclass
-class Oracle:
-    """Every plan of a problem that costs less than some bound, priced and counted in the program that runs then."""
-
-    problem: RecomputeProblem
-    running: dict[Again, PlanningProblem] = field(default_factory=dict)
-
-    def plans(self, cost: float) -> set[tuple[tuple[int, ...], Again]]:
-        """Strategies, and what is recomputed and offloaded."""
-        choices = list(islice(cheaper_than(self.problem.assignment, cost), MOST_CHOICES + 1))
-        assume(len(choices) <= MOST_CHOICES)
-        return {(self.problem.without_keepings(choice), self.problem.again(choice)) for choice in choices}
-
-    def counted(self, strategies: tuple[int, ...], again: Again) -> tuple[float, float]:
-        """Seconds and bytes."""
-        if again not in self.running:
-            self.running[again] = with_again(self.problem.planning, again)
-        running = self.running[again]
-        return running.assignment.cost_of(strategies), exact_peak(running, strategies)
+MOST_CHOICES = 5_000
+"""Choices that cost less than what is found, of which an example has that many at most."""
 
 
 def found_within(planning: PlanningProblem, limit: float) -> JointSolution:
@@ -126,22 +112,29 @@ def found_within(planning: PlanningProblem, limit: float) -> JointSolution:
     return solve_jointly(planning, Search(limit, time_budget_s=600.0), {}, ())
 
 
-def check_optimal(planning: PlanningProblem, limit: float) -> None:
+def check_optimal(every: EveryPlan, limit: float) -> None:
     """What is found fits, and nothing cheaper does; what cannot fit is said, with the least memory that would do."""
-    oracle = Oracle(searched(planning))
+    planning = every.problem.planning
     try:
         found = found_within(planning, limit)
     except DoesNotFitError as error:
         smallest, is_proven = error.smallest_bytes, error.is_proven
         assert is_proven
         assert limit < smallest == found_within(planning, smallest).peak_bytes()
+        plans, are_all = every.first(MOST_DRAWN)
+        least = min(every.counted(*plan)[1] for plan in plans)
+        assert smallest == least if are_all else smallest <= least
+        event("nothing fits")
         return
-    cost, peak = oracle.counted(found.solution.choice, found.again)
+    cost, peak = every.counted(found.solution.choice, found.again)
     assert found.peak_bytes() == peak <= limit
     assert found.solution.cost == pytest.approx(cost, rel=1e-12)
     assert found.solution.lower_bound == pytest.approx(cost, rel=1e-8)
-    for plan in oracle.plans(cost * (1 - 1e-9)):
-        assert oracle.counted(*plan)[1] > limit
+    cheaper, are_all = every.first(MOST_CHOICES, cost * (1 - 1e-9))
+    assume(are_all)
+    for plan in cheaper:
+        assert every.counted(*plan)[1] > limit
+    event(f"cheaper plans that do not fit: {'some' if cheaper else 'none'}")
 
 
 @settings(max_examples=2)
@@ -149,7 +142,7 @@ def check_optimal(planning: PlanningProblem, limit: float) -> None:
 def test_the_search_equals_trying_every_plan(program: Program, share: float) -> None:
     """With a memory limit, recomputation and offload, each plan counted exactly in the program that runs."""
     planning = problem_of(program, LINE)
-    check_optimal(planning, float(int(share * exact_peak(planning, Search()(planning).choice))))
+    check_optimal(EveryPlan(searched(planning)), float(int(share * exact_peak(planning, Search()(planning).choice))))
 
 
 @pytest.mark.slow
@@ -161,7 +154,7 @@ def test_at_the_memory_of_any_plan_and_a_byte_below(program: Program, seed: int,
     problem = searched(planning)
     exact, free = ExactRecompute(problem), Search()(planning)
     near = changed(problem.assignment, free.choice, np.random.default_rng(seed))
-    check_optimal(planning, float(exact.counted(near).used().max()) - (not fits))
+    check_optimal(EveryPlan(problem), float(exact.counted(near).used().max()) - (not fits))
 
 
 def test_a_plan_that_the_tables_count_too_large_is_found() -> None:
@@ -195,13 +188,54 @@ def out_of_time(*_: object) -> None:
 def test_the_search_of_drawn_programs_equals_trying_every_plan(
     data: st.DataObject, drawn: DrawnProgram, mesh: Mesh
 ) -> None:
-    """In the memory of any plan that costs less than twice the cheapest one, and a byte below."""
+    """In the memory of any of the cheapest plans, and a byte below."""
     planning = problem_of_drawn(drawn, mesh)
-    oracle = Oracle(searched(planning))
-    assume(is_searched_exactly(oracle.problem.assignment))
-    choices = islice(cheaper_than(oracle.problem.assignment, 2 * Search()(planning).cost), MOST_CHOICES)
-    plans = [(oracle.problem.without_keepings(choice), oracle.problem.again(choice)) for choice in choices]
-    assume(plans)
+    every = EveryPlan(searched(planning))
+    pairs = sum(edge.cost.size for edge in every.problem.assignment.edges)
+    assume(is_searched_exactly(every.problem.assignment))
+    plans, _ = every.first(MOST_DRAWN)
     some = data.draw(st.lists(st.sampled_from(plans), min_size=1, max_size=20))
-    peaks = sorted({oracle.counted(*plan)[1] for plan in some})
-    check_optimal(planning, data.draw(st.sampled_from(peaks)) - data.draw(st.integers(0, 1)))
+    peaks = sorted({every.counted(*plan)[1] for plan in some})
+    check_optimal(every, data.draw(st.sampled_from(peaks)) - data.draw(st.integers(0, 1)))
+    event(f"pairs of options: {'more than' if pairs > 1_500 else 'up to'} 1,500")
+
+
+@settings(max_examples=50)
+@given(assignments(with_memory=False))
+def test_the_oracle_lists_all_choices_the_cheapest_first(problem: Assignment) -> None:
+    """Those of finite cost, each once."""
+    found = list(cheapest_first(problem))
+    every = product(*(range(len(cost)) for cost in problem.costs))
+    assert sorted(found) == [choice for choice in every if np.isfinite(problem.cost_of(choice))]
+    costs = [problem.cost_of(choice) for choice in found]
+    assert all(after >= before - 1e-12 for before, after in pairwise(costs))
+
+
+class Square(nn.Module):
+    """Of embedded tokens: two operands of one call are the same value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded = self.embed(tokens)
+        return (embedded * embedded).mean()
+
+
+def square() -> Program:
+    return trace(Square(), (torch.zeros(8, 8, dtype=torch.int64),), {})
+
+
+@pytest.mark.parametrize(("program", "share"), [(partial(sines, 2), 1.2), (square, 1.3)], ids=["sines", "square"])
+def test_the_oracle_loses_no_plan_with_the_choices_that_repeat_it(program: Callable[[], Program], share: float) -> None:
+    """Of all choices of nearly the least cost, with views that are held and values that are kept for nothing."""
+    planning = problem_of(program(), THREE)
+    problem = searched(planning)
+    every, most = EveryPlan(problem), share * Search()(planning).cost
+    costs = ((problem.assignment.cost_of(choice), choice) for choice in cheapest_first(problem.assignment))
+    choices = [choice for _, choice in takewhile(lambda item: item[0] < most, costs)]
+    plans, are_all = every.first(len(choices), most)
+    assert are_all
+    assert set(plans) == set(map(every.plan_of, choices))
+    assert len(plans) < len(choices)
