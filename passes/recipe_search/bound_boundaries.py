@@ -184,7 +184,7 @@ def uneven_floor(
     """
     micro_batches, is_whole = recipe.micro_batches, float(shapes.is_whole[0, 0])
     counts = shapes.counts[0].sum(axis=0)
-    late = (1.0 - is_whole) * floors.late
+    cutting, delayed = ((1.0 - is_whole) * part for part in (floors.cutting, floors.delayed))
     ways = [np.zeros((2, shapes.counts.shape[1]))]
     if shapes.alternates[0, 0]:
         missed = shapes.missed(micro_batches)
@@ -194,7 +194,7 @@ def uneven_floor(
         """What each section takes in all, on the way in and back out, and on the way there and back."""
         forward = floors.forward - share * floors.forward_gain
         backward = floors.backward - share * floors.backward_gain
-        return forward + backward, forward + is_whole * backward, forward + backward - late
+        return forward + backward + cutting, forward + is_whole * backward, forward + backward - delayed
 
     whole, entering, there = (float(counts @ part) for part in parts(np.zeros(1)))
     ranks = np.arange(shapes.counts.shape[1])
@@ -265,11 +265,11 @@ def fastest_boundaries(
             seconds - share * gain
             for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
         )
-        work = loads.counts @ (forward + backward)
+        work = loads.counts @ (forward + backward + (not is_whole) * floors.cutting)
         begins, ranks = loads.before @ (forward + is_whole * backward), refused + recipe.micro_batches * work
         if missed is None:
             return Costs(loads, begins, ranks)
-        there = (total - loads.before) @ (forward + backward - (not is_whole) * floors.late)
+        there = (total - loads.before) @ (forward + backward - (not is_whole) * floors.delayed)
         turning = np.where(np.isnan(missed), -np.inf, ranks + more_sends_s - missed * work)
         return Costs(loads, begins, ranks, turning, 2.0 * there)
 

@@ -160,13 +160,13 @@ class ShareWork:
 
     Args:
         work: seconds, forward and backward; `gain`: what an infinitely fast clock takes off them at most.
-        late: at most the part of it that makes gradients of weights.
+        delayed: at most what of it stages before do not wait for.
         products: seconds of products at least.
     """
 
     work: Floats
     gain: Floats
-    late: Floats
+    delayed: Floats
     products: Floats
 
 
@@ -177,7 +177,7 @@ def share_work(
     return ShareWork(
         work=least_of_shares([each.work for each in floors], names, blocks, table),
         gain=-least_of_shares([-each.gain for each in floors], names, blocks, table),
-        late=-least_of_shares([-each.late for each in floors], names, blocks, table),
+        delayed=-least_of_shares([-each.delayed for each in floors], names, blocks, table),
         products=least_of_shares([each.products for each in floors], names, blocks, table),
     )
 
@@ -215,7 +215,7 @@ def share_floors(
 
     def at(shares: Floats) -> Floats:
         taken = work.work - shares * work.gain
-        latency = (taken - work.late).sum(axis=1)
+        latency = (taken - work.delayed).sum(axis=1)
         return np.maximum((turns * taken).max(axis=1), latency) + model.step_overhead_s
 
     return placed_step_floors(at, turns * work.products, clusters)
@@ -262,11 +262,13 @@ def placed_path_floors(
         work_of: by island, the ends under each sharding.
         clusters, model: what it is priced for.
     """
-    forward, backward, gain_f, gain_b, late, products = (
-        placed.by_rank(name) for name in ("forward", "backward", "forward_gain", "backward_gain", "late", "products")
+    forward, backward, gain_f, gain_b = (
+        placed.by_rank(name) for name in ("forward", "backward", "forward_gain", "backward_gain")
     )
+    delayed, cutting, products = (placed.by_rank(name) for name in ("delayed", "cutting", "products"))
     members, counts = placed.members, shapes.counts
-    own = (counts * (forward + backward)).sum(axis=2)
+    is_cut = ~shapes.is_whole
+    own = (counts * (forward + backward)).sum(axis=2) + is_cut * (counts * cutting).sum(axis=2)
     own_gain = (counts * (gain_f + gain_b)).sum(axis=2)
     entering = _entering(shapes, forward, backward)
     seconds = entering @ _before(len(members)) + recipe.micro_batches * own + _sends(placed, shapes, recipe)
@@ -274,7 +276,7 @@ def placed_path_floors(
     gain = entering_gain + recipe.micro_batches * own_gain[:, :, None] * members
     pipes = np.arange(len(counts))
     virtual = np.array([pipe.virtual_stages for pipe in shapes.pipes])
-    latency = (own - ~shapes.is_whole * (counts * late).sum(axis=2)).sum(axis=1)
+    latency = (own - is_cut * (counts * (delayed + cutting)).sum(axis=2)).sum(axis=1)
     latency += 2 * virtual * placed.hops_s[:-1].sum()
     latency_gain = own_gain @ members
     longest = []

@@ -116,7 +116,7 @@ def mean_floors(
         cluster, model: what it is priced for.
     """
     each = exchanging(floors, exchanges, recipe, model)
-    latency = np.array([counts @ (item.work - item.late) for item in floors])
+    latency = np.array([counts @ (item.work - item.delayed) for item in floors])
     latency_gain = np.array([counts @ item.gain for item in floors])
 
     def at(shares: Floats) -> Floats:

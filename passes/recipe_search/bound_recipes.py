@@ -18,7 +18,8 @@ each section.
 
        T >= h(r) f + 2 (l(r) f + i(r)) + (m - (P - 1 - r)) c(r) (f + b) [ + h(r) b ] + hand-overs,    m > P - r,
 
-   l(r) the stages behind r, i(r) their backwards, without gradients of weights where those are cut off.
+   l(r) the stages behind r, i(r) their backwards, without gradients of weights where those are cut off. Where backwards
+   are cut, b is what both parts take.
 2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
    replicas is fixed, that depends on the layout alone. Of several ranks each has whole blocks: where the one with the
    model's end, which takes a, has n of N blocks that take u each, another has at least ceil((N - n) / (P - 1)), so
@@ -85,8 +86,9 @@ class SectionFloors:
     Args:
         forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
         forward_gain, backward_gain: what an infinitely fast clock takes off them at most.
-        late: the part of `backward` that makes gradients of weights, at most.
-        adding: the part of `backward`, and of `late`, that adds them up.
+        delayed: what of `backward` stages before do not wait for, where it is cut in two.
+        cutting: how much longer it is then.
+        adding: the part of `backward`, and of `delayed`, that adds gradients up.
         products: seconds of products and attention in both.
         dense, expert, tensors: parameters, see `price_ends.RankLoad`.
     """
@@ -95,7 +97,8 @@ class SectionFloors:
     backward: Floats
     forward_gain: Floats
     backward_gain: Floats
-    late: Floats
+    delayed: Floats
+    cutting: Floats
     adding: Floats
     products: Floats
     dense: Floats
@@ -120,7 +123,8 @@ class SectionFloor(NamedTuple):
     backward: float
     forward_gain: float
     backward_gain: float
-    late: float
+    delayed: float
+    cutting: float
     adding: float
     products: float
     dense: float
@@ -144,7 +148,9 @@ def section_floor(
     ]
     return SectionFloor(
         forward=totals[0], backward=totals[1], forward_gain=gains[0], backward_gain=gains[1],
-        late=time.weight_gradient_s, adding=adding_time(price, recipe, cluster, model), products=sum(products),
+        delayed=time.backward_s - time.input_gradient_s,
+        cutting=time.input_gradient_s + time.weight_gradient_s - time.backward_s,
+        adding=adding_time(price, recipe, cluster, model), products=sum(products),
         dense=price.parameters, expert=price.expert_parameters, tensors=price.tensors,
     )  # fmt: skip
 
@@ -274,7 +280,8 @@ def rank_paths(
         return entering + micro_batches * (shapes.counts @ (forward + backward))
 
     sends_s = shapes.hand_overs(micro_batches, overlaps=overlaps) * send_s
-    seconds = along(floors.forward, floors.backward) + sends_s
+    cutting = ~shapes.is_whole * (shapes.counts @ floors.cutting)
+    seconds = along(floors.forward, floors.backward) + micro_batches * cutting + sends_s
     gain = along(floors.forward_gain, floors.backward_gain)
     if not shapes.alternates.any():
         return Paths(seconds, gain)
@@ -284,7 +291,8 @@ def rank_paths(
     def turning(forward: Floats, backward: Floats) -> Floats:
         return 2.0 * (later @ (forward + backward)) - missed * (shapes.counts @ (forward + backward))
 
-    more = turning(floors.forward, floors.backward) - 2.0 * ~shapes.is_whole * (later @ floors.late)
+    more = turning(floors.forward, floors.backward) - missed * cutting
+    more -= 2.0 * ~shapes.is_whole * (later @ floors.delayed)
     more += turning_hops(missed, overlaps=overlaps) * send_s
     is_longer = shapes.alternates & (more > 0.0)
     more_gain = turning(floors.forward_gain, floors.backward_gain)
@@ -423,8 +431,8 @@ def path_floors(
 def latencies(floors: SectionFloors, shapes: PipeShapes, send_s: float) -> tuple[Floats, float]:
     """Bounds on a micro-batch's way through each pipeline and back, [pipes], and what a clock takes off them."""
     counts = shapes.counts[0].sum(axis=0)
-    late = ~shapes.is_whole[:, 0] * (counts @ floors.late)
-    return counts @ floors.work - late + shapes.sends.sum(axis=1) * send_s, float(counts @ floors.gain)
+    delayed = ~shapes.is_whole[:, 0] * (counts @ floors.delayed)
+    return counts @ floors.work - delayed + shapes.sends.sum(axis=1) * send_s, float(counts @ floors.gain)
 
 
 def mean_products(floors: SectionFloors, shapes: PipeShapes, recipe: Recipe) -> float:

@@ -12,7 +12,7 @@ from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from passes.recipe_search.bound_recipes import SectionFloors, pipe_shapes, rank_paths, step_floors
 from passes.recipe_search.recipe_space import Pipe, _pipes
-from passes.recipes.pipeline_stages import run_stages, share_out
+from passes.recipes.pipeline_stages import cuts_backward, run_stages, share_out
 from passes.sections.fold_program import AFTER, BEFORE
 
 NAMES = (BEFORE, "a", "b", AFTER)
@@ -31,15 +31,16 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
     return pipe, blocks, micro_batches
 
 
-@given(pipelines(), st.lists(SECONDS, min_size=9, max_size=9), st.booleans())
+@given(pipelines(), st.lists(SECONDS, min_size=13, max_size=13), st.booleans())
 def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     drawn: tuple[Pipe, list[str], int], seconds: list[float], overlaps: bool
 ) -> None:
     """Whatever the schedule, its sections and its hand-overs take; 1F1B of equal stages takes just that."""
     pipe, blocks, micro_batches = drawn
-    forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
+    forward, backward, cutting = (np.array(seconds[begin : begin + 4]) for begin in (0, 4, 8))
+    send_s = seconds[12]
     zeros = np.zeros(4)
-    floors = SectionFloors(forward, backward, zeros, zeros, backward / 2, *[zeros] * 5)
+    floors = SectionFloors(forward, backward, zeros, zeros, backward / 2, cutting, *[zeros] * 5)
     shapes = pipe_shapes(NAMES, tuple(blocks), (pipe,))
     found = rank_paths(floors, shapes, micro_batches, send_s, overlaps=overlaps).floor(np.zeros(1))[0]
     recipe = Recipe(
@@ -50,7 +51,8 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     for stage in share_out(blocks, recipe):
         counts = np.array([dict(stage.sections).get(name, 0) for name in NAMES])
         whole = float(counts @ backward)
-        stages.append(StageTimes(float(counts @ forward), whole / 2, whole / 2, send_s))
+        more = float(counts @ cutting) if cuts_backward(recipe) else 0.0
+        stages.append(StageTimes(float(counts @ forward), whole / 2, whole / 2 + more, send_s))
     total_s, _, _ = run_stages(stages, recipe)
     assert found <= total_s * (1 + 1e-9) + 1e-12
 
@@ -58,7 +60,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
 def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
     forward, zeros = np.array([0.0, 1, 0]), np.zeros(3)
-    floors = SectionFloors(forward, 2 * forward, zeros, zeros, forward, *[zeros] * 5)
+    floors = SectionFloors(forward, 2 * forward, zeros, zeros, forward, *[zeros] * 6)
     shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 3, (Pipe(3, "1f1b"), Pipe(3, "zero-bubble")))
     paths = rank_paths(floors, shapes, 6, 0.0, overlaps=True)
     assert paths.floor(np.zeros(1)).tolist() == [24.0, 20.0]
@@ -81,7 +83,7 @@ def test_a_fuller_first_rank_waits_for_the_way_of_the_first_and_the_last_micro_b
     """Two stages of 1 + 2 seconds, the first with 0.2 more, six micro-batches: 2 (1 + 1) + 5 times 3.2, of 20.1."""
     forward, zeros = np.array([0.1, 1, 0]), np.zeros(3)
     late = np.array([0.0, 1, 0])
-    floors = SectionFloors(forward, forward + late, zeros, zeros, late, *[zeros] * 5)
+    floors = SectionFloors(forward, forward + late, zeros, zeros, late, *[zeros] * 6)
     shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 2, (Pipe(2, "zero-bubble"),))
     found = rank_paths(floors, shapes, 6, 0.0, overlaps=True).seconds[0]
     stages = [StageTimes(1.1, 1.1, 1.0), StageTimes(1.0, 1.0, 1.0)]
