@@ -55,13 +55,13 @@ class IslandsFastest:
             return [math.inf] * len(known)
         return np.where(fits, self.pricer.share_floors(recipe, known), math.inf).tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
         fits = self.pricer.fullness(recipe, pipes, self.limits) <= 1.0
         bounds = np.full(len(pipes), math.inf)
         if fits.any():
             fitting = [pipe for pipe, fit in zip(pipes, fits, strict=True) if fit]
-            bounds[fits] = self.pricer.path_floors(shardings, fitting)
+            bounds[fits] = self.pricer.path_floors(list(shardings), fitting)
         return bounds.tolist()
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
@@ -112,7 +112,7 @@ class IslandsSmallest:
         """See `recipe_objectives.Objective`."""
         return [self.pricer.share_fullness(recipe, tuple(shares), self.limits).tolist() for recipe in recipes]
 
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
         return self.pricer.fullness(recipe, pipes, self.limits).tolist()
 

@@ -45,7 +45,7 @@ class Objective(Protocol):
         """
         ...
 
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """Those that also have one pipeline or another, each of the recipe's size, none of them open.
 
         `recipe` shards most; `shardings` are its like with each sharding that they may have.
@@ -111,12 +111,12 @@ class Fastest:
             bounds[fits] = self.pricer.mean_floors(list(compress(recipes, fits)))
         return bounds[:, None].tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
         fits = self.pricer.memory_floors(recipe, pipes) <= self.memory_limit
         bounds = np.full(len(pipes), math.inf)
         if fits.any():
-            bounds[fits] = self.pricer.path_floors(shardings, pipes, fits)
+            bounds[fits] = self.pricer.path_floors(list(shardings), pipes, fits)
         return bounds.tolist()
 
     def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
@@ -166,7 +166,7 @@ class Smallest:
         """See `Objective`."""
         return self.pricer.pipeline_memory_floors(recipes, uneven=self.has_uneven)[:, None].tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Sequence[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
         """See `Objective`."""
         return self.pricer.memory_floors(recipe, pipes).tolist()
 

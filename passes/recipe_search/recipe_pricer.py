@@ -79,6 +79,7 @@ class RecipePricer:
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
     _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
+    _times: dict[Recipe, float] = field(default_factory=dict)
 
     def groups(self, recipe: Recipe) -> Groups:
         """The groups of a recipe."""
@@ -101,8 +102,11 @@ class RecipePricer:
 
     def time_s(self, recipe: Recipe) -> float:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
-        sections, stages = self.sections(recipe), self.stages(recipe)
-        return step_price(sections, stages, recipe, self.groups(recipe), self.cluster, self.model).time_s
+        if recipe not in self._times:
+            sections, stages = self.sections(recipe), self.stages(recipe)
+            price = step_price(sections, stages, recipe, self.groups(recipe), self.cluster, self.model)
+            self._times[recipe] = price.time_s
+        return self._times[recipe]
 
     def memory_bytes(self, recipe: Recipe) -> int:
         """The memory of a recipe's fullest rank, likewise."""

@@ -323,15 +323,15 @@ class _Search:
             self._push(bound, replace(node, share=share, others=tuple(shares[1:])))
 
     def _split_pipeline(self, bound: float, node: _Node) -> None:
-        objective = node.branch.objective
+        objective, recipe = node.branch.objective, self._recipe(node)
         closed, several = node.branch.space.pipes(node.layout, node.ranks, node.share)
         if closed:
-            shardings = [self._recipe(child) for child in self._sharded(node)]
-            bounds = objective.schedules(self._recipe(node), shardings, closed)
+            shardings = (self._recipe(child) for child in self._sharded(node))
+            bounds = objective.schedules(recipe, shardings, closed)
             for pipe, pipe_bound in zip(closed, bounds, strict=True):
                 self._push(pipe_bound, node, pipe=pipe)
         for pipe in several:
-            self._push(max(bound, objective.uneven(self._recipe(node), pipe)), node, pipe=pipe)
+            self._push(max(bound, objective.uneven(recipe, pipe)), node, pipe=pipe)
 
     def _split_boundaries(self, bound: float, node: _Node) -> None:
         """Open a set of pipelines with each sharding, then with the blocks of one stage after the other."""
