@@ -210,7 +210,8 @@ def uneven_floor(
         taken = [(np.array(by_ranks).T @ each).min(axis=0) for by_ranks in weighted]
         return np.array([max(counts @ blocks for blocks in taken) + model.step_overhead_s])
 
-    return float(step_floors(at, mean_products(floors, shapes, recipe), cluster)[0])
+    rate = floors.gain_rate if is_whole else 1.0
+    return float(step_floors(at, mean_products(floors, shapes, recipe), cluster, rate)[0])
 
 
 def _evening_weights(paths: Floats) -> Floats:
@@ -276,13 +277,13 @@ def fastest_boundaries(
     def bound(greatest: Floats, share: float) -> Floats:
         return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s
 
-    products_s = mean_products(floors, shapes, recipe)
+    products_s, rate = mean_products(floors, shapes, recipe), floors.gain_rate if is_whole else 1.0
 
     def may_be_better() -> NDArray[np.bool_]:
         paths = path_costs(0.0)
         least = paths.least()[:1, 0]
         found = paths.within(_NEAR * float(least[0]))
-        share, most = longer_step(products_s, float(bound(least, 0.0)[0]), cluster)
+        share, most = longer_step(products_s, float(bound(least, 0.0)[0]), cluster, rate)
         if enough < ROUNDING * most:
             found &= path_costs(share).within(enough / ROUNDING - model.step_overhead_s)
         return found
@@ -302,9 +303,9 @@ def fastest_boundaries(
     def at(shares: Floats) -> Floats:
         return bound(costs(float(shares[0])).least()[:1, 0], float(shares[0]))
 
-    share, most = longer_step(products_s, float(at(np.zeros(1))[0]), cluster)
+    share, most = longer_step(products_s, float(at(np.zeros(1))[0]), cluster, rate)
     fastest = costs(share)
-    floor = float(step_floors(at, products_s, cluster)[0])
+    floor = float(step_floors(at, products_s, cluster, rate)[0])
     return Boundaries(
         floor, fastest, fastest.least(), lambda greatest: ROUNDING * np.minimum(bound(greatest, share), most)
     )

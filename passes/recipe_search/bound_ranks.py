@@ -105,6 +105,8 @@ def mean_floors(
     recipe: Recipe,
     cluster: Cluster,
     model: StepModel,
+    *,
+    is_whole: bool,
 ) -> Floats:
     """Bounds on the price of a step, before its ends: the mean of ranks, whole blocks, and latency, [recipes].
 
@@ -114,6 +116,7 @@ def mean_floors(
         whole: how many of them the fullest ranks have, if that counts.
         recipe: one of the recipes.
         cluster, model: what it is priced for.
+        is_whole: whether no schedule cuts backwards in two.
     """
     each = exchanging(floors, exchanges, recipe, model)
     latency = np.array([counts @ (item.work - item.delayed) for item in floors])
@@ -128,4 +131,5 @@ def mean_floors(
         return longest + model.step_overhead_s
 
     turns = recipe.micro_batches / recipe.pipeline
-    return step_floors(at, turns * float(counts @ floors[0].products), cluster)
+    rates = np.array([item.gain_rate for item in floors]) if is_whole else 1.0
+    return step_floors(at, turns * float(counts @ floors[0].products), cluster, rates)

@@ -34,11 +34,12 @@ each section.
    several shardings it is the least of theirs.
 5. *Clock.* The step is priced twice: at the clock of sustained products, T(1), then with products faster by
    v(X / T(1)), X their seconds (`price_recipe.step_price`, `cost_models.power`). If L(v) bounds the step at speed v,
-   the price is at least min(L(v(X / t)), t / v(X / t)) for every t >= L(1): either T(1) <= t, and v is no larger than
-   there, or T(1) > t, and T(v) >= T(1) / v, where x / v(X / x) rises with x. A section's time at speed v is at least
-   f - (1 - 1 / v) p, as communication that a shorter product hides no longer is added, never taken away; where a
-   gather, or a copy to or from the host, that may take longer than the section runs beside it, interference shrinks
-   too, and what is taken off is (1 + interference) p.
+   the price is at least min(L(v(X / t)), t (1 - g s)), s = 1 - 1 / v(X / t), for every t >= L(1): either T(1) <= t,
+   and v is no larger than there, or T(1) > t, and T(v) >= T(1) (1 - g s), which rises with T(1). g is the greatest part
+   of any pass that products are; 1 where backwards are cut in two. A section's time at speed v is at least f - s p, as
+   communication that a shorter product hides no longer is added, never taken away; where a gather, or a copy to or from
+   the host, that may take longer than the section runs beside it, interference shrinks too, and what is taken off is
+   (1 + interference) p.
 
 Every bound is taken less one part in 10^9, for rounding.
 """
@@ -114,6 +115,13 @@ class SectionFloors:
     def gain(self) -> Floats:
         """What an infinitely fast clock takes off both."""
         return self.forward_gain + self.backward_gain
+
+    @property
+    def gain_rate(self) -> float:
+        """The greatest part of a pass that such a clock takes off."""
+        passes = np.append(self.forward, self.backward)
+        gains = np.append(self.forward_gain, self.backward_gain)
+        return min(1.0, float(np.divide(gains, passes, out=np.zeros_like(gains), where=passes > 0.0).max()))
 
 
 class SectionFloor(NamedTuple):
@@ -304,33 +312,36 @@ def turning_hops(missed: Floats, *, overlaps: bool) -> Floats:
     return 4.0 * missed if overlaps else 4.0 * missed - 2.0 * (missed + 1)
 
 
-def step_floors(at: Callable[[Floats], Floats], products_s: float, cluster: Cluster) -> Floats:
+def step_floors(
+    at: Callable[[Floats], Floats], products_s: float, cluster: Cluster, gain_rate: Floats | float = 1.0
+) -> Floats:
     """Bounds on the prices of steps.
 
     Args:
         at: bounds on their times where a faster clock takes off such shares of what it can, one for each step.
         products_s: seconds of products in each of them, as `price_recipe.products_time`.
         cluster: whose devices may have a power limit.
+        gain_rate: the greatest part of them that an infinitely fast clock takes off.
     """
     turn = at(np.zeros(1))
     if cluster.device.matmul.units == 1:
         return ROUNDING * turn
 
-    def speeds() -> Floats:
-        return power_limit().speeds(np.clip(products_s / turn, _NEVER, 1.0))
+    def taken_off() -> Floats:
+        return 1.0 - 1.0 / power_limit().speeds(np.clip(products_s / turn, _NEVER, 1.0))
 
-    speed = speeds()
+    shares = taken_off()
     for _ in range(3):
-        turn = np.maximum(turn, speed * at(1.0 - 1.0 / speed))
-        speed = speeds()
-    return ROUNDING * np.minimum(at(1.0 - 1.0 / speed), turn / speed)
+        turn = np.maximum(turn, at(shares) / (1.0 - gain_rate * shares))
+        shares = taken_off()
+    return ROUNDING * np.minimum(at(shares), turn * (1.0 - gain_rate * shares))
 
 
 _LONGER = 1.05
 """Steps that are longer than a bound by more than this are not told apart: the clock of longer steps is faster."""
 
 
-def longer_step(products_s: float, step_s: float, cluster: Cluster) -> tuple[float, float]:
+def longer_step(products_s: float, step_s: float, cluster: Cluster, gain_rate: float) -> tuple[float, float]:
     """For steps somewhat longer than a bound at the clock of sustained products.
 
     Returns:
@@ -339,8 +350,8 @@ def longer_step(products_s: float, step_s: float, cluster: Cluster) -> tuple[flo
     """
     if cluster.device.matmul.units == 1 or math.isinf(step_s):
         return 0.0, math.inf
-    speed = power_limit().speed(min(1.0, products_s / (_LONGER * step_s)))
-    return 1.0 - 1.0 / speed, _LONGER * step_s / speed
+    share = 1.0 - 1.0 / power_limit().speed(min(1.0, products_s / (_LONGER * step_s)))
+    return share, _LONGER * step_s * (1.0 - gain_rate * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +436,8 @@ def path_floors(
         path = seconds - shares * gain + ends.least(shares, recipe, model)
         return np.maximum(path, latency - shares * latency_gain) + model.step_overhead_s
 
-    return step_floors(at, mean_products(floors, shapes, recipe), cluster)
+    rates = np.where(shapes.is_whole[:, 0], floors.gain_rate, 1.0)
+    return step_floors(at, mean_products(floors, shapes, recipe), cluster, rates)
 
 
 def latencies(floors: SectionFloors, shapes: PipeShapes, send_s: float) -> tuple[Floats, float]:

@@ -242,7 +242,8 @@ class RecipePricer:
         floors = [self.section_floors(recipe, gathers=False) for recipe in recipes]
         exchanges = [self.exchanges(recipe) for recipe in recipes]
         whole = self._whole_blocks(first)
-        return mean_floors(floors, exchanges, self._counts(first), whole, first, self.cluster, self.model)
+        counts, is_whole = self._counts(first), first.pipeline == 1
+        return mean_floors(floors, exchanges, counts, whole, first, self.cluster, self.model, is_whole=is_whole)
 
     def _mean_floor(self, recipe: Recipe, *, shares_blocks: bool) -> float:
         """The same without what is gathered.
@@ -253,7 +254,9 @@ class RecipePricer:
         floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
         whole = self._whole_blocks(recipe) if shares_blocks else None
         nothing = np.zeros((2, len(counts)))
-        return float(mean_floors([floors], [nothing], counts, whole, recipe, self.cluster, self.model)[0])
+        is_whole = shares_blocks and recipe.pipeline == 1
+        found = mean_floors([floors], [nothing], counts, whole, recipe, self.cluster, self.model, is_whole=is_whole)
+        return float(found[0])
 
     def _whole_blocks(self, recipe: Recipe) -> WholeBlocks | None:
         """How many blocks the fullest of its pipeline ranks have; None where there is one rank, or no block."""
