@@ -66,17 +66,22 @@ def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     assert paths.floor(np.zeros(1)).tolist() == [24.0, 20.0]
 
 
-@given(st.floats(0.01, 5), st.floats(0, 1), st.floats(0, 3))
-def test_no_price_is_below_the_floor_at_any_clock(bound: float, share: float, more: float) -> None:
-    """The step takes `more` than its bound, of which products are a part; it runs at the clock that its time leaves."""
+@given(st.floats(0.01, 5), st.floats(0, 1), st.floats(0, 3), st.booleans())
+def test_no_price_is_below_the_floor_at_any_clock(bound: float, share: float, more: float, knows_rate: bool) -> None:
+    """The step takes `more` than its bound, of which products are a part; it runs at the clock that its time leaves.
+
+    With products everywhere the same part of a step, the floor of a step at its bound is its price.
+    """
     cluster = Cluster("h100_sxm", 1, 1)
     products = share * bound
-    floor = float(step_floors(lambda gain: bound - gain * products, products, cluster)[0])
+    rate = share if knows_rate else 1.0
+    floor = float(step_floors(lambda gain: bound - gain * products, products, cluster, rate)[0])
     first = bound + more
     speed = power_limit().speed(products / first)
     assert floor <= first - (1 - 1 / speed) * products
     if more == 0:
-        assert floor == pytest.approx(first - (1 - 1 / speed) * products, rel=0.02)
+        tolerance = 1e-8 if knows_rate else 0.02
+        assert floor == pytest.approx(first - (1 - 1 / speed) * products, rel=tolerance)
 
 
 def test_a_fuller_first_rank_waits_for_the_way_of_the_first_and_the_last_micro_batch() -> None:
