@@ -30,6 +30,7 @@ class JointSolution:
         again: what is recomputed and offloaded.
         recomputable, offloadable: how many nodes might have been.
         host_bytes: what the host holds for each rank.
+        counted_bytes: the most bytes in use on each rank as the search counted; infinite where that does not matter.
     """
 
     planning: PlanningProblem
@@ -38,6 +39,7 @@ class JointSolution:
     recomputable: int = 0
     offloadable: int = 0
     host_bytes: float = 0.0
+    counted_bytes: float = math.inf
 
     def peak_bytes(self) -> float:
         """The most bytes in use on each rank, counted exactly."""
@@ -74,7 +76,7 @@ def fitting(
             return bounded(found, bound), None
         if time.monotonic() >= deadline:
             break
-        asked -= excess
+        asked = min(asked, found.counted_bytes) - excess
     peaks = [(choice.peak_bytes(), choice) for choice in frugal()]
     fits = [choice for peak, choice in peaks if peak <= limit]
     if fits:
@@ -85,7 +87,7 @@ def fitting(
 _ATTEMPTS = 6
 """Searches until one fits."""
 
-_SHARE_ATTEMPT = 0.7
+_SHARE_ATTEMPT = 0.5
 """Part of the time left that a search may take, so that another one can follow where what it finds does not fit."""
 
 

@@ -199,6 +199,7 @@ def _solve(
             options.candidates(RECOMPUTED),
             options.candidates(OFFLOADED),
             host_bytes(running, choice),
+            float(problem.usage(found.choice).max()),
         )
 
     wide = problem.widen(allowed)

@@ -130,7 +130,7 @@ class Stairs:
         return [self.plan(self.least)]
 
     def plan(self, limit: float) -> JointSolution:
-        return _Counted(Solution((), 1e12 / limit, 1e12 / limit), self.share * limit)  # type: ignore[return-value]
+        return _Counted(Solution((), 1e12 / limit, 1e12 / limit), self.share * limit, limit)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class _Counted:
 
     solution: Solution
     bytes: float
+    counted_bytes: float
 
     def peak_bytes(self) -> float:
         return self.bytes
@@ -164,6 +165,22 @@ def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
     search = Stairs(0.9, 0)
     assert fitting(search, search.frugal, 1e6)[0] is not None
     assert search.asked == [1e6]
+
+
+def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
+    """What it counted is asked for less its error, however far below the limit that was."""
+    asked = []
+
+    def attempt(limit: float, until: float) -> JointSolution:
+        """A plan that is counted in hundreds, 130 too little."""
+        asked.append(limit)
+        counted = limit // 100 * 100
+        return _Counted(Solution((), 1.0, 1.0), counted + 130, counted)  # type: ignore[return-value]
+
+    found, _ = fitting(attempt, list, 1090)
+    assert found is not None
+    assert found.peak_bytes() == 1030
+    assert asked == [1090, 960]
 
 
 def test_where_nothing_is_allowed_nothing_would_do() -> None:
