@@ -61,7 +61,7 @@ def search_plan(
     from passes.recipe_search.recipe_shortage import shortage
     from passes.recipe_search.warm_start import known_recipe
 
-    model = _narrowed(model, precision)
+    model, example_inputs = _narrowed(model, example_inputs, precision)
     base = base_recipe(model, optimizer, precision, global_batch)
     base, pinned = pin(replace(base, kernels=TRITON) if with_kernels else base, constraints or {})
     counted = priced_model(model, example_inputs, loss_fn).counted
@@ -134,11 +134,11 @@ class RecipeForecast:
                 f"{question} keep no constraints on specs: plan without constraints= and ask that plan, or plan with "
                 "global_batch=."
             )
-        model = _narrowed(self.model, plan.precision)
-        base = base_recipe(model, self.optimizer, None, _batch_of(self.example_inputs, question))
+        model, example_inputs = _narrowed(self.model, self.example_inputs, plan.precision)
+        base = base_recipe(model, self.optimizer, None, _batch_of(example_inputs, question))
         base = replace(base, master_weights=plan.precision is not None and base.master_weights)
         base = replace(base, kernels=TRITON) if self.with_kernels else base
-        priced = priced_model(model, self.example_inputs, self.loss_fn)
+        priced = priced_model(model, example_inputs, self.loss_fn)
         problem = problem_of(priced.counted, self.cluster, base, plan.memory_budget, {})
         return RecipeAlternatives(problem, priced, self.time_budget_s).forecast(plan, feature)
 
@@ -210,14 +210,24 @@ def base_recipe(
 _NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
 
 
-def _narrowed(model: nn.Module, precision: str | None) -> nn.Module:
-    """A model in float32 as its products see it: a copy on meta in 16 bits. Its own parameters are master weights."""
+def _narrowed(
+    model: nn.Module, example_inputs: ExampleInputs, precision: str | None
+) -> tuple[nn.Module, ExampleInputs]:
+    """A model in float32 and its inputs as its products see them: a copy on meta in 16 bits, and inputs in these.
+
+    The model's own parameters are master weights.
+    """
     dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
     if dtypes != {torch.float32} or precision not in _NARROW:
-        return model
+        return model, example_inputs
+    dtype = _NARROW[precision]
     on_meta: dict[int, Any] = {id(item): nn.Parameter(item.detach().to("meta")) for item in model.parameters()}
     on_meta |= {id(item): item.to("meta") for item in model.buffers()}
-    return copy.deepcopy(model, on_meta).to(_NARROW[precision])
+
+    def narrow(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return copy.deepcopy(model, on_meta).to(dtype), pytree.tree_map(narrow, example_inputs)
 
 
 _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe
@@ -139,6 +140,23 @@ def test_a_model_in_float32_is_planned_in_16_bits() -> None:
     assert {(item.dtype, item.device.type) for item in wide.parameters()} == {
         (torch.float32, next(MODEL.parameters()).device.type)
     }
+
+
+def test_inputs_in_float32_go_with_a_model_in_float32() -> None:
+    """Images, say: they come in the type of the products too; what plans of specs ask of recipes does as well."""
+    images, classes = torch.empty(8, 3, 8, 8), torch.zeros(8, dtype=torch.int64)
+    model = nn.Sequential(nn.Conv2d(3, 64, 8), nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 10))
+    same = {"model": model, "example_inputs": (images,), "loss_fn": lambda y: F.cross_entropy(y, classes[: len(y)])}
+    found = _plan(**same)
+    assert found.recipe is not None
+    narrow = autoshard.price(
+        copy.deepcopy(model).bfloat16(), CLUSTER, found.recipe,
+        example_inputs=(images.bfloat16(),), loss_fn=same["loss_fn"],
+    )  # fmt: skip
+    assert found.predicted.step_time_s == narrow.predicted.step_time_s
+    assert images.dtype == next(model.parameters()).dtype == torch.float32
+    specs = _plan(**same, global_batch=None, mesh=Mesh({"data": 4}))
+    assert specs.why_not("expert").variants == ()
 
 
 def test_products_run_in_the_models_own_dtype() -> None:
