@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from autoshard.errors import TraceError
-from autoshard.ir.program import InputKind, Program
+from autoshard.ir.program import InputKind, Program, tensor_values
 from autoshard.tracing import BlockList
 from passes.preparation.canonicalize import Canonicalize, is_view
+from passes.strategies.enumerate_strategies import operands_of
 
 BEFORE, AFTER = "before", "after"
 
@@ -105,10 +106,37 @@ def _twins(single: Program, double: Program) -> tuple[dict[str, fx.Node], tuple[
                 f"in place of {one.target} ({one.meta.get('source') or 'unknown line'}), so its cost cannot be told "
                 "from one trace."
             )
+        _check_shapes(one, twos[0])
         twin[one.name] = twos.popleft()
     if not all(map(_is_sum, twos)):
         raise TraceError(f"The model runs {len(twos)} operators more for two sequences than for one.")
     return twin, (*sums, *twos)
+
+
+def _check_shapes(one: fx.Node, two: fx.Node) -> None:
+    """Raise `TraceError` where a call of one sequence and of two have shapes of different forms.
+
+    So they have where autograd multiplies the other way round for one sequence (a linear layer over a transposed dim).
+    """
+    pairs = zip(_shapes(one), _shapes(two), strict=True)
+    wrong = next(((a, b) for a, b in pairs if len(a) != len(b) or not all(map(_is_of_sequences, a, b))), None)
+    if wrong is not None:
+        first, second = (list(shape) for shape in wrong)
+        raise TraceError(
+            f"{one.target} ({one.meta.get('source') or 'unknown line'}) has a tensor of {first} for one sequence, and "
+            f"of {second} for two, so its cost cannot be told from one trace. If it is a linear layer over a transposed "
+            "dim, make its input contiguous."
+        )
+
+
+def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    values = [operand.meta["val"] for operand in operands_of(node)]
+    return [tuple(value.shape) for value in (*values, *tensor_values(node)) if isinstance(value, torch.Tensor)]
+
+
+def _is_of_sequences(one: int, two: int) -> bool:
+    """Whether a dim holds no sequences, or as many for each, but for what is added or cut off once."""
+    return two == one or abs(two - 2 * one) <= 2 + one // 10
 
 
 def _is_sum(node: fx.Node) -> bool:

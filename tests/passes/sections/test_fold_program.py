@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard import TraceError, tracing
 from passes.sections.count_sections import count_sections
-from passes.sections.fold_program import fold_program
+from passes.sections.fold_program import FoldedProgram, fold_program
 from tests.passes.decoders import dense, folded, sparse, tokens
 
 
@@ -60,6 +60,32 @@ def test_a_model_that_depends_on_the_batch_is_refused() -> None:
     single, double = (tracing.trace(Fickle(), (torch.ones(batch, 4),), {}) for batch in (1, 2))
     with pytest.raises(TraceError, match="runs other operators for two sequences than for one"):
         fold_program(single, double, ())
+
+
+class Mixing(nn.Module):
+    """A linear layer over tokens, as of MLP-Mixer; autograd multiplies the other way round for one sequence."""
+
+    def __init__(self, *, is_contiguous: bool) -> None:
+        super().__init__()
+        self.is_contiguous = is_contiguous
+        self.over_tokens, self.over_features = nn.Linear(49, 96), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.over_features(x).transpose(1, 2)
+        return self.over_tokens(y.contiguous() if self.is_contiguous else y).sum()
+
+
+def test_a_product_whose_operands_change_places_is_refused() -> None:
+    """It would be priced with dims that shrink as sequences come; the message says what would do, and it does."""
+
+    def fold(*, is_contiguous: bool) -> FoldedProgram:
+        model = Mixing(is_contiguous=is_contiguous)
+        single, double = (tracing.trace(model, (torch.ones(batch, 49, 64),), {}) for batch in (1, 2))
+        return fold_program(single, double, ())
+
+    with pytest.raises(TraceError, match=r"aten.mm.default .* for one sequence, and of .* make its input contiguous"):
+        fold(is_contiguous=False)
+    assert fold(is_contiguous=True).twin
 
 
 def test_inputs_of_any_batch_give_the_same_fold() -> None:
