@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import fx
@@ -118,14 +119,14 @@ def _check_shapes(one: fx.Node, two: fx.Node) -> None:
 
     So they have where autograd multiplies the other way round for one sequence (a linear layer over a transposed dim).
     """
-    pairs = zip(_shapes(one), _shapes(two), strict=True)
+    pairs = zip_longest(_shapes(one), _shapes(two), fillvalue=())
     wrong = next(((a, b) for a, b in pairs if len(a) != len(b) or not all(map(_is_of_sequences, a, b))), None)
     if wrong is not None:
-        first, second = (list(shape) for shape in wrong)
+        first, second = map(list, wrong)
         raise TraceError(
             f"{one.target} ({one.meta.get('source') or 'unknown line'}) has a tensor of {first} for one sequence, and "
-            f"of {second} for two, so its cost cannot be told from one trace. If it is a linear layer over a transposed "
-            "dim, make its input contiguous."
+            f"of {second} for two, so its cost cannot be told from one trace. If it is a linear layer over a "
+            "transposed dim, make its input contiguous."
         )
 
 
