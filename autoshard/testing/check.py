@@ -21,6 +21,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, Program, describe
 from autoshard.planner import Planner
+from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.report import TOLERANCE, CheckReport, compare_all
@@ -88,7 +89,8 @@ def check_plan(
         A report; nothing is raised for values that differ (see `CheckReport.raise_if_different`).
 
     Raises:
-        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, or no step is asked for.
+        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, no step is asked for, or values
+            differ of a model that draws random numbers, as one device draws others.
     """
     if not isinstance(steps, int) or steps < 1:
         raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one.")
@@ -106,6 +108,8 @@ def check_plan(
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
     if exact:
         report = report.sampled(partial(train_nearby, model, name, training), exact)
+    if not report.is_equal:
+        _refuse_randomness(sharded)
     if precise is not None and name is None and not report.is_equal:
         report = _settled(report, model, precise, training)
     return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, training))
@@ -147,12 +151,30 @@ def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
     return replace(plan, program_digest=prepare_for(program, plan).digest(), inputs=inputs)
 
 
+def _refuse_randomness(compiled: ShardedModule | TrainStep) -> None:
+    traced = _compiled_program(compiled).phased.lowered.traced
+    for slot in traced.inputs_of(InputKind.SEED):
+        drawing = next(iter(traced.nodes_by_name()[slot.node].users))
+        raise NotAvailableError(
+            f"The model draws random numbers ({drawing.name}, {drawing.meta.get('source') or 'unknown line'}): ranks "
+            "draw the same ones, and one device that runs plain PyTorch others. Compare it in eval(), or with dropout "
+            "of 0; what ranks draw can be compared with autoshard.compile on a mesh of one."
+        )
+
+
+def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
+    """What ran."""
+    program = (compiled.sharded if isinstance(compiled, TrainStep) else compiled).program
+    if program is None:
+        raise AssertionError("what differs has been compiled")
+    return program
+
+
 def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, training: Training) -> str:
     """Code that fails as the program of a call that differs; of several micro-batches, on the first."""
-    sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
-    program = sharded.program
-    if program is None or program.plan is None:
-        raise AssertionError("what differs has been compiled, by a plan")
+    program = _compiled_program(compiled)
+    if program.plan is None:
+        raise AssertionError("what differs was compiled by a plan")
     whole, called = training.whole_step, (training.args, training.kwargs)
     leaves = enumerate(pytree.tree_leaves(called if whole is None else whole.cut(*called)[0]))
     given = {("input", f"input:{index}"): leaf for index, leaf in leaves if isinstance(leaf, torch.Tensor)}
