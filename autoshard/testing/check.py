@@ -89,8 +89,9 @@ def check_plan(
         A report; nothing is raised for values that differ (see `CheckReport.raise_if_different`).
 
     Raises:
-        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, no step is asked for, or values
-            differ of a model that draws random numbers, as one device draws others.
+        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, no step is asked for, one device
+            cannot run the model in `precise`, or values differ of a model that draws random numbers, as one device
+            draws others.
     """
     if not isinstance(steps, int) or steps < 1:
         raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one.")
@@ -103,7 +104,7 @@ def check_plan(
     if sharded.plan is None:
         raise AssertionError("with example inputs there is a plan")
     name = sharded.plan.precision
-    exact = train_precisely(model, precise, training) if precise is not None or name is not None else {}
+    exact = _exactly(model, precise, training) if precise is not None or name is not None else {}
     compared = compare_all(train_compiled(sharded, training), train_alone(alone, name, training), exact)
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
     if exact:
@@ -128,6 +129,18 @@ def _compile(
     with torch.enable_grad():
         compiled.compile_for(*training.args, **training.kwargs)
     return compiled
+
+
+def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
+    """What one device gives in a more precise type."""
+    try:
+        return train_precisely(model, dtype, training)
+    except RuntimeError as error:
+        if dtype is None:
+            raise
+        raise NotAvailableError(
+            f"precise={dtype}: one device cannot run {type(model).__name__} in it: {error} Leave precise= out."
+        ) from error
 
 
 def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training: Training) -> CheckReport:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autoshard import Mesh, P
+from autoshard import Mesh, NotAvailableError, P
 from autoshard.testing import check, check_calls, check_plan, report
 from autoshard.testing.plans import most_split_plan
 from autoshard.testing.rounding import nudge
@@ -82,3 +82,18 @@ def test_the_same_specs_in_a_more_precise_type_decide(monkeypatch: pytest.Monkey
     found = check_plan(model, mesh, inputs, plan=plan, tolerance=1e-12, precise=torch.float64)
     assert found.precisely
     assert found.is_equal == (fault == 0)
+
+
+class Single(nn.Linear):
+    """A layer whose kernel has no float64, as grouped products have none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("Expected x to be Float32, got Double.")
+        return super().forward(x).square().mean()
+
+
+def test_a_type_in_which_a_model_does_not_run_is_refused_by_name() -> None:
+    """With what PyTorch says of it."""
+    with pytest.raises(NotAvailableError, match=r"precise=torch.float64: .* Single in it: .* Leave precise= out."):
+        check_plan(Single(8, 4), Mesh({"data": 2}), (torch.randn(4, 8),), precise=torch.float64)
