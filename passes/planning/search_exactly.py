@@ -145,7 +145,7 @@ MOST_PAIRS = 8_000
 MOST_PAIRS_TO_REFUSE = 200_000
 """Pairs of options up to which it is proven so that nothing fits: whatever choices cost, far fewer differ."""
 
-_SHARE = 0.3
+_SHARE = 0.5
 """The part of the time that is left which is spent so; the rest is for a search by tables."""
 
 _SHARE_TO_REFUSE = 0.1
