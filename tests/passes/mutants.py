@@ -15,6 +15,7 @@ from enum import StrEnum
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -321,7 +322,8 @@ class Run:
 
         def is_changed() -> bool:
             try:
-                found = self.numbers(mutant.place, mutant.phased, mutant.prepared, mutant.order)
+                with np.errstate(all="ignore"):  # Triton's interpreter is numpy's, and a mutant's numbers may overflow
+                    found = self.numbers(mutant.place, mutant.phased, mutant.prepared, mutant.order)
             except _FAILURES:
                 return True
             return len(found) != len(expected) or not all(map(_is_close, found, expected))
