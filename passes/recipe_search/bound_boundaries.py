@@ -182,21 +182,14 @@ def uneven_floor(
         recipe: one of the recipes.
         cluster, model: what it is priced for.
     """
-    micro_batches, is_whole = recipe.micro_batches, float(shapes.is_whole[0, 0])
+    micro_batches, is_whole = recipe.micro_batches, bool(shapes.is_whole[0, 0])
     counts = shapes.counts[0].sum(axis=0)
-    cutting, delayed = ((1.0 - is_whole) * part for part in (floors.cutting, floors.delayed))
     ways = [np.zeros((2, shapes.counts.shape[1]))]
     if shapes.alternates[0, 0]:
         missed = shapes.missed(micro_batches)
         ways.append(np.where(np.isnan(missed), 0.0, [np.full(len(missed), 2.0), missed]))
 
-    def parts(share: Floats) -> tuple[Floats, Floats, Floats]:
-        """What each section takes in all, on the way in and back out, and on the way there and back."""
-        forward = floors.forward - share * floors.forward_gain
-        backward = floors.backward - share * floors.backward_gain
-        return forward + backward + cutting, forward + is_whole * backward, forward + backward - delayed
-
-    whole, entering, there = (float(counts @ part) for part in parts(np.zeros(1)))
+    whole, entering, there = (float(counts @ part) for part in _ways_of(floors, 0.0, is_whole=is_whole))
     ranks = np.arange(shapes.counts.shape[1])
     behind, before = (ranks[:, None] < ranks).astype(float), (ranks[:, None] > ranks).astype(float)
     weighted = []
@@ -206,12 +199,24 @@ def uneven_floor(
         weighted.append(((micro_batches - fewer) * weights, weights @ before, (trips * weights) @ behind))
 
     def at(shares: Floats) -> Floats:
-        each = np.array(parts(shares))
+        each = np.array(_ways_of(floors, float(shares[0]), is_whole=is_whole))
         taken = [(np.array(by_ranks).T @ each).min(axis=0) for by_ranks in weighted]
         return np.array([max(counts @ blocks for blocks in taken) + model.step_overhead_s])
 
     rate = floors.gain_rate if is_whole else 1.0
     return float(step_floors(at, mean_products(floors, shapes, recipe), cluster, rate)[0])
+
+
+def _ways_of(floors: SectionFloors, share: float, *, is_whole: bool) -> tuple[Floats, Floats, Floats]:
+    """What sections take for a micro-batch where the clock takes off such a share of what it can, [sections] each.
+
+    In all; where later ranks wait for it to come in and, of whole backwards, to go out; on the way there and back.
+    """
+    forward = floors.forward - share * floors.forward_gain
+    backward = floors.backward - share * floors.backward_gain
+    if is_whole:
+        return forward + backward, forward + backward, forward + backward
+    return forward + backward + floors.cutting, forward, forward + backward - floors.delayed
 
 
 def _evening_weights(paths: Floats) -> Floats:
@@ -257,22 +262,18 @@ def fastest_boundaries(
     sends_s = shapes.hand_overs(recipe.micro_batches, overlaps=recipe.overlap_pipeline)[0] * send_s
     refused = np.where(fits, 0.0, np.inf) + sends_s[:, None]
     latency, latency_gain = latencies(floors, shapes, send_s)
-    is_whole, total = shapes.is_whole[0, 0], shapes.counts[0].sum(axis=0)
+    is_whole, total = bool(shapes.is_whole[0, 0]), shapes.counts[0].sum(axis=0)
     missed = shapes.missed(recipe.micro_batches)[:, None] if shapes.alternates[0, 0] else None
     more_sends_s = 0.0 if missed is None else turning_hops(missed, overlaps=recipe.overlap_pipeline) * send_s
 
     def path_costs(share: float) -> Costs:
-        forward, backward = (
-            seconds - share * gain
-            for seconds, gain in ((floors.forward, floors.forward_gain), (floors.backward, floors.backward_gain))
-        )
-        work = loads.counts @ (forward + backward + (not is_whole) * floors.cutting)
-        begins, ranks = loads.before @ (forward + is_whole * backward), refused + recipe.micro_batches * work
+        whole, entering, there = _ways_of(floors, share, is_whole=is_whole)
+        work = loads.counts @ whole
+        begins, ranks = loads.before @ entering, refused + recipe.micro_batches * work
         if missed is None:
             return Costs(loads, begins, ranks)
-        there = (total - loads.before) @ (forward + backward - (not is_whole) * floors.delayed)
         turning = np.where(np.isnan(missed), -np.inf, ranks + more_sends_s - missed * work)
-        return Costs(loads, begins, ranks, turning, 2.0 * there)
+        return Costs(loads, begins, ranks, turning, 2.0 * ((total - loads.before) @ there))
 
     def bound(greatest: Floats, share: float) -> Floats:
         return np.maximum(greatest, latency - share * latency_gain) + model.step_overhead_s
