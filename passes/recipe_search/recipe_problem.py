@@ -130,7 +130,13 @@ class RecipeProblem:
         kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
         parts = list(kinds.values())
         if known is not None:
-            parts.append(FoundRecipe(known, self.pricer.time_s(known), math.inf, True, False, 1, 0, 0.0))
+            objective = self.pricer.time_s(known)
+            parts.append(
+                FoundRecipe(
+                    recipe=known, objective=objective, lower_bound=0.0, is_complete=False, was_interrupted=False,
+                    priced=1, nodes=0, search_time_s=0.0,
+                )
+            )  # fmt: skip
         first = min(parts, key=lambda each: each.objective, default=None)
         is_cut = len(kinds) < len(self.kinds) or any(each.was_interrupted for each in kinds.values())
         if is_cut and first is not None:
