@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel
 
 if TYPE_CHECKING:
+    from passes.sections.fold_program import FoldedProgram
     from passes.sections.price_model import PricedModel
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
@@ -60,7 +62,8 @@ def price(
         RecipeError: the recipe does not fit the model or the cluster, or offloads more than its hosts hold.
         NotAvailableError: the recipe offloads optimizer state or parameters.
         UnknownHardwareError: it offloads activations, and the device's data have no host link.
-        TraceError: the model cannot be traced, or does other things for two sequences than for one.
+        TraceError: the model cannot be traced, or does other things for three sequences than for two, and for two than
+            for one.
 
     Example:
         >>> from autoshard import Cluster
@@ -108,18 +111,37 @@ def priced_model(
 
 
 def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
-    from passes.sections.fold_program import fold_program
     from passes.sections.price_model import PricedModel
 
     short = tracing.shorten(model)
 
+    @cache
     def traced(batch: int) -> Program:
         resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
         args, kwargs = split_inputs(resized)
         with torch.enable_grad():
             return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn)
 
-    return PricedModel(fold_program(traced(1), traced(2), short.lists))
+    return PricedModel(_folded(traced, short.lists))
+
+
+def _folded(traced: Callable[[int], Program], lists: Sequence[tracing.BlockList]) -> FoldedProgram:
+    """A model's folded form from its traces with one and two sequences, or, where these differ, with two and three.
+
+    Raises:
+        TraceError: the model does other things for each number of sequences.
+    """
+    from passes.sections.fold_program import fold_program
+    from passes.sections.one_sequence import program_of_one
+
+    try:
+        return fold_program(traced(1), traced(2), lists)
+    except TraceError as error:
+        refused = error
+    try:
+        return fold_program(program_of_one(traced(2), traced(3)), traced(2), lists)
+    except TraceError as error:
+        raise TraceError(f"{refused} Nor can it be told from more sequences: {error}") from error
 
 
 def _resized(leaf: Any, batch: int) -> Any:

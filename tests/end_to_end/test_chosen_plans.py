@@ -114,13 +114,14 @@ def check(case: Case, plan: Plan) -> None:
 
 def within(choose: Callable[..., Plan], budget: int) -> Plan:
     """The fastest plan within so many bytes, or, where none is found, within as many as the error says would do."""
+    enough = budget
     try:
         plan = choose(memory_budget=budget)
     except DoesNotFitError as error:
-        assert error.smallest_bytes > budget
-        budget = error.smallest_bytes
-        plan = choose(memory_budget=budget)
-    assert plan.predicted.peak_memory_bytes <= budget
+        enough = error.smallest_bytes
+        plan = choose(memory_budget=enough)
+    assert budget <= enough
+    assert plan.predicted.peak_memory_bytes <= enough
     return plan
 
 

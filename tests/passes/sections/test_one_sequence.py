@@ -1,0 +1,183 @@
+"""The program of one sequence follows from those of two and of three."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, Recipe, TraceError, tracing
+from autoshard.ir.program import Program, tensor_values
+from passes.sections.fold_program import fold_program, is_layout
+from passes.sections.one_sequence import program_of_one
+from passes.sections.price_model import PricedModel, RecipeKind
+from tests.passes.decoders import dense, sparse, tokens
+from tests.zoo.table import ARCHITECTURES
+
+RECIPES = {
+    "whole": Recipe(),
+    "tensor": Recipe(tensor=2),
+    "sequence": Recipe(tensor=2, sequence_parallel=True),
+    "context": Recipe(context=2),
+    "kernels": Recipe(tensor=2, context=2, kernels="triton"),
+}
+
+
+@pytest.mark.parametrize("model", [dense(), sparse()], ids=["dense", "sparse"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_counted_is_what_one_sequence_shows(model: nn.Module, recipe: str) -> None:
+    """Where the program of one sequence can be traced, sections are the same by either."""
+    short = tracing.shorten(model)
+    one, two, three = (tracing.trace(short.model, tokens(batch), {}) for batch in (1, 2, 3))
+    traced, found = (
+        PricedModel(fold_program(single, two, short.lists)) for single in (one, program_of_one(two, three))
+    )
+    kind = RecipeKind.of(RECIPES[recipe])
+    assert found.sections(kind) == traced.sections(kind)
+    assert found.tokens == traced.tokens
+
+
+class Mixer(nn.Module):
+    """A linear layer over tokens, whose product autograd turns round for one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_tokens, self.over_features = nn.Linear(12, 24), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.over_tokens(self.over_features(x).transpose(1, 2))
+
+
+def _square(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model that one sequence tells nothing of.
+
+    Args:
+        model: it.
+        inputs: of so many sequences.
+        loss_fn: its loss.
+    """
+
+    model: nn.Module
+    inputs: Callable[[int], Any]
+    loss_fn: Callable[..., torch.Tensor] | None = _square
+
+
+def _vectors() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def _mamba() -> Case:
+    model, inputs = ARCHITECTURES["mamba"].build()
+    return Case(model, lambda batch: {name: item[:1].expand(batch, -1) for name, item in inputs.items()}, None)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "transformer": lambda: Case(
+        nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
+        lambda batch: (torch.zeros(batch, 6, 16), torch.zeros(batch, 5, 16)),
+    ),
+    "batch norm of vectors": lambda: Case(_vectors(), lambda batch: (torch.zeros(batch, 12),)),
+    "mixer": lambda: Case(Mixer(), lambda batch: (torch.zeros(batch, 12, 16),)),
+    "mamba": _mamba,
+}
+
+
+def _traced(case: Case, batch: int) -> Program:
+    inputs = case.inputs(batch)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return tracing.trace(case.model, args, kwargs, loss_fn=case.loss_fn)
+
+
+def _shapes(program: Program) -> list[tuple[str, list[tuple[int, ...]]]]:
+    return [
+        (str(node.target), [tuple(value.shape) for value in tensor_values(node) if value is not None])
+        for node in program.graph.nodes
+        if node.op == "placeholder" or (node.op == "call_function" and not is_layout(node))
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's models
+@pytest.mark.parametrize("name", CASES)
+def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:
+    """What is found for five is what a trace of five has, in every call; one sequence alone is refused."""
+    case = CASES[name]()
+    two, three, five = (_traced(case, batch) for batch in (2, 3, 5))
+    single = program_of_one(two, three)
+    fold_program(single, two, ())
+    with pytest.raises(TraceError):
+        fold_program(_traced(case, 1), two, ())
+    for (target, one), (_, twin), (same, many) in zip(_shapes(single), _shapes(two), _shapes(five), strict=True):
+        assert target == same
+        for first, second, fifth in zip(one, twin, many, strict=True):
+            assert fifth == tuple(a + 4 * (b - a) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's models
+@pytest.mark.parametrize("name", CASES)
+def test_such_models_are_priced_and_planned(name: str) -> None:
+    """A recipe has a price, whatever the example's batch, and a search finds one at most as dear."""
+    case = CASES[name]()
+    cluster = Cluster("h100_sxm", nodes=1, devices_per_node=2)
+    recipe = Recipe(data=2, global_batch=8, micro_batch=2, precision="f32", master_weights=False)
+    price = [
+        autoshard.price(case.model, cluster, recipe, example_inputs=case.inputs(batch), loss_fn=case.loss_fn)
+        for batch in (1, 4)
+    ]
+    times = [item.predicted.step_time_s for item in price]
+    assert times[0] == times[1] > 0
+    found = autoshard.plan(
+        case.model, cluster, example_inputs=case.inputs(4), loss_fn=case.loss_fn, optimizer="adamw", global_batch=8,
+        precision="f32",
+    )  # fmt: skip
+    assert found.objective is not None
+    assert found.objective <= times[0] * (1 + 1e-9)
+    assert math.isclose(found.predicted.step_time_s, found.objective, rel_tol=1e-9)
+
+
+class Fickle(nn.Module):
+    """Does something else for each number of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (y.relu(), y.sigmoid(), y.tanh())[x.shape[0] % 3].sum()
+
+
+def test_a_model_that_does_other_things_for_three_is_refused() -> None:
+    """The message names the operators of both attempts."""
+    with pytest.raises(TraceError, match=r"two sequences than for one: .*sigmoid.* Nor .* for three .*relu") as refused:
+        autoshard.price(Fickle(), Cluster("h100_sxm", 1, 2), Recipe(data=2), example_inputs=(torch.ones(1, 4),))
+    assert "tanh" in str(refused.value)
+
+
+class Pairs(nn.Module):
+    """Compares every sequence with every other, in one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (y @ y.t()).flatten().exp().cumsum(0).sum()
+
+
+def test_sizes_that_are_none_for_one_sequence_are_refused() -> None:
+    """A dim of four for two sequences and nine for three would be -1 for one; the call is named."""
+    two, three = (tracing.trace(Pairs(), (torch.ones(batch, 4),), {}) for batch in (2, 3))
+    with pytest.raises(TraceError, match=r"aten.* has a tensor of \[4\] for two sequences, and of \[9\] for three"):
+        program_of_one(two, three)
