@@ -186,24 +186,27 @@ def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages
         ((4, 3, 2, 1), (8, 8, 8, 8))
     """
     _check(schedule, ranks, micro_batches, virtual_stages)
-    shape = _Shape(ranks, virtual_stages, micro_batches)
-    return tuple(_most_in_flight(schedule, shape, rank) for rank in range(ranks))
+    (row,) = in_flight_table(schedule, ranks, micro_batches, [virtual_stages]).tolist()
+    return tuple(row)
 
 
-def _most_in_flight(schedule: str, shape: _Shape, rank: int) -> int:
-    p, m = shape.ranks, shape.micro_batches
-    every = shape.virtual_stages * m
+def in_flight_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: Sequence[int]) -> NDArray[np.int64]:
+    """`most_in_flight` with several numbers of virtual stages, all of them admitted, [virtual_stages, ranks]."""
+    p, m, rank = ranks, micro_batches, np.arange(ranks)
+    v = np.array(virtual_stages, dtype=np.int64)[:, None]
+    every = v * m + 0 * rank
+    in_rounds = (v - 1) * _Shape(p, 1, m).round_size
     match schedule:
         case "1F1B":
-            return min(p - rank, every)
+            return np.minimum(p - rank, every)
         case "Interleaved1F1B":
-            return min(_warm_up(shape, rank, 2) + 1, every)
+            return np.minimum(in_rounds + 2 * (p - 1 - rank) + 1, every)
         case "InterleavedZeroBubble":
-            return min(_warm_up(shape, rank, 1) + 1 + rank, every)
+            return np.minimum(np.minimum(in_rounds + p - 1 - rank, every) + 1 + rank, every)
         case "ZBVZeroBubble":
-            return min(2 * p - rank - 1, m) + min(rank + 1, m)
+            return np.minimum(2 * p - rank - 1, m) + np.minimum(rank + 1, m) + 0 * every
         case "DualPipeV":
-            return 2 * p + 1
+            return 2 * p + 1 + 0 * every
         case _:
             return every
 

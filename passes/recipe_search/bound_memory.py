@@ -1,8 +1,8 @@
 """Lower bounds on the memory of recipes, from what sections keep and hold.
 
-A schedule's fullest rank holds as many micro-batches of each of its stages as the pipeline has ranks, or all that there
-are: the first rank, and under "zbv" the last one. So where that rank's stages are known, so is a bound, whatever
-the schedule, virtual stages and sharding; and the least of all pipelines bounds a layout, before anything is priced.
+Rank r of P holds P - r micro-batches of each of its stages at its peak, or all m that there are, or more, whatever the
+schedule and its virtual stages; under "zbv" that is so with the ranks counted from the other end. So where the stages of
+ranks are known, so is a bound; and the least of all pipelines bounds a layout, before anything is priced.
 
 Where blocks are shared out in any way, with one stage on each of P ranks, rank r holds h(r) >= min(P - r, m)
 micro-batches and has n(r, k) of the N(k) sections k, each with state s(k) and, for a micro-batch, q(k). So the greatest
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
-from passes.recipe_search.bound_recipes import ROUNDING, Floats, PipeShapes, held_by, pipe_shape
+from passes.recipe_search.bound_recipes import ROUNDING, Floats, PipeShapes, held_by, pipe_shapes
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Pipe, may_be_uneven
 from passes.recipes.price_memory import is_offloaded, kept_bytes, state_bytes
 from passes.recipes.recipe_groups import Groups
@@ -98,43 +98,53 @@ def uneven_memory_floor(
 
 
 @dataclass(frozen=True, slots=True)
-class FullRanks:
-    """The fullest ranks of pipelines of several sizes.
+class PipeRanks:
+    """The ranks of pipelines of several sizes, one pipeline after the other.
 
     Args:
-        counts: how often each has each section, [pipes, sections].
-        sizes: ranks of its pipeline, [pipes].
-        may_be_uneven: whether blocks may be shared out unevenly over so many ranks, [pipes].
+        counts: how often each rank has each section, [ranks of all].
+        held: micro-batches that each holds if there are so many, at least, [ranks of all].
+        sizes: ranks of its pipeline, [ranks of all].
+        first: where each pipeline begins, [pipes].
+        uneven: the same of one pipeline of each size over which blocks may be shared out unevenly.
     """
 
     counts: Floats
+    held: Floats
     sizes: Floats
-    may_be_uneven: NDArray[np.bool_]
+    first: NDArray[np.intp]
+    uneven: NDArray[np.intp]
 
 
 @lru_cache(maxsize=1024)
-def full_ranks(names: tuple[str, ...], blocks: tuple[str, ...], sizes: tuple[int, ...]) -> FullRanks:
+def pipe_ranks(names: tuple[str, ...], blocks: tuple[str, ...], sizes: tuple[int, ...]) -> PipeRanks:
     """Those of all pipelines of some sizes, whatever their schedule; `names` is the order of sections."""
-    rows = [(size, *row) for size in sizes for row in _full_counts(names, blocks, size)]
-    table = np.array(rows, dtype=float).reshape(len(rows), len(names) + 1)
-    return FullRanks(table[:, 1:], table[:, 0], np.array([may_be_uneven(len(blocks), int(row[0])) for row in rows]))
+    tables = [table for size in sizes for table in _rank_counts(names, blocks, size)]
+    ranks = [len(table) for table in tables]
+    begins = np.cumsum([0, *ranks])[:-1]
+    one_each = dict(zip(reversed(ranks), reversed(begins.tolist()), strict=True))
+    return PipeRanks(
+        np.concatenate(tables),
+        np.concatenate([np.arange(count, 0.0, -1.0) for count in ranks]),
+        np.repeat(ranks, ranks).astype(float),
+        begins,
+        np.array([begin for count, begin in one_each.items() if may_be_uneven(len(blocks), count)], dtype=np.intp),
+    )
 
 
 @lru_cache(maxsize=1024)
-def _full_counts(names: tuple[str, ...], blocks: tuple[str, ...], size: int) -> tuple[tuple[float, ...], ...]:
-    """How often the fullest rank of each pipeline of a size has each section; equal ones once."""
+def _rank_counts(names: tuple[str, ...], blocks: tuple[str, ...], size: int) -> tuple[Floats, ...]:
+    """How often the ranks of each pipeline of a size have each section, [ranks, sections]; equal ones once."""
     if size == 1:
-        return (tuple(pipe_shape(names, blocks, Pipe())[0][0]),)
-    found: dict[tuple[float, ...], None] = {}
+        return (pipe_shapes(names, blocks, (Pipe(),)).counts[0],)
+    pipes = []
     for split_ends in (False, True):
         most = (len(blocks) + 2 * split_ends) // size
-        for virtual in range(1, most + 1):
-            counts = pipe_shape(names, blocks, Pipe(size, "zero-bubble", virtual, split_ends))[0]
-            found[tuple(counts[0])] = None
-        if most >= 2:
-            found[tuple(pipe_shape(names, blocks, Pipe(size, "dualpipev", 2, split_ends))[0][0])] = None
-            found[tuple(pipe_shape(names, blocks, Pipe(size, "zbv", 2, split_ends))[0][-1])] = None
-    return tuple(found)
+        pipes += [Pipe(size, "zero-bubble", virtual, split_ends) for virtual in range(1, most + 1)]
+        pipes += [Pipe(size, "zbv", 2, split_ends)] if most >= 2 else []
+    counts = pipe_shapes(names, blocks, tuple(pipes)).counts
+    v_shaped = np.array([pipe.schedule == "zbv" for pipe in pipes])
+    return tuple(np.unique(np.concatenate([counts, counts[v_shaped, ::-1]]), axis=0))
 
 
 def again_bytes(size: SectionSizes, name: str, recompute: str) -> int:
@@ -156,7 +166,7 @@ def buffer_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
 
 def layout_memory_floors(
     sections: Mapping[str, SectionSizes],
-    ranks: FullRanks,
+    ranks: PipeRanks,
     recipe: Recipe,
     states: tuple[Floats, Floats],
     keepings: Sequence[Keeping],
@@ -170,7 +180,7 @@ def layout_memory_floors(
         ranks: of the pipelines that the recipes have.
         recipe: one of the recipes.
         states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [shardings,
-            pipes].
+            ranks of all].
         keepings: what may become of blocks' values.
         whole: how often the model has each section, [sections], where blocks may be shared out unevenly; else None.
 
@@ -185,7 +195,7 @@ def layout_memory_floors(
     kinds = [_KINDS[each] for each in keepings]
     kept = np.array([[held_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
     again = [[again_bytes(size, name, kind.recompute) for kind in kinds] for name, size in sections.items()]
-    held, has = np.minimum(ranks.sizes, micro_batches), ranks.counts > 0
+    held, has = np.minimum(ranks.held, micro_batches), ranks.counts > 0
     passing = held[:, None] * (ranks.counts @ kept)
     passing += (has[:, :, None] * np.array(again, dtype=float)).max(axis=1)
     if any(each.offload != "none" for each in keepings):
@@ -193,13 +203,12 @@ def layout_memory_floors(
         passing += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
     held_states = states[0] * (ranks.counts @ dense) + states[1] * (ranks.counts @ expert)
     floors = held_states[:, :, None] + (passing + (has * workspace).max(axis=1)[:, None])
-    least = floors.min(axis=1)
-    piped = ranks.may_be_uneven
-    if whole is not None and piped.any():
-        sizes, first = np.unique(ranks.sizes[piped], return_index=True)
-        dense_state, expert_state = (values[:, piped][:, first, None] for values in states)
+    least = np.maximum.reduceat(floors, ranks.first, axis=1).min(axis=1)
+    if whole is not None and len(ranks.uneven):
+        dense_state, expert_state = (values[:, ranks.uneven, None] for values in states)
         each = dense_state * dense + expert_state * expert
-        uneven = _uneven_floors(whole, each, kept, sizes, micro_batches[piped][first]) + workspace.min()
+        sizes, micro = ranks.sizes[ranks.uneven], micro_batches[ranks.uneven]
+        uneven = _uneven_floors(whole, each, kept, sizes, micro) + workspace.min()
         least = np.minimum(least, uneven.min(axis=1))
     return whole_bytes(least)
 

@@ -47,7 +47,7 @@ Every bound is taken less one part in 10^9, for rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
@@ -59,10 +59,10 @@ from numpy.typing import NDArray
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
-from cost_models.schedule_orders import most_in_flight, stage_ranks
+from cost_models.schedule_orders import V_SHAPED, in_flight_table
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_space import Pipe, schedule_of
-from passes.recipes.pipeline_stages import WHOLE_BACKWARDS, even_blocks
+from passes.recipes.pipeline_stages import WHOLE_BACKWARDS
 from passes.recipes.price_ends import EndWork
 from passes.recipes.price_recipe import adding_time, copies_time, section_products, section_time, sharded_time
 from passes.recipes.recipe_groups import Groups
@@ -222,22 +222,60 @@ class PipeShapes:
 @lru_cache(maxsize=4096)
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
     """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
-    held = [most_in_flight(schedule_of(pipe), pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
-    return np.array(held, dtype=float) / np.array([[pipe.virtual_stages] for pipe in pipes])
+    held = np.empty((len(pipes), pipes[0].pipeline))
+    for schedule, (places, virtual) in _by_schedule(pipes).items():
+        held[places] = in_flight_table(schedule, pipes[0].pipeline, micro_batches, virtual) / virtual[:, None]
+    return held
+
+
+@lru_cache(maxsize=1024)
+def _by_schedule(pipes: tuple[Pipe, ...]) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Which of some pipelines have a schedule, and their virtual stages."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for place, pipe in enumerate(pipes):
+        found.setdefault(schedule_of(pipe), []).append((place, pipe.virtual_stages))
+    return {schedule: tuple(np.array(items, dtype=np.int64).T) for schedule, items in found.items()}
 
 
 @lru_cache(maxsize=1024)
 def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> PipeShapes:
-    """The shapes of pipelines; `names` is the order of sections, `blocks` the model's."""
-    parts = [pipe_shape(names, blocks, pipe) for pipe in pipes]
-    counts, before, sends = (np.stack(part) for part in zip(*parts, strict=True))
-    schedules = [schedule_of(pipe) for pipe in pipes]
-    return PipeShapes(
-        counts, before, sends, pipes,
-        np.array([[schedule in WHOLE_BACKWARDS] for schedule in schedules]),
-        np.array([[schedule == "1F1B"] for schedule in schedules]),
-        np.array([[pipe.virtual_stages == 1 and pipe.schedule in _ALTERNATE] for pipe in pipes]),
-    )  # fmt: skip
+    """The shapes of pipelines of as many ranks; `names` is the order of sections, `blocks` the model's."""
+    ranks, sections, passed = pipes[0].pipeline, len(names), passed_blocks(names, blocks)
+    is_v, is_whole, swaps = np.zeros((3, len(pipes)), dtype=bool)
+    for schedule, (places, _) in _by_schedule(pipes).items():
+        is_v[places] = schedule in V_SHAPED
+        is_whole[places] = schedule in WHOLE_BACKWARDS
+        swaps[places] = schedule == "1F1B"
+    of, stage, ends = _stage_ends(pipes, len(blocks))
+    is_first, is_last = stage == 0, np.append(stage[1:] == 0, True)
+    begins = np.where(is_first, 0, np.roll(ends, 1))
+    held = passed[ends] - passed[begins]
+    held[is_first, names.index(BEFORE)] += 1
+    held[is_last, names.index(AFTER)] += 1
+    owners = np.where(is_v[of] & (stage >= ranks), 2 * ranks - 1 - stage, stage % ranks)
+    counts, sends = np.zeros((len(pipes), ranks, sections)), np.zeros((len(pipes), ranks))
+    np.add.at(counts, (of, owners), held)
+    (handed,) = np.nonzero(~is_last[:-1] & (owners[1:] != owners[:-1]))
+    for places in (handed, handed + 1):
+        np.add.at(sends, (of[places], owners[places]), 1.0)
+    is_before = stage < ranks
+    before = passed[begins[is_before]].reshape(counts.shape)
+    before[:, 1:, names.index(BEFORE)] += 1
+    alternates = np.array([pipe.virtual_stages == 1 and pipe.schedule in _ALTERNATE for pipe in pipes])
+    return PipeShapes(counts, before, sends, pipes, is_whole[:, None], swaps[:, None], alternates[:, None])
+
+
+def _stage_ends(pipes: Sequence[Pipe], blocks: int) -> tuple[NDArray[np.int64], ...]:
+    """By stage of one pipeline after the other: the pipeline, the stage's number, and blocks up to its end."""
+    stages, split = np.array([(pipe.pipeline * pipe.virtual_stages, pipe.split_ends) for pipe in pipes]).T
+    first, of = np.cumsum(stages) - stages, np.repeat(np.arange(len(pipes)), stages)
+    stage = np.arange(len(of)) - first[of]
+    bounds = np.rint((stage + 1) * (blocks + 2 * split)[of] / stages[of]).astype(np.int64)
+    ends = np.minimum(bounds - split[of], blocks)  # as `pipeline_stages.even_blocks`
+    for place, pipe in enumerate(pipes):
+        if pipe.uneven:
+            ends[first[place] : first[place] + stages[place]] = np.cumsum(pipe.stage_blocks)
+    return of, stage, ends
 
 
 @lru_cache(maxsize=256)
@@ -246,24 +284,6 @@ def passed_blocks(names: tuple[str, ...], blocks: tuple[str, ...]) -> Floats:
     places = np.array([names.index(name) for name in blocks], dtype=int)
     one_each = np.eye(len(names))[places]
     return np.concatenate([np.zeros((1, len(names))), one_each.cumsum(axis=0)])
-
-
-@lru_cache(maxsize=8192)
-def pipe_shape(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, Floats]:
-    """Counts, what comes before, and hand-overs of one pipeline."""
-    shares = pipe.stage_blocks
-    if not pipe.uneven:
-        shares = even_blocks(len(blocks), pipe.pipeline * pipe.virtual_stages, split_ends=pipe.split_ends)
-    stages = np.diff(passed_blocks(names, blocks)[np.cumsum([0, *shares])], axis=0)
-    stages[0, names.index(BEFORE)] += 1
-    stages[-1, names.index(AFTER)] += 1
-    owners = np.array(stage_ranks(schedule_of(pipe), pipe.pipeline, pipe.virtual_stages))
-    counts = np.zeros((pipe.pipeline, len(names)))
-    np.add.at(counts, owners, stages)
-    handed = (owners[1:] != owners[:-1]).astype(float)
-    sends = np.bincount(owners[:-1], handed, pipe.pipeline) + np.bincount(owners[1:], handed, pipe.pipeline)
-    before = np.concatenate([np.zeros((1, len(names))), np.cumsum(stages, axis=0)])[: pipe.pipeline]
-    return counts, before, sends.astype(float)
 
 
 @dataclass(frozen=True, slots=True)

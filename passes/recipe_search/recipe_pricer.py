@@ -23,10 +23,10 @@ from passes.recipe_search.bound_boundaries import (
     uneven_floor,
 )
 from passes.recipe_search.bound_memory import (
-    FullRanks,
-    full_ranks,
+    PipeRanks,
     layout_memory_floors,
     memory_floors,
+    pipe_ranks,
     rank_floors,
     uneven_memory_floor,
 )
@@ -138,24 +138,24 @@ class RecipePricer:
 
         `uneven`: whether blocks may be shared out unevenly.
         """
-        ranks, state = self._full_ranks(first, most), self._state(first)
+        ranks, state = self._pipe_ranks(first, most), self._state(first)
         shares = (first.tensor, first.expert * first.expert_tensor)
         dense, expert = (state * share * ranks.sizes[None] / first.devices for share in shares)
         return self._memory_floors(first, ranks, (dense, expert), keepings, uneven=uneven)[0]
 
-    def _full_ranks(self, first: Recipe, most: int) -> FullRanks:
-        """The fullest ranks of the pipelines of a layout, with those of the first or more, to `most`."""
+    def _pipe_ranks(self, first: Recipe, most: int) -> PipeRanks:
+        """The ranks of the pipelines of a layout, with those of the first or more, to `most`."""
         pipes = tuple(
             size
             for size in divisors(first.pipeline * first.data)
             if first.pipeline <= size <= most and size <= len(self.counted.blocks) + 2
         )
-        return full_ranks(tuple(self.sizes(first)), self.counted.blocks, pipes)
+        return pipe_ranks(tuple(self.sizes(first)), self.counted.blocks, pipes)
 
     def _memory_floors(
         self,
         first: Recipe,
-        ranks: FullRanks,
+        ranks: PipeRanks,
         states: tuple[Floats, Floats],
         keepings: Sequence[Keeping],
         *,
@@ -179,7 +179,7 @@ class RecipePricer:
         It is of those that shard most of them; the recipes differ in sharding.
         """
         first = recipes[0]
-        ranks = self._full_ranks(first, first.pipeline)
+        ranks = self._pipe_ranks(first, first.pipeline)
         states = np.array([self._states(recipe) for recipe in recipes])[:, :, None] * np.ones(len(ranks.sizes))
         keeping = Keeping(first.recompute, first.offload)
         return self._memory_floors(first, ranks, (states[:, 0], states[:, 1]), [keeping], uneven=uneven)[:, 0]

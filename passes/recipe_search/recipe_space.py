@@ -259,13 +259,18 @@ class RecipeSpace:
         return self._by_ranks[key]
 
     def _allowed_pipes(self, ranks: int, micro_batches: int, share: Share) -> Pipes:
+        known = self._known_pipes(ranks, micro_batches, share)
+        schedules = {each for each in {pipe.schedule for pipe in known} if self._allows("schedule", each or None)}
+        virtual = {each for each in {pipe.virtual_stages for pipe in known} if self._allows("virtual_stages", each)}
+        splits = {each for each in (False, True) if self._allows("split_ends", each)}
+        kinds = {False: self._allows("stage_blocks", None), True: self.has_uneven}
         allowed = [
             pipe
-            for pipe in self._known_pipes(ranks, micro_batches, share)
-            if self._allows("schedule", pipe.schedule or None)
-            and self._allows("virtual_stages", pipe.virtual_stages)
-            and self._allows("split_ends", pipe.split_ends)
-            and (self.has_uneven if pipe.uneven else self._allows("stage_blocks", None))
+            for pipe in known
+            if pipe.schedule in schedules
+            and pipe.virtual_stages in virtual
+            and pipe.split_ends in splits
+            and kinds[pipe.uneven]
         ]
         closed, several = (tuple(pipe for pipe in allowed if pipe.is_open is each) for each in (False, True))
         return Pipes(closed, several)
@@ -367,13 +372,17 @@ def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
     """Pipelines of so many ranks whose schedule admits so many micro-batches."""
     if ranks == 1:
         return (Pipe(),)
-    found = []
+    found: list[Pipe] = []
+    least = dict(reversed(schedules(2)))
+    runs = {
+        schedule
+        for schedule, virtual in least.items()
+        if admits(name_of_schedule(schedule, virtual), ranks, micro_batches, virtual)
+    }  # with more virtual stages, too
     for split_ends in (False, True):
         most = (blocks + 2 * split_ends) // ranks
-        for schedule, virtual in schedules(most):
-            pipe = Pipe(ranks, schedule, virtual, split_ends)
-            if virtual <= most and admits(schedule_of(pipe), ranks, micro_batches, virtual):
-                found.append(pipe)
+        known = [(schedule, virtual) for schedule, virtual in schedules(most) if schedule in runs and virtual <= most]
+        found += [Pipe(ranks, schedule, virtual, split_ends) for schedule, virtual in known]
     if may_be_uneven(blocks, ranks):
         known = ("gpipe", "1f1b", "zero-bubble")
         pipes = [Pipe(ranks, schedule, uneven=True) for schedule in known]

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -328,7 +329,10 @@ class _Search:
         if closed:
             shardings = (self._recipe(child) for child in self._sharded(node))
             bounds = objective.schedules(recipe, shardings, closed)
-            for pipe, pipe_bound in zip(closed, bounds, strict=True):
+            most = min(sys.float_info.max, self._enough)
+            hopeful = [(each, pipe) for each, pipe in zip(bounds, closed, strict=True) if each <= most]
+            self.nodes += len(closed) - len(hopeful)
+            for pipe_bound, pipe in hopeful:
                 self._push(pipe_bound, node, pipe=pipe)
         for pipe in several:
             self._push(max(bound, objective.uneven(recipe, pipe)), node, pipe=pipe)
@@ -347,8 +351,8 @@ class _Search:
             self._split_stage(bound, node, node.pipe)
 
     def _bound_boundaries(self, bound: float, node: _Node, pipe: Pipe, *, has_ends: bool) -> None:
-        enough = math.inf if self.best is None else self.best[0]
-        boundaries = node.branch.objective.boundaries(self._recipe(node), pipe, has_ends=has_ends, enough=enough)
+        recipe = self._recipe(node)
+        boundaries = node.branch.objective.boundaries(recipe, pipe, has_ends=has_ends, enough=self._enough)
         self._push(max(bound, boundaries.floor), node, boundaries=boundaries)
 
     def _split_stage(self, bound: float, node: _Node, open_pipe: Pipe) -> None:
@@ -389,7 +393,12 @@ class _Search:
 
     def _is_hopeless(self, bound: float) -> bool:
         """Whether nothing with such a bound is as good as the best recipe."""
-        return math.isinf(bound) or (self.best is not None and bound > self.best[0])
+        return bound == math.inf or bound > self._enough
+
+    @property
+    def _enough(self) -> float:
+        """What the best recipe has: nothing with more is looked for."""
+        return math.inf if self.best is None else self.best[0]
 
     def _price(self, node: _Node) -> None:
         recipe = self._recipe(node)
