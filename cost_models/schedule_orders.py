@@ -186,14 +186,16 @@ def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages
         ((4, 3, 2, 1), (8, 8, 8, 8))
     """
     _check(schedule, ranks, micro_batches, virtual_stages)
-    (row,) = in_flight_table(schedule, ranks, micro_batches, [virtual_stages]).tolist()
+    (row,) = in_flight_table(schedule, ranks, micro_batches, np.array([virtual_stages])).tolist()
     return tuple(row)
 
 
-def in_flight_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: Sequence[int]) -> NDArray[np.int64]:
+def in_flight_table(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """`most_in_flight` with several numbers of virtual stages, all of them admitted, [virtual_stages, ranks]."""
     p, m, rank = ranks, micro_batches, np.arange(ranks)
-    v = np.array(virtual_stages, dtype=np.int64)[:, None]
+    v = virtual_stages[:, None]
     every = v * m + 0 * rank
     in_rounds = (v - 1) * _Shape(p, 1, m).round_size
     match schedule:

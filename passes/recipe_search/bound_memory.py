@@ -1,7 +1,7 @@
 """Lower bounds on the memory of recipes, from what sections keep and hold.
 
-Rank r of P holds P - r micro-batches of each of its stages at its peak, or all m that there are, or more, whatever the
-schedule and its virtual stages; under "zbv" that is so with the ranks counted from the other end. So where the stages of
+Rank r of P holds P - r micro-batches of each of its stages at its peak, or all that there are, or more, whatever the
+schedule and its virtual stages; under "zbv" that is so with ranks counted from the other end. So where the stages of
 ranks are known, so is a bound; and the least of all pipelines bounds a layout, before anything is priced.
 
 Where blocks are shared out in any way, with one stage on each of P ranks, rank r holds h(r) >= min(P - r, m)

@@ -80,6 +80,7 @@ class RecipePricer:
     _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
     _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
     _times: dict[Recipe, float] = field(default_factory=dict)
+    _bytes: dict[Recipe, int] = field(default_factory=dict)
 
     def groups(self, recipe: Recipe) -> Groups:
         """The groups of a recipe."""
@@ -110,8 +111,11 @@ class RecipePricer:
 
     def memory_bytes(self, recipe: Recipe) -> int:
         """The memory of a recipe's fullest rank, likewise."""
-        held = in_flight(recipe)
-        return memory_price(self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), held).total
+        if recipe not in self._bytes:
+            sections, stages = self.sections(recipe), self.stages(recipe)
+            price = memory_price(sections, stages, recipe, self.groups(recipe), in_flight(recipe))
+            self._bytes[recipe] = price.total
+        return self._bytes[recipe]
 
     def fits(self, recipe: Recipe, memory_limit: float) -> bool:
         """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""

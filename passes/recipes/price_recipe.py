@@ -206,7 +206,8 @@ def _step_price(
         for name, price in sections.items()
     }
     send_s = send_time(sections, recipe, groups, model)
-    pipe_s, bubble_s, in_flight = run_stages([stage_times(stage, times, recipe, send_s) for stage in stages], recipe)
+    of_kinds = {stage: stage_times(stage, times, recipe, send_s) for stage in dict.fromkeys(stages)}
+    pipe_s, bubble_s, in_flight = run_stages([of_kinds[stage] for stage in stages], recipe)
     ranks = rank_sections(stages, recipe)
     kinds = [dict(kind) for kind in dict.fromkeys(tuple(counts.items()) for counts in ranks)]
     ends = [end_times(load_of(counts, sections, times), recipe, groups, cluster, model) for counts in kinds]

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
 from cost_models.schedule_orders import most_in_flight
+from passes.recipe_search.bound_memory import pipe_ranks
+from passes.recipe_search.bound_recipes import pipe_shapes
 from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, RecipeSpace, Sharding, _pipes, schedule_of
+from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import priced_dense, priced_sparse
 
@@ -19,14 +22,29 @@ MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
 
 
 @given(st.integers(2, 9), st.integers(1, 40), st.data())
-def test_the_fullest_rank_of_a_schedule_holds_a_micro_batch_for_each_rank(
+def test_a_rank_holds_a_micro_batch_for_itself_and_each_rank_behind_it(
     ranks: int, micro_batches: int, data: st.DataObject
 ) -> None:
-    """Or all that there are, of each of its stages: the first rank, or the last one of a "zbv"."""
+    """Or all that there are, of each of its stages, whatever the schedule; under "zbv" ranks count from the last."""
     pipe = data.draw(st.sampled_from(_pipes(ranks, micro_batches, 3 * ranks)))
     held = most_in_flight(schedule_of(pipe), ranks, micro_batches, pipe.virtual_stages)
-    fullest = held[-1] if pipe.schedule == "zbv" else held[0]
-    assert fullest >= min(ranks, micro_batches) * pipe.virtual_stages
+    for behind, count in enumerate(held if pipe.schedule == "zbv" else reversed(held)):
+        assert count >= min(behind + 1, micro_batches) * pipe.virtual_stages
+
+
+@given(st.integers(1, 6), st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=15), st.data())
+def test_the_ranks_of_every_even_pipeline_are_among_those_that_bound_memory(
+    ranks: int, blocks: list[str], data: st.DataObject
+) -> None:
+    """Those of "zbv" from the last to the first."""
+    names = (BEFORE, "a", "b", AFTER)
+    even = [pipe for pipe in _pipes(ranks, 2 * ranks, len(blocks)) if not pipe.uneven]
+    if even:
+        pipe = data.draw(st.sampled_from(even))
+        counts = pipe_shapes(names, tuple(blocks), (pipe,)).counts[0][:: -1 if pipe.schedule == "zbv" else 1]
+        known = pipe_ranks(names, tuple(blocks), (ranks,))
+        assert any((counts == known.counts[first : first + ranks]).all() for first in known.first)
+        assert known.held.tolist() == [*range(ranks, 0, -1)] * len(known.first)
 
 
 @pytest.mark.parametrize(("name", "uneven"), [("dense", False), ("dense", True), ("sparse", True)])
