@@ -4,6 +4,10 @@
 would.
 """
 
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from autoshard import data
 from autoshard.api import compile, plan, prove, verify
 from autoshard.calibration import calibrate
@@ -36,6 +40,9 @@ from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.formulas import vectorise
+
+if TYPE_CHECKING:
+    from autoshard import testing as testing
 
 __all__ = [
     "AutoshardError",
@@ -76,3 +83,10 @@ __all__ = [
     "vectorise",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`autoshard.testing`, imported when it is first asked for."""
+    if name == "testing":
+        return import_module("autoshard.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

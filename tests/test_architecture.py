@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.data"),
-        "autoshard.pricing",
+        *("autoshard.pricing", "autoshard.testing"),
     ),
 }
 

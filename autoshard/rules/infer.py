@@ -86,7 +86,8 @@ def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) 
 
     Raises:
         RuleInferenceError: the operator is random, writes to an operand, gives no tensors, or refuses what is drawn.
-        OperatorError: it is no operator, or has a rule that was written; or the sample is no call's arguments.
+        OperatorError: it is no operator, or has a rule that was written; or the sample is no call's arguments, or
+            those of one that it refuses.
 
     Example:
         >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())
@@ -189,13 +190,23 @@ def _check_operator(call: Call, sample: Sequence[Tensor]) -> None:
     if any(x.is_meta for x in sample):
         raise RuleInferenceError(f"{name} must be run to find its rule; sample_inputs has tensors without data (meta).")
     before = [x.clone() for x in sample]
-    results, again = call.run(sample), call.run(sample)
+    results, again = _run(call, sample), _run(call, sample)
     if not results:
         raise RuleInferenceError(f"{name} gives no tensors ({schema}); there is nothing to split.")
     if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, sample, strict=True)):
         raise RuleInferenceError(f"{name} changes its operands, though its schema does not say so ({schema}).")
     if not all(agree(x, y) for x, y in zip(results, again, strict=True)):
         raise RuleInferenceError(f"{name} gives other results when it is run again: it is random. {_BY_HAND}")
+
+
+def _run(call: Call, sample: Sequence[Tensor]) -> Sequence[Tensor]:
+    try:
+        return call.run(sample)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise OperatorError(
+            f"{call.operator} refuses sample_inputs: {str(error).splitlines()[0]} Pass one call's arguments: a tuple "
+            "of positional or a dict of keyword arguments."
+        ) from error
 
 
 _BY_HAND = "Write its rule by hand, with @autoshard.sharding_rule."

@@ -1,12 +1,21 @@
-"""Public test tools: `check_plan`, and strategies for programs, meshes, specs, plans, schedules and clusters."""
+"""Public test tools: `check_plan`, and strategies for programs, meshes, specs, plans, schedules and clusters.
 
+The strategies are there where Hypothesis is installed.
+"""
+
+from importlib.util import find_spec
+from typing import NoReturn
+
+from autoshard.errors import NotAvailableError
 from autoshard.testing.calls import check_calls
 from autoshard.testing.check import check_plan
-from autoshard.testing.plans import plans, traced_call
-from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.testing.report import CheckReport, Comparison
-from autoshard.testing.strategies import clusters, meshes, schedules, shapes, specs
 from autoshard.testing.whole_step import WholeStep
+
+if find_spec("hypothesis") is not None:
+    from autoshard.testing.plans import plans, traced_call
+    from autoshard.testing.programs import DrawnProgram, programs
+    from autoshard.testing.strategies import clusters, meshes, schedules, shapes, specs
 
 __all__ = [
     "CheckReport",
@@ -24,3 +33,12 @@ __all__ = [
     "specs",
     "traced_call",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """What is not there: without Hypothesis, the strategies."""
+    if name in __all__:
+        raise NotAvailableError(
+            f"autoshard.testing.{name} needs Hypothesis, which is not installed: pip install 'autoshard[testing]'."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

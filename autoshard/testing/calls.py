@@ -18,7 +18,7 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
-from autoshard.testing.plans import greedy_plan
+from autoshard.testing.decided_plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
 from autoshard.testing.rounding import nudge
 from autoshard.tracing import trace

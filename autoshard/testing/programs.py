@@ -9,17 +9,15 @@ it to another one. All values are float32 (tokens: int64) and of order one.
 
 from __future__ import annotations
 
-import linecache
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
 
 from autoshard.testing.blocks import BLOCKS, Draw, SourceWriter, scale_and_shift
+from autoshard.testing.source import run_code
 from autoshard.testing.whole_step import WholeStep
 
 _VOCABULARY = 16
@@ -73,16 +71,6 @@ def run_source(source: str) -> DrawnProgram:
     """
     scope = run_code(source)
     return DrawnProgram(scope["model"], tuple(scope["inputs"]), source, scope.get("whole_step"))
-
-
-def run_code(source: str) -> dict[str, Any]:
-    """The names that `source` defines; the global random state is left as it was."""
-    filename = f"<drawn program {zlib.crc32(source.encode()):08x}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    scope: dict[str, Any] = {"__name__": "drawn_program"}
-    with torch.random.fork_rng(devices=[]):
-        exec(compile(source, filename, "exec"), scope)
-    return scope
 
 
 def _draw_program(draw: Draw, max_blocks: int, uneven: bool | None, whole_steps: bool | None) -> DrawnProgram:

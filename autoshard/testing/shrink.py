@@ -26,7 +26,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.hub import hub
 from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
-from autoshard.testing.programs import run_code
+from autoshard.testing.source import run_code
 from autoshard.tracing.operators import defining_module
 from passes.strategies.enumerate_strategies import resolve
 

@@ -36,8 +36,8 @@ def meshes(draw: st.DrawFn, *, max_axes: int = 3, max_ranks: int = 8) -> Mesh:
 @st.composite
 def specs(
     draw: st.DrawFn,
-    mesh: Mesh,
-    ndim: int,
+    mesh: Mesh | None = None,
+    ndim: int | None = None,
     *,
     reductions: Sequence[Reduction] = tuple(Reduction),
     mesh_order: bool = False,
@@ -46,12 +46,14 @@ def specs(
 
     Args:
         draw: Hypothesis's.
-        mesh: the mesh.
-        ndim: the number of dims.
+        mesh: the mesh; None draws one.
+        ndim: the number of dims; None draws it, up to three.
         reductions: what the value may be partial in, one of these on all partial axes; none for values that
             are whole.
         mesh_order: whether the axes on one dim come in the order of the mesh, as torch placements need.
     """
+    mesh = draw(meshes()) if mesh is None else mesh
+    ndim = draw(st.integers(0, 3)) if ndim is None else ndim
     axes = mesh.axis_names if mesh_order else draw(st.permutations(mesh.axis_names))
     dims: list[list[str]] = [[] for _ in range(ndim)]
     partial: dict[str, Reduction] = {}

@@ -20,7 +20,7 @@ from autoshard import Mesh, PlanMismatchError, RankMismatchError
 from autoshard.planner import Planner
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.engine import SimulatorEngine
-from autoshard.testing.plans import most_recomputed_plan, most_split_plan
+from autoshard.testing.decided_plans import most_recomputed_plan, most_split_plan
 from autoshard.tracing import trace
 from passes.lowering.lower import Lower
 from tests.end_to_end.training import assert_equal, train

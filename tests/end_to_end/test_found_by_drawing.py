@@ -10,7 +10,7 @@ import torch
 from autoshard import Mesh
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan, traced_call
-from autoshard.testing.plans import greedy_plan, most_split_plan
+from autoshard.testing.decided_plans import greedy_plan, most_split_plan
 from autoshard.testing.programs import run_source
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site

@@ -15,7 +15,7 @@ import autoshard
 from autoshard import Mesh, P
 from autoshard.ir.plan import Plan
 from autoshard.testing import check_plan
-from autoshard.testing.plans import most_split_plan, most_uneven_plan
+from autoshard.testing.decided_plans import most_split_plan, most_uneven_plan
 from autoshard.tracing import trace
 from tests.end_to_end.training import assert_equal, train
 

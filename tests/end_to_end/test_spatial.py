@@ -16,7 +16,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan
-from autoshard.testing.plans import greedy_plan
+from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site
 from tests.end_to_end.training import assert_close, whole

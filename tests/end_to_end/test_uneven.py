@@ -13,7 +13,7 @@ import autoshard
 from autoshard import Mesh, P
 from autoshard.runtime import boundary, engine
 from autoshard.testing import DrawnProgram, check_plan, programs
-from autoshard.testing.plans import most_uneven_plan
+from autoshard.testing.decided_plans import most_uneven_plan
 from autoshard.tracing import trace
 from passes.pipeline import prepare
 from tests.end_to_end.models import odd

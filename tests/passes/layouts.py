@@ -24,7 +24,7 @@ from autoshard.ir.program import InputKind, InputSlot, Program
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from autoshard.runtime.traced_optimizer import describe_update, names_of
-from autoshard.testing.plans import decided_plan
+from autoshard.testing.decided_plans import decided_plan
 from autoshard.tracing import trace
 from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type

@@ -214,6 +214,13 @@ def test_an_operator_has_one_rule() -> None:
         autoshard.infer_rule(torch.ops.aten.mm.default, sample)
 
 
+@pytest.mark.parametrize("sample", [[(_draw(6, 4), _draw(4))], (_draw(6, 4), _draw(5)), (_draw(6, 4),)])
+def test_a_sample_that_an_operator_refuses_is_refused(sample: Any) -> None:
+    """A list of calls, say; the message says what is meant."""
+    with pytest.raises(OperatorError, match=r"gate.default refuses sample_inputs: .* Pass one call's arguments"):
+        autoshard.infer_rule(gate, sample)
+
+
 def _noise(x: Tensor) -> Tensor:
     return x + torch.randn_like(x)
 

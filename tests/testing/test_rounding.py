@@ -12,7 +12,7 @@ from torch import nn
 
 from autoshard import Mesh, NotAvailableError, P
 from autoshard.testing import check, check_calls, check_plan, report
-from autoshard.testing.plans import most_split_plan
+from autoshard.testing.decided_plans import most_split_plan
 from autoshard.testing.rounding import nudge
 from autoshard.tracing import trace
 

@@ -16,8 +16,8 @@ from torch import nn
 import autoshard
 from autoshard import Mesh, P, PlanMismatchError, VerificationError
 from autoshard.testing import WholeStep, check_calls, check_plan
-from autoshard.testing.plans import most_split_plan
-from autoshard.testing.programs import run_code
+from autoshard.testing.decided_plans import most_split_plan
+from autoshard.testing.source import run_code
 from autoshard.tracing import trace
 
 MESH = Mesh({"data": 2})

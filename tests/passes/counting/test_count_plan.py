@@ -16,7 +16,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.rules.enumeration import Strategy
 from autoshard.runtime.sharded_module import Request
-from autoshard.testing.plans import greedy_plan, most_split_plan
+from autoshard.testing.decided_plans import greedy_plan, most_split_plan
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.counting.count_plan import PlanCounting

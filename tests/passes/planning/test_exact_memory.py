@@ -15,7 +15,8 @@ from autoshard import Mesh, tracing
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec as P
-from autoshard.testing.plans import most_uneven_plan, plans
+from autoshard.testing.decided_plans import most_uneven_plan
+from autoshard.testing.plans import plans
 from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice

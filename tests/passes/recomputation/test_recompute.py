@@ -18,7 +18,7 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE, Recompute, RecomputedNode
 from autoshard.kernels.offload import from_host, to_host
-from autoshard.testing.plans import most_split_plan
+from autoshard.testing.decided_plans import most_split_plan
 from autoshard.tracing import trace
 from passes.lowering.split_phases import SplitPhases
 from passes.pipeline import lower_program, prepare

@@ -13,7 +13,7 @@ import autoshard
 from autoshard import Mesh, NotAvailableError, P, VerificationError
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.testing import WholeStep
-from autoshard.testing.plans import most_split_plan
+from autoshard.testing.decided_plans import most_split_plan
 from autoshard.tracing import trace
 from passes.pipeline import lower_program
 from passes.verification.verify_phases import verify_phases

@@ -1,0 +1,159 @@
+"""Plans whose strategies are decided one after the other, in program order: greedily by a score, or as one is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import Offload
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.recompute import Recompute
+from autoshard.rules.enumeration import Strategy
+from cost_models.device import HostLink
+from cost_models.hardware import Cluster, node_type
+from passes.memory.liveness import find_lifetimes
+from passes.pipeline import PlanOptions, plan_of_choice, prepare
+from passes.planning.build_assignment import PlanningProblem, build_problem
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RecomputeOptions, find_options
+from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
+from passes.recomputation.with_again import host_bytes, with_again
+from passes.solver.assignment import Assignment
+from passes.strategies.enumerate_strategies import EnumerateStrategies, Site, operands_of
+from passes.strategies.price import Prices
+
+
+def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
+    """A legal plan with the strategy of the highest score at each site, as those before it in the program leave it."""
+    planning = unfolded_problem(program, mesh, laptop(mesh))
+
+    def pick(variable: int, options: np.ndarray) -> int:
+        site = planning.space.sites[planning.members[variable][0]]
+        return int(max(options, key=lambda option: score(site, site.strategies[int(option)])))
+
+    return decided_plan(planning, laptop(mesh), pick)
+
+
+def most_uneven_plan(program: Program, mesh: Mesh) -> Plan:
+    """A legal plan with as many uneven splits as a greedy choice in program order finds: what padding is tested on."""
+    return greedy_plan(program, mesh, partial(_uneven_splits, mesh))
+
+
+def most_split_plan(program: Program, mesh: Mesh) -> Plan:
+    """A legal plan with as many splits as a greedy choice in program order finds.
+
+    The planner repeats calls that are too small to be worth a collective, as those of most tests are.
+    """
+    return greedy_plan(program, mesh, _splits)
+
+
+def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
+    """A legal plan that recomputes what it may, as late as it may; of strategies, greedily, those that split most."""
+    cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)  # without a host to offload to
+    planning = unfolded_problem(program, mesh, cluster)
+
+    def pick(variable: int, options: np.ndarray) -> int:
+        site = planning.space.sites[planning.members[variable][0]]
+        count = len(site.strategies)
+
+        def rank(option: int) -> tuple[int, int]:
+            return option // count, _splits(site, site.strategies[option % count])
+
+        return int(max(options, key=rank))
+
+    return decided_plan(planning, cluster, pick, recompute=True)
+
+
+def _splits(_: Site, strategy: Strategy) -> int:
+    """How many dims of operands and results axes split."""
+    specs = (*strategy.inputs, *strategy.outputs)
+    return sum(len(spec.axes_of(dim)) for spec in specs for dim in range(len(spec.dims)))
+
+
+def _uneven_splits(mesh: Mesh, site: Site, strategy: Strategy) -> int:
+    """How many operands and results hold padding under a strategy."""
+    operands = [] if site.node is None else [operand.meta["val"].shape for operand in operands_of(site.node)]
+    shapes = [*operands, *(result.shape for result in site.results)]
+    specs = (*strategy.inputs, *strategy.outputs) if site.node is not None else ()
+    return sum(not spec.is_even(shape, mesh) for shape, spec in zip(shapes, specs, strict=True))
+
+
+def laptop(mesh: Mesh) -> Cluster:
+    """What plans are drawn for: with a host link, so that they offload too."""
+    node = node_type("cpu_laptop")
+    linked = dataclasses.replace(node.device, host_link=HostLink(1e10, 1e10))
+    return Cluster(node.with_device(linked), nodes=1, devices_per_node=mesh.size)
+
+
+def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> PlanningProblem:
+    """The planning problem with a variable of its own for every site, alike or not."""
+    space = EnumerateStrategies(mesh)(prepare(program))
+    alone = {name: name for name in space.sites}
+    return build_problem(space, Prices(cluster, mesh), find_lifetimes(space, 0.0), alone)
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """What there is to decide: with recomputation and offload, or without."""
+
+    options: RecomputeOptions
+    problem: RecomputeProblem
+
+
+def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Deciding:
+    """What there is to decide in a problem."""
+    has_host = cluster.device.host_link is not None
+    every = find_options(planning.space, planning.classes, least_share=0.0, offload=has_host)
+    options = every if recompute else dataclasses.replace(every, keepings={})
+    return Deciding(options, build_recompute_problem(planning, options, with_memory=False))
+
+
+def decided_plan(
+    planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int], *, recompute: bool = False
+) -> Plan:
+    """The plan of a choice that is made in program order, each variable's among what its neighbours so far leave.
+
+    Args:
+        planning: a problem without recomputation.
+        cluster: what its ranks are priced as; values are offloaded only where it has a host link.
+        pick: from a variable and what it may be, one of these. With recomputation the strategies of a variable come
+            once for each keeping, those that keep its values first.
+        recompute: whether values may be recomputed or offloaded.
+    """
+    return plan_of_decisions(planning, deciding_of(planning, cluster, recompute), cluster, pick)
+
+
+def plan_of_decisions(
+    planning: PlanningProblem, deciding: Deciding, cluster: Cluster, pick: Callable[[int, np.ndarray], int]
+) -> Plan:
+    """See `decided_plan`."""
+    options, problem = deciding.options, deciding.problem
+    choice: dict[int, int] = {}
+    for variable in range(len(problem.assignment.costs)):
+        choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))
+    decided = tuple(choice[variable] for variable in range(len(choice)))
+    again, strategies = problem.again(decided), problem.without_keepings(decided)
+    running = with_again(planning, again)
+    cost = running.assignment.cost_of(strategies)
+    plan = plan_of_choice(running, strategies, cost, None, cluster, PlanOptions())
+    return dataclasses.replace(
+        plan,
+        recompute=Recompute(again.recomputed, options.candidates(RECOMPUTED)),
+        offload=Offload(again.offloaded, options.candidates(OFFLOADED), int(host_bytes(running, strategies))),
+    )
+
+
+def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:
+    """The options of a variable that cost a finite time beside what is decided."""
+    cost = assignment.costs[variable]
+    for edge in assignment.edges:
+        if edge.head == variable and edge.tail in choice:
+            cost = cost + edge.cost[choice[edge.tail], :]
+        elif edge.tail == variable and edge.head in choice:
+            cost = cost + edge.cost[:, choice[edge.head]]
+    return np.isfinite(cost)
