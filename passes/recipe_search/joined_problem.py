@@ -234,7 +234,7 @@ class JoinedProblem:
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
         """The fastest recipe, and the baselines; the fastest of these, and of `known`, is its first incumbent.
 
-        Times are of both.
+        Times are of both. An island on which no recipe lies alone, whatever memory it takes, is no baseline.
         """
         start = time.monotonic()
         kinds = self.baselines(_BASELINES_SHARE * time_budget_s, watch and _at_least(watch, 0.0), known)
@@ -245,7 +245,12 @@ class JoinedProblem:
             found = replace(_together(parts), lower_bound=0.0, is_complete=False, was_interrupted=True)
         else:
             found = self._with_several(parts, self._several, None, start + time_budget_s, watch)
-        return replace(found, search_time_s=time.monotonic() - start), kinds
+        there = {name: each for name, each in kinds.items() if each.recipe or self._has_any(self._alone[name])}
+        return replace(found, search_time_s=time.monotonic() - start), there
+
+    def _has_any(self, route: tuple[int, ...]) -> bool:
+        """Whether any recipe lies on a choice of islands, whatever memory it takes."""
+        return any(True for _ in self.space(route).recipes())
 
     def space(self, route: tuple[int, ...], only: Only | None = None) -> RecipeSpace:
         """The recipes on some islands that are searched, some fields restricted."""

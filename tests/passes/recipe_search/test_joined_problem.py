@@ -18,7 +18,7 @@ from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_space import Only, RecipeSpace
 from passes.recipe_search.search_recipes import FoundRecipe
 from tests.passes.decoders import dense, priced_dense, tokens
-from tests.passes.islands import JOINED, THREE
+from tests.passes.islands import JOINED, THREE, slower
 
 MODEL = dense(6)
 COUNTED = priced_dense(4).counted
@@ -85,6 +85,19 @@ def test_islands_of_one_name_are_all_searched() -> None:
     alone = autoshard.plan(MODEL, fast, example_inputs=tokens(), optimizer="adamw", global_batch=4)
     assert len(found.baselines) == 2
     assert found.objective <= alone.objective
+
+
+def test_an_island_alone_is_a_baseline_where_a_recipe_lies_on_it() -> None:
+    """One that has too few devices for the constraints is left out; one that has too little memory does not fit."""
+    options = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 8}
+    several = Cluster.join(Cluster("l4", nodes=1, devices_per_node=2), slower(2.0))
+    found = autoshard.plan(MODEL, several, constraints={"pipeline": 2}, **options)
+    assert found.baselines.keys() == {"island 0 (l4:1x2) alone"}
+    assert autoshard.plan(MODEL, JOINED, constraints={"pipeline": 2}, **options).baselines == {}
+    small = Cluster.join(Cluster("l4", 1, 1), slower(2.0, memory_bytes=1000))
+    found = autoshard.plan(MODEL, small, **options)
+    assert found.baselines["island 1 (slow 2:1x1) alone"] is None
+    assert "does not fit" in str(found)
 
 
 def test_what_fits_nowhere_is_an_error() -> None:
