@@ -27,6 +27,8 @@ from autoshard.arguments import (
     check_optimizer,
     check_previous,
     check_target,
+    check_traced,
+    check_trains,
     checked_cluster,
     checked_constraints,
     split_inputs,
@@ -266,6 +268,7 @@ def plan(
         )
     check_target(mesh_or_cluster, mesh)
     mesh_or_cluster = one_kind(mesh_or_cluster)
+    check_trains(model, optimizer)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
     check_optimizer(optimizer, max_grad_norm=max_grad_norm)
@@ -286,6 +289,7 @@ def plan(
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update if grad else None)
     program, found = planner.plan_call(request, _meshes_of(mesh_or_cluster, mesh))
+    check_traced(program, planner.constraints, optimizer)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
     cluster = planner.cluster_for(found.mesh)
     forecast = RecipeForecast(

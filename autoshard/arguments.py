@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
@@ -179,6 +181,41 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
         f"example_inputs is a {type(example_inputs).__name__}; pass a tuple of positional arguments, "
         "(tokens, targets), or a dict of keyword arguments."
     )
+
+
+def check_trains(model: nn.Module, optimizer: object) -> None:
+    """Raise `TraceError` where there is an optimizer, and the model has no parameters to train."""
+    if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TraceError(
+            "A training step needs something to train, but no parameter of the model requires grad. Plan without an "
+            "optimizer and without a recipe."
+        )
+
+
+def check_has_loss(program: Program) -> None:
+    """Raise `TraceError` for the program of a training step that trains nothing."""
+    if not any(slot.kind in (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE) for slot in program.outputs):
+        raise TraceError(
+            "A training step needs a loss, but nothing that the model or loss_fn= returns depends on a parameter that "
+            "requires grad. Return the loss as a tensor that is not detached, or pass loss_fn=."
+        )
+
+
+def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], optimizer: object) -> None:
+    """Raise for a program that is not what was asked for.
+
+    Raises:
+        InvalidSpecError: a constraint on an output that it does not have.
+        TraceError: there is an optimizer, and nothing to train; see `check_has_loss`.
+    """
+    if optimizer is not None:
+        check_has_loss(program)
+    outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
+    for pattern in constraints:
+        if pattern.startswith("output:") and not any(fnmatchcase(name, pattern) for name in outputs):
+            raise InvalidSpecError(
+                f"constraints[{pattern!r}] matches no output; there are: {', '.join(outputs) or 'none'}."
+            )
 
 
 def check_target(target: Any, mesh: Any) -> None:

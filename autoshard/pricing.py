@@ -13,7 +13,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import tracing
-from autoshard.arguments import ExampleInputs, check_loss, check_model, checked_cluster, split_inputs
+from autoshard.arguments import (
+    ExampleInputs,
+    check_has_loss,
+    check_loss,
+    check_model,
+    check_trains,
+    checked_cluster,
+    split_inputs,
+)
 from autoshard.errors import NotAvailableError, RecipeError, TraceError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -113,6 +121,7 @@ def priced_model(
 def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
     from passes.sections.price_model import PricedModel
 
+    check_trains(model, optimizer="of the recipe")
     short = tracing.shorten(model)
 
     @cache
@@ -122,7 +131,9 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
         with torch.enable_grad():
             return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn)
 
-    return PricedModel(_folded(traced, short.lists))
+    folded = _folded(traced, short.lists)
+    check_has_loss(folded.single)
+    return PricedModel(folded)
 
 
 def _folded(traced: Callable[[int], Program], lists: Sequence[tracing.BlockList]) -> FoldedProgram:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.arguments import ExampleInputs
+from autoshard.arguments import ExampleInputs, check_trains
 from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.explanation import WhyNot
 from autoshard.ir.plan import Plan
@@ -61,6 +61,7 @@ def search_plan(
     from passes.recipe_search.recipe_shortage import shortage
     from passes.recipe_search.warm_start import known_recipe
 
+    check_trains(model, optimizer)
     model, example_inputs = _narrowed(model, example_inputs, precision)
     base = base_recipe(model, optimizer, precision, global_batch)
     base, pinned = pin(replace(base, kernels=TRITON) if with_kernels else base, constraints or {})
@@ -221,7 +222,10 @@ def _narrowed(
     if dtypes != {torch.float32} or precision not in _NARROW:
         return model, example_inputs
     dtype = _NARROW[precision]
-    on_meta: dict[int, Any] = {id(item): nn.Parameter(item.detach().to("meta")) for item in model.parameters()}
+    on_meta: dict[int, Any] = {
+        id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
+        for item in model.parameters()
+    }
     on_meta |= {id(item): item.to("meta") for item in model.buffers()}
 
     def narrow(leaf: Any) -> Any:
@@ -237,6 +241,8 @@ _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.floa
 def _precision(model: nn.Module, asked: str | None) -> str:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     known = [_OWN.get(dtype, ()) for dtype in dtypes]
+    if asked is not None and not any(asked in names for names in _OWN.values()):
+        raise NotAvailableError(f"precision={asked!r} is unknown; use 'bf16', 'f16', 'f8' or 'f32'.")
     common = [name for name in (known[0] if known else ()) if all(name in each for each in known)]
     if not common or (asked is not None and asked not in common):
         raise NotAvailableError(

@@ -102,7 +102,7 @@ def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
     """The file as it was at a time: plans are priced by the thousand, and each reads a dozen files."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HardwareFileError(f"{path}: not a TOML file: {error}.") from error
     return parse(document, str(path))
 

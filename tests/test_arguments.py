@@ -109,6 +109,36 @@ def test_a_global_batch_that_is_no_count(batch: Any) -> None:
         autoshard.plan(small().bfloat16(), CLUSTER, example_inputs=INPUTS, optimizer="adamw", global_batch=batch)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"global_batch": 8}])
+def test_a_step_that_trains_nothing(arguments: dict[str, Any]) -> None:
+    """Planned as a step of no time before; a loss that is a number, is none, is detached, and a frozen model."""
+    options: dict[str, Any] = {"example_inputs": INPUTS, "optimizer": "adamw", **arguments}
+    for loss in (lambda y: 1.0, lambda y: None, lambda y: y.detach().sum()):
+        with pytest.raises(TraceError, match=r"needs a loss, but nothing that the model or loss_fn= returns depends"):
+            autoshard.plan(small(), CLUSTER, loss_fn=loss, **options)
+    for model in (small().requires_grad_(False), nn.ReLU()):
+        model = nn.Sequential(model, nn.Dropout()) if arguments == {} else model
+        with pytest.raises(TraceError, match=r"needs something to train, but no parameter of the model requires grad"):
+            autoshard.plan(model, CLUSTER, loss_fn=lambda y: y.sum(), **options)
+
+
+@pytest.mark.parametrize("call", [autoshard.plan, autoshard.compile])
+def test_a_loss_function_without_a_signature(call: Any) -> None:
+    with pytest.raises(TraceError, match=r"loss_fn=<built-in method sum .* wrap it: lambda outputs: loss"):
+        call(small(), MESH, example_inputs=INPUTS, loss_fn=torch.sum)
+
+
+def test_a_precision_that_recipes_do_not_know() -> None:
+    with pytest.raises(NotAvailableError, match=r"precision='bf17' is unknown; use 'bf16', 'f16', 'f8' or 'f32'"):
+        autoshard.plan(small(), CLUSTER, example_inputs=INPUTS, optimizer="adamw", global_batch=8, precision="bf17")
+
+
+def test_a_constraint_on_an_output_that_is_not_there() -> None:
+    """It was passed over."""
+    with pytest.raises(InvalidSpecError, match=r"constraints\['output:3'\] matches no output; there are: output:0"):
+        autoshard.plan(small(), MESH, example_inputs=INPUTS, constraints={"output:3": P("data")})
+
+
 def test_verify_of_what_is_not_compiled() -> None:
     with pytest.raises(TraceError, match=r"a Linear is not compiled; pass what autoshard.compile gave"):
         autoshard.verify(small())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -266,3 +267,16 @@ def test_a_forecast_of_what_the_model_has_not_says_so(specs: Plan) -> None:
     plan = autoshard.plan(Added(), CLUSTER, mesh=Mesh({"data": 4}), example_inputs=inputs, optimizer="sgd")
     with pytest.raises(NotAvailableError, match=r"first dim of every input .* differ: \[\[8, 4\], \[1, 4\]\]"):
         plan.why_not("pipeline")
+
+
+def test_a_model_in_float32_keeps_what_is_frozen() -> None:
+    """Adapters are planned as they are of the model in 16 bits; frozen weights were planned as if they were trained."""
+    model = dense(2).float().requires_grad_(False)
+    model.last.requires_grad_(True)
+    options: dict[str, Any] = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 8}
+    found, cast = (
+        autoshard.plan(each, Cluster("h100_sxm", 1, 2), **options) for each in (model, copy.deepcopy(model).bfloat16())
+    )
+    assert found.recipe == cast.recipe
+    assert found.predicted.peak_memory_bytes == cast.predicted.peak_memory_bytes
+    assert found.objective == cast.objective

@@ -7,11 +7,12 @@ of these names.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import AutoshardError
+from autoshard.tracing.provenance import line_of_error
 
 
 class ModelReferenceError(AutoshardError):
@@ -56,12 +58,34 @@ def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | Non
 def _build_from_function(reference: str, sizes: Mapping[str, int]) -> NamedModel:
     function = _find_function(reference)
     known = inspect.signature(function).parameters
-    result = function(**{name: size for name, size in sizes.items() if name in known})
+    needed = [item.name for item in known.values() if item.default is item.empty and item.kind not in _OPEN]
+    if unknown := [name for name in needed if name not in sizes]:
+        raise ModelReferenceError(
+            f"{reference} needs {unknown[0]!r}, but is told only 'batch' and 'seq'; give the others defaults."
+        )
+    with _named(reference):
+        result = function(**{name: size for name, size in sizes.items() if name in known})
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise ModelReferenceError(
             f"{reference} returned {type(result).__name__}; it must return (model, example_inputs)."
         )
     return NamedModel(*result)
+
+
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@contextlib.contextmanager
+def _named(reference: str) -> Iterator[None]:
+    """What the user's own code raises becomes one sentence, with its line."""
+    try:
+        yield
+    except AutoshardError:
+        raise
+    except Exception as error:
+        first, line = next(iter(str(error).splitlines()), ""), line_of_error(error)
+        where = f" ({line})" if line else ""
+        raise ModelReferenceError(f"{reference} raised {type(error).__name__}: {first}{where}.") from error
 
 
 def _find_function(reference: str) -> Callable[..., Any]:
@@ -86,16 +110,24 @@ def _load_file(path: Path) -> ModuleType:
         raise ModelReferenceError(f"{path}, which MODEL names, is no Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        with _named(str(path)):
+            spec.loader.exec_module(module)
+    except ModelReferenceError:
+        del sys.modules[path.stem]
+        raise
     return module
 
 
 def _load_module(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModelReferenceError(f"there is no module {error.name!r}, which MODEL names.") from error
+    with _named(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise ModelReferenceError(f"there is no module {error.name!r}, which MODEL names.") from error
 
 
 def _build_from_config(reference: str, sizes: Mapping[str, int]) -> NamedModel:

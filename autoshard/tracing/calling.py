@@ -146,7 +146,12 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
     `*targets` in its signature, all that `model.forward` does not take by position.
     """
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise TraceError(
+            f"loss_fn={loss_fn!r} does not say how many targets it takes; wrap it: lambda outputs: loss(outputs)."
+        ) from error
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         taken = inspect.signature(model.forward).parameters.values()
         wanted = max(0, count - sum(_is_positional(parameter) for parameter in taken))

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,13 +96,27 @@ def _capture(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
         if failures and not rung.helps_with(failures[-1][1]):
             continue
         try:
-            return rung.capture(model, call, options)
+            with _unreported():
+                return rung.capture(model, call, options)
         except TraceError:
             raise
         except Exception as error:  # whatever the user's model raises under a trace
             _LOGGER.debug("tracing %s failed", rung.name, exc_info=error)
             failures.append((rung, error))
     raise _refusal(model, failures) from failures[0][1]
+
+
+@contextlib.contextmanager
+def _unreported() -> Iterator[None]:
+    """Without torch's own report, a trace as long as a page, of a call that fails on fake tensors: ours says which."""
+    was_disabled, _FAKE_TENSORS.disabled = _FAKE_TENSORS.disabled, True
+    try:
+        yield
+    finally:
+        _FAKE_TENSORS.disabled = was_disabled
+
+
+_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def _plainly(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:

@@ -456,7 +456,8 @@ def _even(blocks: int, stages: int) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
     """The divisors of a number, rising."""
-    return tuple(size for size in range(1, number + 1) if number % size == 0)
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return (*small, *(number // size for size in reversed(small) if size * size != number))
 
 
 def _splits_evenly(counted: CountedModel, kind: RecipeKind, layout: Layout) -> bool:

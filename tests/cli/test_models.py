@@ -17,6 +17,12 @@ def build(batch):
 
 def unfinished():
     return nn.Linear(4, 2)
+
+def sized(batch, width):
+    return nn.Linear(width, 2), (torch.randn(batch, width),)
+
+def failing():
+    raise KeyError("nothing")
 """
 
 
@@ -97,3 +103,31 @@ def test_a_function_must_return_a_model_with_inputs(model_file: Path) -> None:
     """A bare module is refused: its inputs are unknown."""
     with pytest.raises(ModelReferenceError, match=r"must return \(model, example_inputs\)"):
         _load(f"{model_file}:unfinished")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("sized", r"drawn_model.py:sized needs 'width', but is told only 'batch' and 'seq'; give the others defaults"),
+        ("failing", r"drawn_model.py:failing raised KeyError: 'nothing' \(drawn_model.py:15 in failing\)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_named(model_file: Path, name: str, sentence: str) -> None:
+    """In one sentence, with the line."""
+    with pytest.raises(ModelReferenceError, match=sentence):
+        _load(f"{model_file}:{name}")
+
+
+def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lacks is not said to be the module that was asked for."""
+    (tmp_path / "drawn_importer.py").write_text("import torch\nimport nothing_there\n")
+    (tmp_path / "drawn_typo.py").write_text("def build(:")
+    monkeypatch.chdir(tmp_path)
+    lacking = r"raised ModuleNotFoundError: No module named 'nothing_there' \(drawn_importer.py:2 in <module>\)"
+    for reference in ("drawn_importer.py:build", "drawn_importer:build"):
+        with pytest.raises(ModelReferenceError, match=f"drawn_importer.* {lacking}"):
+            _load(reference)
+    with pytest.raises(ModelReferenceError, match=r"drawn_typo.py raised SyntaxError: .*drawn_typo.py, line 1"):
+        _load("drawn_typo.py:build")
+    with pytest.raises(ModelReferenceError, match=r"there is no module 'no', which MODEL names"):
+        _load("no.such.module:build")

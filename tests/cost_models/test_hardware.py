@@ -152,6 +152,9 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path):
     """The path is in the message."""
     with pytest.raises(HardwareFileError, match=r"broken\.toml: not a TOML file"):
         constants.read(_write(tmp_path, "= 1"))
+    (tmp_path / "broken.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(HardwareFileError, match=r"broken\.toml: not a TOML file: 'utf-8' codec"):
+        constants.read(tmp_path / "broken.toml")
 
 
 def test_a_node_is_put_together_from_parts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import subprocess
 import sys
@@ -427,6 +428,14 @@ def test_a_backward_of_the_models_own_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"runs torch\.autograd\.backward itself"):
         trace(Reversible(), (torch.ones(2, 4),))
+
+
+def test_a_call_that_fails_is_reported_by_the_error_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs a page of its own insides; afterwards it may log again."""
+    with pytest.raises(TraceError, match=r"a and b must have same reduction dim, but got \[2, 5\] X \[4, 3\]"):
+        trace(nn.Linear(4, 3), (torch.ones(2, 5),))
+    assert not caplog.records
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
 def test_lists_of_values_are_read() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
 from autoshard import Cluster, Recipe, RecipeError
-from passes.recipe_search.recipe_space import RecipeSpace
+from passes.recipe_search.recipe_space import RecipeSpace, divisors
 from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_dense, priced_sparse
@@ -111,3 +112,14 @@ def test_what_is_not_searched_is_refused() -> None:
         RecipeSpace(DENSE, 4, BASE, only={"precision": ("f8",)})
     with pytest.raises(RecipeError, match="needs their global_batch"):
         RecipeSpace(DENSE, 4, Recipe())
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 360, 1_000_000_007 * 6])
+def test_divisors_of_large_numbers_take_no_longer_than_their_root(number: int) -> None:
+    """Rising, each once; a batch of tokens in place of sequences is no reason to wait."""
+    found = divisors(number)
+    assert list(found) == sorted(set(found))
+    assert all(number % size == 0 for size in found)
+    assert len(found) == sum(
+        1 + (size * size != number) for size in range(1, math.isqrt(number) + 1) if number % size == 0
+    )
