@@ -25,6 +25,7 @@ from passes.planning.exact_rows import ExactRows
 from passes.planning.search import Search, Searchable, restrict
 from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution, row_against
 from passes.solver.least_peak import Counted, LeastPeak, PeakSearch, highest_over
+from passes.solver.narrow_assignment import narrow
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
 from passes.solver.solve_milp import solve_milp
@@ -94,6 +95,7 @@ class ExactSearch:
         problem: its assignment, maybe restricted, with a limit; and the rows so far.
         deadline: of `time.monotonic`.
         control: told the bound; may stop the search.
+        known: seconds that a choice costs which fits, than which others are to be cheaper.
         refused: choices that did not fit, whose rows the problem has.
     """
 
@@ -101,22 +103,34 @@ class ExactSearch:
     problem: Assignment
     deadline: float
     control: SearchControl
+    known: float = np.inf
     refused: set[tuple[int, ...]] = field(default_factory=set)
 
     def cheapest(self) -> tuple[Solution | None, float]:
         """The cheapest choice that fits, None if none is found in time; and seconds that no choice is below."""
         bound = 0.0
-        while not self.control.is_stopped and (left_s := self.deadline - time.monotonic()) > 0:
+        while not self.control.is_stopped and time.monotonic() < self.deadline:
             try:
-                solution = solve_milp(self.problem, time_limit_s=left_s, control=self.control)
+                solution = self._solved()
             except TimeoutError:
                 break
             if solution is None:
-                return None, np.inf
+                return None, self.known
             bound = max(bound, solution.lower_bound)
             if self._fits(solution.choice, self.problem.limit):
                 return solution, bound
         return None, bound
+
+    def _solved(self) -> Solution | None:
+        """The cheapest choice as far as rows are known; None if none is cheaper than what is known to fit."""
+        below = self.known * (1 - _ROUNDING_COSTS)
+        if self.known < np.inf:
+            narrowed = narrow(self.problem, below, self.deadline)
+            if narrowed is None:
+                return None
+            self.problem = narrowed
+        left_s = self.deadline - time.monotonic()
+        return solve_milp(self.problem, time_limit_s=left_s, control=self.control, below=below)
 
     def smallest_peak(self, frugal: Sequence[int], enough: float) -> LeastPeak | None:
         """The smallest limit within which a choice fits, with proof if there is time for it; see `PeakSearch`.
@@ -141,6 +155,9 @@ class ExactSearch:
 
 MOST_PAIRS = 8_000
 """Pairs of options over all edges up to which the cheapest choice is searched so."""
+
+MOST_PAIRS_TO_PROVE = 200_000
+"""Pairs of options up to which what tables found is made cheaper so, or proven to be the cheapest."""
 
 MOST_PAIRS_TO_REFUSE = 200_000
 """Pairs of options up to which it is proven so that nothing fits: whatever choices cost, far fewer differ."""
@@ -196,6 +213,22 @@ def cheapest_that_fits(
     return Solution(least.choice, cost, min(cost, bound))
 
 
+def cheaper_that_fits(
+    exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float, known: float
+) -> tuple[Solution | None, float]:
+    """The cheapest choice that fits and costs less than a known one; and seconds that no choice that fits is below.
+
+    None where there is no such choice, the bound is then `known`, or where none was found in time.
+
+    Args:
+        exact, search, allowed, deadline: as of `cheapest_that_fits`.
+        known: seconds.
+    """
+    exactly = _exact_search(exact, search, allowed, deadline, 1.0)
+    exactly.known = known
+    return exactly.cheapest()
+
+
 def refuse(exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float) -> None:
     """Raise an error if it can be proven, in a part of the time, that no choice fits; see `cheapest_that_fits`."""
     _least(_exact_search(exact, search, allowed, deadline, _SHARE_TO_REFUSE), search)
@@ -227,6 +260,9 @@ def _least(exactly: ExactSearch, search: Search) -> LeastPeak:
         raise search.does_not_fit(tables, least.peak, is_proven=least.is_proven)
     raise search.does_not_fit(tables, float(exactly.exact.counted(rough).used().max()))
 
+
+_ROUNDING_COSTS = 1e-9
+"""Part of the costs by which a solver may be wrong: what differs by less is as cheap."""
 
 _ROUNDING = 0.5
 """Bytes by which a solver's bound may be wrong: what is counted are whole ones."""

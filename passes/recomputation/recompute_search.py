@@ -38,9 +38,9 @@ from passes.planning.search_exactly import (
 )
 from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution, bounded, fitting
-from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
+from passes.recomputation.prove_plan import ProvePlan, joint
+from passes.recomputation.recompute_options import find_options
 from passes.recomputation.recompute_problem import build_recompute_problem
-from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
 from passes.solver.search_control import SearchStopped
@@ -97,16 +97,30 @@ def _solve_jointly(
 ) -> JointSolution:
     """See `solve_jointly`, which knows another solution."""
     end = time.monotonic() + search.time_budget_s
+    prove = ProvePlan(planning, search, allowed, recompute, offload, end)
     if not recompute:
-        return _alone(planning, search, allowed, start, end)
+        alone = partial(_alone, planning, search, allowed, start, end)
+        return alone() if search.memory_limit_bytes is None else _proven(prove, alone)
     share = 1.0 if search.memory_limit_bytes is None else _SHARE_FREE
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, time_budget_s=share * search.time_budget_s)
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
         return free
-    found = _where_memory_binds(planning, search, allowed, start, end, offload=offload)
+    found = _proven(prove, partial(_where_memory_binds, planning, search, allowed, start, end, offload=offload))
     # neither strategies nor keepings cost less where memory is short
     return bounded(found, max(found.solution.lower_bound, free.solution.lower_bound))
+
+
+def _proven(prove: ProvePlan, find: Callable[[], JointSolution]) -> JointSolution:
+    """What is found, made cheaper by the exact count, or proven, in the time that is left."""
+    try:
+        found = find()
+    except DoesNotFitError as error:
+        first = None if error.is_proven else prove.first()
+        if first is None:
+            raise
+        return first
+    return prove(found)
 
 
 _SHARE_FREE = 0.7
@@ -188,35 +202,21 @@ def _solve(
     except SearchStopped:
         return _alone(planning, search, allowed, start, deadline), 0.0
 
-    def joint(found: Solution) -> JointSolution:
-        """What a choice of the problem stands for."""
-        again, choice = problem.again(found.choice), problem.without_keepings(found.choice)
-        running = with_again(planning, again)
-        return JointSolution(
-            running,
-            Solution(choice, found.cost, found.lower_bound),
-            again,
-            options.candidates(RECOMPUTED),
-            options.candidates(OFFLOADED),
-            host_bytes(running, choice),
-            float(problem.usage(found.choice).max()),
-        )
-
     wide = problem.widen(allowed)
     exact = _exactly(ExactRecompute(problem), search, wide, deadline)
     if exact is not None and _is_optimal(exact):
-        return joint(exact), exact.lower_bound
+        return joint(problem, exact), exact.lower_bound
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
     def attempt(limit: float, until: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
-        return joint(_within(limit, until, search)(problem, wide, start))
+        return joint(problem, _within(limit, until, search)(problem, wide, start))
 
-    frugal = partial(_frugal, problem, search, wide, joint)
+    frugal = partial(_frugal, problem, search, wide, partial(joint, problem))
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
     bound = 0.0 if found is None else found.solution.lower_bound
     if exact is not None:
-        found, bound = _cheaper(found, joint(exact)), exact.lower_bound
+        found, bound = _cheaper(found, joint(problem, exact)), exact.lower_bound
     for solution in start:  # the last attempt may have been within less, where these do not fit
         found = _cheaper(found, JointSolution(planning, solution))
     if found is None:

@@ -4,7 +4,8 @@ Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregu
 nothing changes:
 
 1. *Dominated options.* Option `i` of a variable goes if another option `j` costs no more by itself, no more against
-   every option of every neighbour, and needs no more memory in any row.
+   every option of every neighbour, and needs no more memory in any row; and if it is forbidden, by itself or against
+   every option of a neighbour, while some other is not.
 2. *Elimination.* A variable that no memory row mentions and that has at most two neighbours goes: for each pair of
    options of the neighbours its best option is known, and its cost moves onto the edge between them (onto the
    neighbour's own cost, or into a constant, where it has one neighbour or none). `expand` undoes this.
@@ -38,7 +39,22 @@ class Reduced:
     constant: float
     _kept: tuple[int, ...]
     _options: tuple[np.ndarray, ...]
+    _instead: tuple[np.ndarray, ...]
     _eliminated: tuple[tuple[int, _Decide], ...]
+
+    @property
+    def left(self) -> tuple[tuple[int, np.ndarray], ...]:
+        """The variable of the whole assignment that each of `problem` is; and for its options the one that is left and
+        no worse, -1 for those that are forbidden."""
+        return tuple((variable, self._stands_for(variable)) for variable in self._kept)
+
+    def _stands_for(self, variable: int) -> np.ndarray:
+        found = self._instead[variable]
+        while (further := np.where(found < 0, found, found[found]) != found).any():
+            found = np.where(further, found[found], found)
+        places = np.full(len(found), -1)
+        places[self._options[variable]] = np.arange(len(self._options[variable]))
+        return np.where(found < 0, -1, places[found])
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The choice for the whole assignment that belongs to `choice` for the reduced one."""
@@ -75,6 +91,7 @@ class _State:
     tables: dict[tuple[int, int], Floats]
     neighbours: list[set[int]]
     options: list[np.ndarray]
+    instead: list[np.ndarray]
     row_variables: list[dict[int, Floats]]
     row_tables: list[dict[tuple[int, int], Floats]]
     row_constants: list[float]
@@ -100,6 +117,7 @@ class _State:
             tables=tables,
             neighbours=neighbours,
             options=[np.arange(len(cost)) for cost in problem.costs],
+            instead=[np.arange(len(cost)) for cost in problem.costs],
             row_variables=[dict(row.variables) for row in problem.rows],
             row_tables=row_tables,
             row_constants=[row.constant for row in problem.rows],
@@ -118,6 +136,12 @@ class _State:
 
     def drop_dominated(self, variable: int) -> bool:
         """Remove dominated options of `variable`; whether any went."""
+        allowed = self._allowed(variable)
+        if allowed.any() and not allowed.all():
+            self.instead[variable][self.options[variable][~allowed]] = -1
+            self._keep_options(variable, np.flatnonzero(allowed))
+            self.drop_dominated(variable)
+            return True
         columns = [self.costs[variable][:, None]]
         columns += [self.table(variable, other) for other in sorted(self.neighbours[variable])]
         for variables, tables in zip(self.row_variables, self.row_tables, strict=True):
@@ -125,11 +149,20 @@ class _State:
                 columns.append(variables[variable][:, None])
             columns += [t if key[0] == variable else t.T for key, t in tables.items() if variable in key]
         profile = np.unique(np.concatenate(columns, axis=1), axis=1)
-        keep = _undominated(profile)
+        instead = _undominated(profile)
+        keep = np.flatnonzero(instead == np.arange(len(profile)))
         if len(keep) == len(profile):
             return False
+        self.instead[variable][self.options[variable]] = self.options[variable][instead]
         self._keep_options(variable, keep)
         return True
+
+    def _allowed(self, variable: int) -> np.ndarray:
+        """Flags of the options that have a finite cost with some option of each neighbour."""
+        allowed = np.isfinite(self.costs[variable])
+        for other in self.neighbours[variable]:
+            allowed = allowed & np.isfinite(self.table(variable, other)).any(axis=1)
+        return allowed
 
     def _keep_options(self, variable: int, keep: np.ndarray) -> None:
         self.costs[variable] = self.costs[variable][keep]
@@ -205,7 +238,7 @@ class _State:
             for constant, variables, tables in zip(self.row_constants, self.row_variables, self.row_tables, strict=True)
         )
         problem = Assignment(tuple(self.costs[item] for item in kept), edges, rows, limit)
-        return Reduced(problem, self.constant, kept, tuple(self.options), tuple(self.eliminated))
+        return Reduced(problem, self.constant, kept, tuple(self.options), tuple(self.instead), tuple(self.eliminated))
 
 
 def _ordered(first: int, second: int, table: Floats) -> tuple[tuple[int, int], Floats]:
@@ -225,13 +258,17 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """Indices of the rows that no other row is at most equal to everywhere; of equal rows the first."""
+    """For each row one that is nowhere above it, and below which none is so; of equal rows the first."""
     kept: list[int] = []
+    instead = np.arange(len(profile))
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))
     for row in order:
-        if not kept or not np.any(np.all(profile[kept] <= profile[row], axis=1)):
+        better = np.all(profile[kept] <= profile[row], axis=1) if kept else np.zeros(1, dtype=bool)
+        if better.any():
+            instead[row] = kept[int(np.argmax(better))]
+        else:
             kept.append(int(row))
-    return np.sort(np.array(kept))
+    return instead
 
 
 def _position(options: np.ndarray, option: int) -> int:

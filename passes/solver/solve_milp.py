@@ -31,10 +31,11 @@ from passes.solver.reduce_assignment import reduce_assignment
 from passes.solver.search_control import SearchControl
 
 _RELATIVE_GAP = 1e-9
+_NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 
 
 def solve_milp(
-    problem: Assignment, *, time_limit_s: float = 60.0, control: SearchControl | None = None
+    problem: Assignment, *, time_limit_s: float = 60.0, control: SearchControl | None = None, below: float = math.inf
 ) -> Solution | None:
     """A cheapest choice that fits, or None if none does.
 
@@ -42,6 +43,7 @@ def solve_milp(
         problem: the assignment.
         time_limit_s: seconds after which the best choice so far is taken, with the bound proven by then.
         control: told the bound; if it stops the solver, that is as if time were over.
+        below: seconds; a choice that costs so much is as good as none.
 
     Raises:
         TimeoutError: the time went by before any choice was found.
@@ -51,9 +53,10 @@ def solve_milp(
     if not reduced.problem.costs:
         choice, bound = (), 0.0
         fits = all(row.constant <= problem.limit for row in reduced.problem.rows)
-        found = ((), 0.0) if fits and np.isfinite(reduced.constant) else None
+        found = ((), 0.0) if fits and reduced.constant < below else None
     else:
-        found = _solve(reduced.problem, time_limit_s, _watching(control, reduced.constant))
+        left = below - reduced.constant
+        found = _solve(reduced.problem, time_limit_s, _watching(control, reduced.constant), left)
     if found is None:
         return None
     choice, bound = found
@@ -111,6 +114,33 @@ def smallest_peak(
     return RowPeak(choice, peak, min(peak, bound))
 
 
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """What an edge costs less and its ends cost more, and what memory costs, under which a relaxation is least.
+
+    Args:
+        edges: for each edge, seconds by the options of its tail, and of its head.
+        rows: for each memory row, seconds per byte.
+    """
+
+    edges: tuple[tuple[Floats, Floats], ...]
+    rows: Floats
+
+
+def best_multipliers(problem: Assignment, time_limit_s: float = 60.0) -> Multipliers | None:
+    """The multipliers of the linear relaxation, as good as the solver's tolerances; None if nothing fits.
+
+    Args:
+        problem: the assignment.
+        time_limit_s: seconds.
+
+    Raises:
+        TimeoutError: the time went by.
+    """
+    _check_time(time_limit_s)
+    return _Model(problem, minimise_peak=False).multipliers(time_limit_s)
+
+
 def _without_costs(problem: Assignment) -> Assignment:
     """The same problem where whatever is allowed costs nothing."""
     edges = tuple(Edge(edge.tail, edge.head, _keep_infinite(edge.cost, 0.0)) for edge in problem.edges)
@@ -133,9 +163,11 @@ def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
     return goes_on
 
 
-def _solve(problem: Assignment, time_limit_s: float, goes_on: _GoesOn | None) -> tuple[tuple[int, ...], float] | None:
+def _solve(
+    problem: Assignment, time_limit_s: float, goes_on: _GoesOn | None, below: float
+) -> tuple[tuple[int, ...], float] | None:
     model = _Model(problem, minimise_peak=False)
-    if not model.run(time_limit_s, goes_on):
+    if not model.run(time_limit_s, goes_on, below):
         return None
     return model.choice(), model.bound()
 
@@ -188,10 +220,10 @@ class _Model:
         use = 0.0 if minimise_peak else self._scale
         self._first = [self._columns.add(_keep_infinite(cost, use), integer=True) for cost in problem.costs]
         self._add_choices()
-        flows = [self._add_edge(number, edge, use) for number, edge in enumerate(problem.edges)]
+        self._flows = [self._add_edge(number, edge, use) for number, edge in enumerate(problem.edges)]
         self._peak = self._add_peak_column() if minimise_peak else None
         for row in problem.rows:
-            self._add_row(row, flows)
+            self._add_row(row, self._flows)
         self._highs = highspy.Highs()
         self._raised: BaseException | None = None
 
@@ -208,7 +240,7 @@ class _Model:
         tail_of, head_of = _first_of(tail_group), _first_of(head_group)
         cost = edge.cost[np.ix_(tail_of, head_of)]
         first = self._columns.add(_keep_infinite(cost.reshape(-1), use), integer=False)
-        flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of)
+        flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of, tail_group, head_group)
         for group, columns in enumerate(flow.columns):
             self._couple(columns, self._first[edge.tail] + np.flatnonzero(tail_group == group))
         for group, columns in enumerate(flow.columns.T):
@@ -241,22 +273,28 @@ class _Model:
             limit = -row.constant / unit
         self._rows.add(np.concatenate(index), np.concatenate(value), -np.inf, limit)
 
-    def run(self, time_limit_s: float, goes_on: _GoesOn | None = None) -> bool:
-        """Solve; whether a choice was found (False: none exists)."""
+    def run(self, time_limit_s: float, goes_on: _GoesOn | None = None, below: float = math.inf) -> bool:
+        """Solve; whether a choice was found (False: none costs less than `below`)."""
         highs = self._highs
         for option, value in _options(time_limit_s).items():
             highs.setOptionValue(option, value)
+        if math.isfinite(below):
+            highs.setOptionValue("objective_bound", below * self._scale)
         if goes_on is not None:
             highs.cbMipInterrupt.subscribe(lambda event: self._look_up(event, goes_on))
-        highs.passModel(self._program())
+        highs.passModel(self._program(self._columns.integer))
         highs.run()
         if self._raised is not None:
             raise self._raised
         status = highs.getModelStatus()
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        if status in _NO_SOLUTION:
             return False
         if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise TimeoutError(f"no plan was found in {time_limit_s} s; give a larger time_budget_s.")
+        if highs.getInfo().objective_function_value >= below * self._scale:
+            if status != highspy.HighsModelStatus.kOptimal:
+                raise TimeoutError(f"no better plan was found in {time_limit_s} s")
+            return False
         return True
 
     def _look_up(self, event: highspy.HighsCallbackEvent, goes_on: _GoesOn) -> None:
@@ -271,7 +309,30 @@ class _Model:
         if is_over:
             event.interrupt()
 
-    def _program(self) -> highspy.HighsLp:
+    def multipliers(self, time_limit_s: float) -> Multipliers | None:
+        """Those of the linear relaxation; None if it has no solution."""
+        highs = self._highs
+        for option, value in {"output_flag": False, "threads": 1, "time_limit": time_limit_s}.items():
+            highs.setOptionValue(option, value)
+        highs.passModel(self._program([False] * len(self._columns.cost)))
+        highs.run()
+        if highs.getModelStatus() in _NO_SOLUTION:
+            return None
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            raise TimeoutError(f"the relaxation was not solved in {time_limit_s} s")
+        return self._multipliers(np.array(highs.getSolution().row_dual) / self._scale)
+
+    def _multipliers(self, duals: Floats) -> Multipliers:
+        """The duals of rows, which come in the order in which they were added."""
+        place, moved = len(self._first), []
+        for flow in self._flows:
+            tail, head = flow.columns.shape
+            of_tail, of_head = duals[place : place + tail], duals[place + tail : place + tail + head]
+            moved.append((of_tail[flow.tail_group], of_head[flow.head_group]))
+            place += tail + head
+        return Multipliers(tuple(moved), np.maximum(0.0, -duals[place:] / self.unit))
+
+    def _program(self, integer: Sequence[bool]) -> highspy.HighsLp:
         columns, rows = self._columns, self._rows
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = len(columns.cost), len(rows.lower)
@@ -284,7 +345,7 @@ class _Model:
         program.a_matrix_.index_ = np.array(rows.index)
         program.a_matrix_.value_ = np.array(rows.value)
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        program.integrality_ = [kinds[flag] for flag in columns.integer]
+        program.integrality_ = [kinds[flag] for flag in integer]
         return program
 
     def choice(self) -> tuple[int, ...]:
@@ -300,11 +361,13 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The pair columns of one edge: `columns[r, c]`, with one option of each group."""
+    """The pair columns of one edge: `columns[r, c]`, with one option of each group, and the group of each option."""
 
     columns: np.ndarray
     tail_of: np.ndarray
     head_of: np.ndarray
+    tail_group: np.ndarray
+    head_group: np.ndarray
 
 
 _WITHOUT_DETOURS = {

@@ -72,16 +72,21 @@ def h100s(mesh: Mesh) -> Cluster:
     return Cluster("h100_sxm", devices_per_node=mesh.size)
 
 
-def problem_of(program: Program, mesh: Mesh, **options: object) -> PlanningProblem:
-    """The planning problem of a program on one node of H100s."""
-    return planning_problem(program, mesh, h100s(mesh), PlanOptions(**options))  # type: ignore[arg-type]
+def two_nodes(mesh: Mesh) -> Cluster:
+    """Two nodes of H100s, between which the first axis of the mesh lies, on links that are slower than the others."""
+    return Cluster("h100_sxm", nodes=2, devices_per_node=mesh.size // 2)
 
 
-def problem_of_drawn(drawn: DrawnProgram, mesh: Mesh) -> PlanningProblem:
+def problem_of(program: Program, mesh: Mesh, cluster: Cluster | None = None, **options: object) -> PlanningProblem:
+    """The planning problem of a program, on one node of H100s if nothing else is said."""
+    return planning_problem(program, mesh, cluster or h100s(mesh), PlanOptions(**options))  # type: ignore[arg-type]
+
+
+def problem_of_drawn(drawn: DrawnProgram, mesh: Mesh, cluster: Cluster | None = None) -> PlanningProblem:
     """The problem of a drawn program, a whole step maybe."""
     step = drawn.whole_step
     if step is None:
-        return problem_of(trace(drawn.model, drawn.inputs), mesh)
+        return problem_of(trace(drawn.model, drawn.inputs), mesh, cluster)
     inputs, _ = step.cut(drawn.inputs, {})[0]
     program = trace(drawn.model, inputs, update=step.update(drawn.model))
-    return problem_of(program, mesh, micro_batches=step.micro_batches)
+    return problem_of(program, mesh, cluster, micro_batches=step.micro_batches)

@@ -28,7 +28,7 @@ from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.search import Search
 from passes.prediction.predict import HOST
 from passes.recomputation.recompute_problem import Again
-from passes.recomputation.recompute_search import with_again
+from passes.recomputation.with_again import with_again
 from passes.strategies.enumerate_strategies import Link
 from passes.strategies.price import local_bytes
 from tests.benchmarks.decoder import Decoder, DecoderShape

@@ -15,7 +15,7 @@ from itertools import count
 
 import numpy as np
 
-from passes.solver.assignment import Assignment, Floats
+from passes.solver.assignment import Assignment, Edge, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,26 @@ _Part = tuple[float, tuple[int, ...]]
 
 def cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
     """All choices of finite cost, the cheapest first."""
+    allowed = [np.flatnonzero(np.isfinite(cost)) for cost in problem.costs]
+    if not all(map(len, allowed)):
+        return
+    for choice in _cheapest_first(_without_forbidden(problem)):
+        yield tuple(int(options[option]) for options, option in zip(allowed, choice, strict=True))
+
+
+def largest_table(problem: Assignment) -> int:
+    """Entries of the largest table that listing the choices of an assignment makes."""
+    return max(entries for _, _, entries in _order(_without_forbidden(problem)))
+
+
+def _without_forbidden(problem: Assignment) -> Assignment:
+    """The assignment without the options that have no finite cost."""
+    keep = [np.isfinite(cost) for cost in problem.costs]
+    edges = (Edge(edge.tail, edge.head, edge.cost[keep[edge.tail]][:, keep[edge.head]]) for edge in problem.edges)
+    return Assignment(tuple(cost[flags] for cost, flags in zip(problem.costs, keep, strict=True)), tuple(edges))
+
+
+def _cheapest_first(problem: Assignment) -> Iterator[tuple[int, ...]]:
     deciding = list(reversed(_eliminated(problem)))
     order = [variable for variable, _ in deciding]
     ordinal = count()
@@ -75,25 +95,30 @@ def _eliminated(problem: Assignment) -> list[tuple[int, _Table]]:
     """Variables in the order of their elimination, each with the sum of the tables that it was in."""
     tables = [_Table((variable,), costs) for variable, costs in enumerate(problem.costs)]
     tables += [_of_edge(edge.tail, edge.head, edge.cost) for edge in problem.edges]
-    left, found = set(range(len(problem.costs))), []
-    while left:
-        variable = min(left, key=lambda item: (_size_around(problem, tables, item), item))
+    found = []
+    for variable, around, _ in _order(problem):
         inside = [table for table in tables if variable in table.variables]
-        around = sorted({item for table in inside for item in table.variables})
-        total = _Table(tuple(around), sum((table.over(around) for table in inside), np.zeros([1] * len(around))))
+        total = _Table(around, sum((table.over(around) for table in inside), np.zeros([1] * len(around))))
         found.append((variable, total))
         place = around.index(variable)
         rest = _Table((*around[:place], *around[place + 1 :]), total.costs.min(axis=place))
         tables = [*(table for table in tables if variable not in table.variables), rest]
-        left.discard(variable)
     return found
+
+
+def _order(problem: Assignment) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """The order in which variables are eliminated, the smallest table first; its variables, and its entries."""
+    tables = [{variable} for variable in range(len(problem.costs))]
+    tables += [{edge.tail, edge.head} for edge in problem.edges]
+    left = set(range(len(problem.costs)))
+    while left:
+        around = {item: set[int]().union(*(table for table in tables if item in table)) for item in left}
+        sizes = {item: math.prod(len(problem.costs[other]) for other in others) for item, others in around.items()}
+        variable = min(left, key=lambda item: (sizes[item], item))
+        yield variable, tuple(sorted(around[variable])), sizes[variable]
+        tables = [*(table for table in tables if variable not in table), around[variable] - {variable}]
+        left.discard(variable)
 
 
 def _of_edge(tail: int, head: int, costs: Floats) -> _Table:
     return _Table((tail, head), costs) if tail < head else _Table((head, tail), costs.T)
-
-
-def _size_around(problem: Assignment, tables: Sequence[_Table], variable: int) -> int:
-    """Entries of the table that the elimination of a variable makes."""
-    around = {item for table in tables if variable in table.variables for item in table.variables}
-    return math.prod(len(problem.costs[item]) for item in around)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
+from passes.planning.search import restrict
 from passes.recomputation.recompute_options import AGAIN, RECOMPUTED, Keeping
 from passes.recomputation.recompute_problem import Again, RecomputeProblem
 from passes.recomputation.with_again import with_again
@@ -23,17 +25,28 @@ PlanOf = tuple[tuple[int, ...], Again]
 
 @dataclass
 class EveryPlan:
-    """The plans of a problem."""
+    """The plans of a problem.
+
+    Args:
+        problem: what is chosen from.
+        allowed: variable to a mask of its options without keepings; absent variables are free.
+        running: the programs of plans that were counted.
+    """
 
     problem: RecomputeProblem
+    allowed: Mapping[int, np.ndarray] = field(default_factory=dict)
     running: dict[Again, PlanningProblem] = field(default_factory=dict)
 
     def first(self, most: int, cost: float = np.inf) -> tuple[list[PlanOf], bool]:
         """The plans of the cheapest choices, so many at most, that cost less than some bound; whether these are all."""
-        problem = without_repeats(self.problem)
+        problem = self.choices()
         cheap = takewhile(lambda choice: problem.cost_of(choice) < cost, cheapest_first(problem))
         choices = list(islice(cheap, most + 1))
         return list(dict.fromkeys(map(self.plan_of, choices[:most]))), len(choices) <= most
+
+    def choices(self) -> Assignment:
+        """The problem, as far as it is allowed, without most of what repeats a plan."""
+        return restrict(without_repeats(self.problem), self.problem.widen(self.allowed))
 
     def plan_of(self, choice: tuple[int, ...]) -> PlanOf:
         """What a choice stands for."""

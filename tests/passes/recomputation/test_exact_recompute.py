@@ -16,12 +16,14 @@ from torch import nn
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
+from autoshard.ir.spec import PartitionSpec
 from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.tracing import trace
 from passes.planning.build_assignment import PlanningProblem
+from passes.planning.constraints import allowed_options, constrainable, own_specs
 from passes.planning.exact_memory import exact_memory, exact_peak
 from passes.planning.search import Search
-from passes.planning.search_exactly import is_searched_exactly
+from passes.planning.search_exactly import MOST_PAIRS, MOST_PAIRS_TO_PROVE, is_searched_exactly
 from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.recompute_options import find_options
@@ -29,13 +31,26 @@ from passes.recomputation.recompute_problem import RecomputeProblem, build_recom
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.with_again import with_again
 from passes.solver.assignment import Assignment
-from tests.passes.blocks import blocks_program, perceptron_program, problem_of, problem_of_drawn
-from tests.passes.recomputation.cheap_choices import cheapest_first
+from tests.passes.blocks import (
+    blocks_program,
+    h100s,
+    perceptron_program,
+    problem_of,
+    problem_of_drawn,
+    two_nodes,
+)
+from tests.passes.recomputation.cheap_choices import cheapest_first, largest_table
 from tests.passes.recomputation.every_plan import EveryPlan
 from tests.passes.recomputation.test_recompute_problem import chains, drawn_choice, joint, sines
 from tests.passes.solver.test_solve_milp import assignments
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
+PLACES = {
+    "line": (LINE, h100s(LINE)),
+    "square": (SQUARE, h100s(SQUARE)),
+    "square of two nodes": (SQUARE, two_nodes(SQUARE)),
+}
+"""Meshes, and what they lie on."""
 
 
 def changed(problem: Assignment, choice: Sequence[int], generator: np.random.Generator) -> tuple[int, ...]:
@@ -107,20 +122,23 @@ MOST_CHOICES = 5_000
 """Choices that cost less than what is found, of which an example has that many at most."""
 
 
-def found_within(planning: PlanningProblem, limit: float) -> JointSolution:
+MOST_ENTRIES = 30_000_000
+"""Of a table that the oracle makes."""
+
+
+def found_within(every: EveryPlan, limit: float) -> JointSolution:
     """The search, with time to end on a busy machine."""
-    return solve_jointly(planning, Search(limit, time_budget_s=600.0), {}, ())
+    return solve_jointly(every.problem.planning, Search(limit, time_budget_s=600.0), every.allowed, ())
 
 
 def check_optimal(every: EveryPlan, limit: float) -> None:
     """What is found fits, and nothing cheaper does; what cannot fit is said, with the least memory that would do."""
-    planning = every.problem.planning
     try:
-        found = found_within(planning, limit)
+        found = found_within(every, limit)
     except DoesNotFitError as error:
         smallest, is_proven = error.smallest_bytes, error.is_proven
         assert is_proven
-        assert limit < smallest == found_within(planning, smallest).peak_bytes()
+        assert limit < smallest == found_within(every, smallest).peak_bytes()
         plans, are_all = every.first(MOST_DRAWN)
         least = min(every.counted(*plan)[1] for plan in plans)
         assert smallest == least if are_all else smallest <= least
@@ -137,20 +155,23 @@ def check_optimal(every: EveryPlan, limit: float) -> None:
     event(f"cheaper plans that do not fit: {'some' if cheaper else 'none'}")
 
 
+@pytest.mark.parametrize(
+    "place", [place if place == "line" else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
+)
 @settings(max_examples=2)
-@given(chains(), st.sampled_from([0.3, 0.8, 0.99]))
-def test_the_search_equals_trying_every_plan(program: Program, share: float) -> None:
+@given(program=chains(), share=st.sampled_from([0.3, 0.8, 0.99]))
+def test_the_search_equals_trying_every_plan(place: str, program: Program, share: float) -> None:
     """With a memory limit, recomputation and offload, each plan counted exactly in the program that runs."""
-    planning = problem_of(program, LINE)
+    planning = problem_of(program, *PLACES[place])
     check_optimal(EveryPlan(searched(planning)), float(int(share * exact_peak(planning, Search()(planning).choice))))
 
 
 @pytest.mark.slow
 @settings(max_examples=60)
-@given(st.one_of(chains(), st.just(sines(1))), st.integers(0, 999), st.booleans())
-def test_at_the_memory_of_any_plan_and_a_byte_below(program: Program, seed: int, fits: bool) -> None:
+@given(st.one_of(chains(), st.just(sines(1))), st.sampled_from(list(PLACES)), st.integers(0, 999), st.booleans())
+def test_at_the_memory_of_any_plan_and_a_byte_below(program: Program, place: str, seed: int, fits: bool) -> None:
     """Where the least difference in the count is one in the plan."""
-    planning = problem_of(program, LINE)
+    planning = problem_of(program, *PLACES[place])
     problem = searched(planning)
     exact, free = ExactRecompute(problem), Search()(planning)
     near = changed(problem.assignment, free.choice, np.random.default_rng(seed))
@@ -161,7 +182,7 @@ def test_a_plan_that_the_tables_count_too_large_is_found() -> None:
     """Where copies that depend on three variables were counted twice, it was refused, and a slower one taken."""
     planning = problem_of(sines(2), LINE)
     limit = float(int(0.8 * exact_peak(planning, Search()(planning).choice)))
-    found, tabled = found_within(planning, limit), Search(limit)(searched(planning))
+    found, tabled = found_within(EveryPlan(searched(planning)), limit), Search(limit)(searched(planning))
     assert found.peak_bytes() <= limit
     assert found.solution.cost < 0.995 * tabled.cost
 
@@ -172,10 +193,32 @@ def test_a_search_that_runs_out_of_time_falls_back_on_tables(monkeypatch: pytest
     limit = float(int(0.8 * exact_peak(planning, Search()(planning).choice)))
     best = solve_jointly(planning, Search(limit), {}, ()).solution.cost
     monkeypatch.setattr("passes.recomputation.recompute_search.cheapest_that_fits", out_of_time)
+    monkeypatch.setattr("passes.recomputation.prove_plan.cheaper_that_fits", lambda *_: (None, 0.0))
     for recompute in (False, True):
         found = solve_jointly(planning, Search(limit), {}, (), recompute=recompute)
         assert found.peak_bytes() <= limit
         assert found.solution.cost >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_the_exact_count_has_the_last_word(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """What tables found, or did not, is made the cheapest, and proven, as where the exact search comes first."""
+    planning = problem_of(sines(1), LINE)
+    limit = float(int(share * exact_peak(planning, Search()(planning).choice)))
+    best = solve_jointly(planning, Search(limit), {}, ()).solution.cost
+    monkeypatch.setattr("passes.planning.search_exactly.MOST_PAIRS", 0)
+    monkeypatch.setattr("passes.recomputation.prove_plan.MOST_PAIRS", 0)
+    found = solve_jointly(planning, Search(limit), {}, ())
+    assert found.peak_bytes() <= limit
+    assert found.solution.cost == pytest.approx(best, rel=1e-9)
+    assert found.solution.lower_bound == pytest.approx(best, rel=1e-8)
+    monkeypatch.setattr("passes.recomputation.recompute_search._where_memory_binds", nothing_fits)
+    first = solve_jointly(planning, Search(limit), {}, ()).solution
+    assert (first.cost, first.lower_bound) == pytest.approx((best, best), rel=1e-8)
+
+
+def nothing_fits(*_: object, **__: object) -> None:
+    raise DoesNotFitError("no plan was found that fits", smallest_bytes=0)
 
 
 def out_of_time(*_: object) -> None:
@@ -189,15 +232,50 @@ def test_the_search_of_drawn_programs_equals_trying_every_plan(
     data: st.DataObject, drawn: DrawnProgram, mesh: Mesh
 ) -> None:
     """In the memory of any of the cheapest plans, and a byte below."""
-    planning = problem_of_drawn(drawn, mesh)
-    every = EveryPlan(searched(planning))
-    pairs = sum(edge.cost.size for edge in every.problem.assignment.edges)
+    every = EveryPlan(searched(problem_of_drawn(drawn, mesh)))
     assume(is_searched_exactly(every.problem.assignment))
+    check_drawn(data, every)
+    event(f"pairs of options: {'more than' if pairs_of(every) > 1_500 else 'up to'} 1,500")
+
+
+def check_drawn(data: st.DataObject, every: EveryPlan) -> None:
+    """See `check_optimal`, in the memory of some plan, or a byte below."""
     plans, _ = every.first(MOST_DRAWN)
     some = data.draw(st.lists(st.sampled_from(plans), min_size=1, max_size=20))
     peaks = sorted({every.counted(*plan)[1] for plan in some})
     check_optimal(every, data.draw(st.sampled_from(peaks)) - data.draw(st.integers(0, 1)))
-    event(f"pairs of options: {'more than' if pairs > 1_500 else 'up to'} 1,500")
+
+
+def pairs_of(every: EveryPlan) -> int:
+    """Pairs of options over all edges."""
+    return sum(edge.cost.size for edge in every.problem.assignment.edges)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.data(), programs(max_blocks=1, whole_steps=None), st.sampled_from(["square", "square of two nodes"]))
+def test_the_search_on_two_axes_equals_trying_every_plan(data: st.DataObject, drawn: DrawnProgram, place: str) -> None:
+    """Of drawn programs, with constraints or without: where tables come first, and the exact search has the last word.
+
+    How much is tried is limited by the oracle only.
+    """
+    planning = problem_of_drawn(drawn, *PLACES[place])
+    constraints = drawn_constraints(data, planning) if data.draw(st.booleans()) else {}
+    every = EveryPlan(searched(planning), allowed_options(planning, constraints))
+    assume(pairs_of(every) <= MOST_PAIRS_TO_PROVE)
+    assume(largest_table(every.choices()) <= MOST_ENTRIES)
+    check_drawn(data, every)
+    event(f"pairs of options: {'more than' if pairs_of(every) > MOST_PAIRS else 'up to'} {MOST_PAIRS:,}")
+    event(f"constraints: {'some' if constraints else 'none'}")
+
+
+def drawn_constraints(data: st.DataObject, planning: PlanningProblem) -> dict[str, PartitionSpec]:
+    """Where some parameters and inputs lie; together they allow something."""
+    sites = {site: name for name, site in constrainable(planning.space).items() if site != name}
+    some = data.draw(st.lists(st.sampled_from(sorted(sites)), unique=True))
+    specs = {sites[site]: data.draw(st.sampled_from(own_specs(planning.space.sites[site]))) for site in some}
+    assume(np.isfinite(Search()(planning, allowed_options(planning, specs)).cost))
+    return specs
 
 
 @settings(max_examples=50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -16,17 +17,19 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
 from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.tracing import trace
+from cost_models.hardware import Cluster
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search
 from passes.recomputation.fitting import JointSolution, fitting
 from passes.recomputation.recompute_search import solve_jointly
 from passes.solver.assignment import Solution
-from tests.passes.blocks import perceptron_program, problem_of, problem_of_drawn
+from tests.passes.blocks import h100s, perceptron_program, problem_of, problem_of_drawn, two_nodes
 from tests.passes.planning.test_search import Chain, chains
 from tests.passes.prediction.test_segment_step import drawn_choice
+from tests.passes.recomputation.cheap_choices import cheapest_first
 
-LINE = Mesh({"x": 2})
+LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})
 
 
 def found_within(planning: PlanningProblem, limit: float, *, recompute: bool, seconds: float = 300.0) -> JointSolution:
@@ -51,6 +54,22 @@ def test_the_search_equals_trying_every_plan(program: Program, seed: int) -> Non
     best = next(cost for cost, choice in every_choice(planning) if exact_peak(planning, choice) <= limit)
     assert found.peak_bytes() <= limit
     assert found.solution.cost == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=3)
+@given(chains(), st.sampled_from([h100s, two_nodes]), st.integers(0, 99))
+def test_the_search_on_two_axes_equals_trying_every_plan(
+    program: Program, cluster: Callable[[Mesh], Cluster], seed: int
+) -> None:
+    """On links that are alike or not; the cheapest first, up to one that fits."""
+    planning = problem_of(program, SQUARE, cluster(SQUARE))
+    limit = exact_peak(planning, drawn_choice(planning, seed))
+    found = found_within(planning, limit, recompute=False)
+    choices = cheapest_first(planning.assignment)
+    best = next(choice for choice in choices if exact_peak(planning, choice) <= limit)
+    assert found.peak_bytes() <= limit
+    assert found.solution.cost == pytest.approx(planning.assignment.cost_of(best), rel=1e-12)
+    assert found.solution.lower_bound == pytest.approx(found.solution.cost, rel=1e-8)
 
 
 @pytest.mark.slow
@@ -190,7 +209,7 @@ def test_where_nothing_is_allowed_nothing_would_do() -> None:
 
 @pytest.mark.slow
 @settings(max_examples=25)
-@given(programs(max_blocks=1, whole_steps=None), st.sampled_from([LINE, Mesh({"x": 2, "y": 2})]), st.booleans())
+@given(programs(max_blocks=1, whole_steps=None), st.sampled_from([LINE, SQUARE]), st.booleans())
 def test_the_memory_that_an_error_names_is_enough_for_drawn_programs(
     drawn: DrawnProgram, mesh: Mesh, recompute: bool
 ) -> None:

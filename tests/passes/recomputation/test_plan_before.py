@@ -31,7 +31,7 @@ class Model(nn.Module):
 def make_plan(width: int = 512, **options: Any) -> Plan:
     with torch.device("meta"):
         model, x = Model(width), torch.empty(16384, width)
-    asked = {"mesh": LINE, **options}
+    asked = {"mesh": LINE, "time_budget_s": 20.0, **options}
     return autoshard.plan(model, CLUSTER, example_inputs=(x,), optimizer="adamw", **asked)
 
 

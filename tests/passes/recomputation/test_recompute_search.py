@@ -18,7 +18,7 @@ from passes.pipeline import PlanOptions, plan_program, planning_problem
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.prediction.utilisation import utilisation
-from passes.recomputation import fitting, recompute_search
+from passes.recomputation import fitting, prove_plan, recompute_search
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_options import RecomputeOptions
 from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
@@ -111,7 +111,8 @@ def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: p
     def late(planning: PlanningProblem, options: RecomputeOptions, *, deadline: float) -> RecomputeProblem:
         return build_recompute_problem(planning, options, deadline=deadline if deadline == math.inf else 0.0)
 
-    monkeypatch.setattr(recompute_search, "build_recompute_problem", late)
+    for module in (recompute_search, prove_plan):
+        monkeypatch.setattr(module, "build_recompute_problem", late)
     budget = 0.9 * largest()
     for with_baselines in (True, False):
         options = PlanOptions(memory_budget=budget, with_baselines=with_baselines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,11 +18,13 @@ from passes.solver.solve_milp import smallest_peak, solve_milp
 
 @st.composite
 def assignments(draw: st.DrawFn, *, with_memory: bool = True) -> Assignment:
-    """Small assignments: up to six variables of up to four options, some pairs forbidden, up to three memory rows."""
+    """Small assignments: up to six variables of up to four options, some of them and of their pairs forbidden, up to
+    three memory rows."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
     numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     density = draw(st.sampled_from([0.3, 0.6, 1.0]))
     costs = tuple(numbers.integers(0, 20, size).astype(float) * 1e-6 for size in sizes)
+    costs = tuple(np.where(numbers.random(len(cost)) < 0.1, np.inf, cost) for cost in costs)
     edges = []
     for tail in range(len(sizes)):
         for head in range(tail):
@@ -98,6 +102,38 @@ def test_reductions_keep_the_optimum(problem: Assignment) -> None:
     assert small is not None
     assert small.cost + reduced.constant == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
     assert problem.cost_of(reduced.expand(small.choice)) == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
+
+
+@given(assignments(), st.sampled_from([0.5, 0.9, 0.999, 1.001, 1.1, 3.0]))
+def test_what_costs_as_much_as_is_known_is_not_looked_for(problem: Assignment, share: float) -> None:
+    """The optimum is found where it costs less, and nothing where it does not."""
+    best = solve_exhaustive(problem)
+    below = share * (1e-5 if best is None else best.cost)
+    found = solve_milp(problem, below=below)
+    assert (found is None) == (best is None or best.cost >= below)
+    if found is not None and best is not None:
+        assert found.cost == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
+
+
+@given(assignments())
+def test_what_a_reduction_leaves_stands_for_all_options(problem: Assignment) -> None:
+    """No choice with an option costs less than the best with what stands for it; the forbidden are in no choice."""
+    reduced = reduce_assignment(problem)
+    for number, (variable, places) in enumerate(reduced.left):
+        assert len(places) == len(problem.costs[variable])
+        for option, place in enumerate(places):
+            cost = _cheapest_with(problem, variable, option)
+            if place < 0:
+                assert cost == np.inf
+            else:
+                assert reduced.constant + _cheapest_with(reduced.problem, number, place) <= cost * (1 + 1e-9) + 1e-15
+
+
+def _cheapest_with(problem: Assignment, variable: int, option: int) -> float:
+    costs = list(problem.costs)
+    costs[variable] = np.where(np.arange(len(costs[variable])) == option, costs[variable], np.inf)
+    found = solve_exhaustive(replace(problem, costs=tuple(costs)))
+    return np.inf if found is None else found.cost
 
 
 @given(assignments())
