@@ -129,6 +129,11 @@ class MemoryUsage:
             sizes[number] = self.sizes[places[number]] = item.table.at(*(choice[each] for each in item.variables))
         return self._in_use(sizes)
 
+    def items_at(self, point: int) -> list[Item]:
+        """What is in memory at one point."""
+        places = np.flatnonzero((self.births <= point) & (point < self.ends))
+        return [self.items[place] for place in places.tolist()]
+
     def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
         """Bytes below which the peak of no choice is: at each point, everything as small as it can be.
 

@@ -92,19 +92,16 @@ class PlanningProblem:
             self._usage.append(MemoryUsage.of(self.liveness.points, list(self._items())))
         return self._usage[0]
 
-    def _items(self, point: int | None = None) -> Iterator[Item]:
-        """What lies in memory (at one point): values, what links keep, and what calls need while they run."""
+    def _items(self) -> Iterator[Item]:
+        """What lies in memory: values, what links keep, and what calls need while they run."""
         for name, result, interval, number in self.liveness.held_values():
-            if point is None or point in interval:
-                table = self.memory.of_value(name, result, self._copies(name))
-                yield Item(interval, table, (self.classes[name],), number)
+            table = self.memory.of_value(name, result, self._copies(name))
+            yield Item(interval, table, (self.classes[name],), number)
         for kept, number in self.liveness.held_on_links():
-            if point is None or point in kept.interval:
-                table = self.memory.on_link(kept)
-                yield Item(kept.interval, table, self._variables(kept, table), number)
+            table = self.memory.on_link(kept)
+            yield Item(kept.interval, table, self._variables(kept, table), number)
         for name, now in self.liveness.calls.items():
-            if point is None or point == now:
-                yield Item(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
+            yield Item(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
 
     def _copies(self, name: str) -> float:
         """How many times a value takes its bytes: a parameter carries optimizer state."""
@@ -118,7 +115,7 @@ class PlanningProblem:
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
-        return row_of(self._items(point), self.edge_between)
+        return row_of(self._memory_usage().items_at(point), self.edge_between)
 
     def link_key(self, link: Link) -> _EdgeKey:
         """The variables and places that a link joins."""

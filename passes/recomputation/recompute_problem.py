@@ -72,8 +72,7 @@ class RecomputeProblem:
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
-        there = [item for item in self.usage.items if point in item.interval]
-        return row_of(there, self.planning.edge_between)
+        return row_of(self.usage.items_at(point), self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Masks of options of the problem without recomputation as masks of these: whatever the keeping."""

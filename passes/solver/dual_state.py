@@ -234,12 +234,12 @@ def _best_multipliers(costs: Floats, slack: Floats) -> Floats:
     count = slack.shape[1]
     program = highspy.Highs()
     program.setOptionValue("output_flag", False)
-    most = 1e3 * np.ones(count)
-    variables = [program.addVariable(0.0, upper) for upper in most]
-    value = program.addVariable(-highspy.kHighsInf, highspy.kHighsInf)
+    program.addVars(count + 1, np.append(np.zeros(count), -np.inf), np.append(1e3 * np.ones(count), np.inf))
+    program.changeColCost(count, 1.0)
+    places = np.arange(count + 1, dtype=np.int32)
     for cost, row in zip(costs / unit_cost, slack / unit_bytes, strict=True):
-        weighed = sum((float(amount) * variable for amount, variable in zip(row, variables, strict=True)), 0.0 * value)
-        program.addConstr(value - weighed <= float(cost))
-    program.maximize(value)
+        program.addRow(-np.inf, float(cost), count + 1, places, np.append(-row, 1.0))
+    program.changeObjectiveSense(highspy.ObjSense.kMaximize)
+    program.run()
     found = np.array(program.getSolution().col_value)[:count]
     return np.maximum(found, 0.0) * unit_cost / unit_bytes

@@ -32,6 +32,7 @@ class Messages:
         for number, (first, second) in enumerate(self._ends):
             self._later[first].append(number)
             self._earlier[second].append(number)
+        self._spreads: dict[int, float] = {}
         self._share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self._earlier, self._later, strict=True)]
         self._forward = [np.zeros(table.shape[1]) for table in self._tables]
         self._backward = [np.zeros(table.shape[0]) for table in self._tables]
@@ -47,21 +48,24 @@ class Messages:
         return other
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Add `weight` seconds per byte of each memory row to the costs; the messages stay.
+        """Add `weight` seconds per byte of each memory row, by its point, to the costs; the messages stay.
 
         What is not allowed costs as much more as any bytes can save, so that it stays dearer than what is.
         """
         self._costs, self._tables = list(self._base), list(self._base_tables)
-        weighed = [(row, weight) for row, weight in rows.values() if weight > 0.0]
+        weighed = {point: (row, weight) for point, (row, weight) in rows.items() if weight > 0.0}
         if not weighed:
             return
-        most = sum(weight * _spread(row) for row, weight in weighed)
+        for point, (row, _) in weighed.items():
+            if point not in self._spreads:
+                self._spreads[point] = _spread(row)
+        most = sum(weight * self._spreads[point] for point, (_, weight) in weighed.items())
         raised: dict[int, Floats] = {}
         for variable, cost in enumerate(self._base):
             self._costs[variable] = self._raised(cost, most, raised)
         for number, table in enumerate(self._base_tables):
             self._tables[number] = self._raised(table, most, raised)
-        for row, weight in weighed:
+        for row, weight in weighed.values():
             for variable, sizes in row.variables.items():
                 self._costs[variable] = self._costs[variable] + weight * sizes
             for number, sizes in row.edges.items():
