@@ -48,14 +48,26 @@ class LocalFakes:
 
     def result(self, form: Hashable, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a call gives on fake values; `form` says all that this depends on."""
+        return self._known(form, lambda: self._evaluate(target, args, kwargs))
+
+    def piece(self, form: Hashable, like: torch.Tensor, on_meta: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A value that lies where `like` does, as one on meta lies in its memory; `form` says all that is of both."""
+
+        def made() -> torch.Tensor:
+            value = on_meta()
+            return value if _is_on_meta(like) else FakeTensor(self._mode, value, like.device)
+
+        return self._known(form, made)
+
+    def _known(self, form: Hashable, made: Callable[[], Any]) -> Any:
         if form not in self._values:
             if len(self._values) >= _MOST:
                 self._values.clear()
-            self._values[form] = self._evaluate(target, args, kwargs)
+            self._values[form] = made()
         return self._values[form]
 
     def _evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if isinstance(args[0], torch.Tensor) and args[0].is_meta and not isinstance(args[0], FakeTensor):
+        if _is_on_meta(args[0]):
             return target(*args, **kwargs)  # a program on meta, to count what is in it
         if target in _SAME_ON_META and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self._mode):
@@ -63,6 +75,11 @@ class LocalFakes:
             return value if value is args[0] else FakeTensor(self._mode, value, args[0].device)
         with self._mode:
             return target(*args, **kwargs)
+
+
+def _is_on_meta(value: Any) -> bool:
+    """Whether this is a tensor on meta, and no fake one."""
+    return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor)
 
 
 LOCAL_FAKES = LocalFakes()

@@ -8,13 +8,13 @@ found when a choice first needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from passes.memory.liveness import Interval
-from passes.solver.assignment import Floats
+from passes.solver.assignment import Floats, MemoryRow
 
 _Integers = NDArray[np.int64]
 _Mask = NDArray[np.bool_]
@@ -41,6 +41,8 @@ class Table:
 
     def whole(self) -> Floats:
         """All entries, found where they were not known."""
+        if self.find is None:
+            return self.sizes
         for options in np.argwhere(np.isnan(self.sizes)).tolist():
             self.at(*options)
         return self.sizes
@@ -83,6 +85,7 @@ class MemoryUsage:
         row_steps, column_steps: by how many entries one option further is, [items].
         numbers: how many there are of each, [items].
         items: what it is made of.
+        known_rows: memory rows that were made of it, by point.
     """
 
     points: int
@@ -96,6 +99,7 @@ class MemoryUsage:
     column_steps: _Integers
     numbers: _Integers
     items: tuple[Item, ...]
+    known_rows: dict[int, MemoryRow] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, points: int, items: Sequence[Item]) -> MemoryUsage:

@@ -115,15 +115,28 @@ class PlanningProblem:
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
-        return row_of(self._memory_usage().items_at(point), self.edge_between)
+        return row_at(self._memory_usage(), point, self.edge_between)
 
     def link_key(self, link: Link) -> _EdgeKey:
         """The variables and places that a link joins."""
         return self.classes[link.tail], link.result, self.classes[link.head], link.operand
 
 
-def row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """The memory row of items that are in memory at once; `edge_between` gives the edges of pairs of variables."""
+_MOST_ROWS = 32
+"""Rows that are kept of one problem: searches of known recipes, and of all plans, ask for the same few."""
+
+
+def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
+    """The memory row of a program point; `edge_between` gives the edges of pairs of variables."""
+    if point not in usage.known_rows:
+        if len(usage.known_rows) >= _MOST_ROWS:
+            usage.known_rows.clear()
+        usage.known_rows[point] = _row_of(usage.items_at(point), edge_between)
+    return usage.known_rows[point]
+
+
+def _row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
+    """The memory row of items that are in memory at once; `edge_between` as in `row_at`."""
     variables: dict[int, Floats] = {}
     edges: dict[int, list[Item]] = defaultdict(list)
     for item in items:

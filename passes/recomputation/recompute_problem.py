@@ -35,7 +35,7 @@ from autoshard.ir.recompute import RecomputedNode
 from passes.memory.liveness import Held, Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables, differs
 from passes.memory.memory_usage import Item, MemoryUsage, Table
-from passes.planning.build_assignment import PlanningProblem, row_of
+from passes.planning.build_assignment import PlanningProblem, row_at
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
@@ -72,7 +72,7 @@ class RecomputeProblem:
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
-        return row_of(self.usage.items_at(point), self.planning.edge_between)
+        return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Masks of options of the problem without recomputation as masks of these: whatever the keeping."""

@@ -44,13 +44,13 @@ class LocalTracer(GraphAppendingTracer):
         order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
         held = [size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)]
         form = ("placeholder", value.dtype, value.device, tuple(held), tuple(order), tuple(shape))
-        proxy.node.meta["val"] = LOCAL_FAKES.result(form, _lying, (value, held, order, shape), {})
+        proxy.node.meta["val"] = LOCAL_FAKES.piece(form, value, lambda: _lying(value.dtype, held, order, shape))
         return proxy
 
     def constant(self, name: str, value: torch.Tensor) -> fx.Proxy:
         """A constant of the program's module, the same on all ranks, that looks like `value`."""
         proxy = self.create_proxy("get_attr", name, (), {})
-        proxy.node.meta["val"] = LOCAL_FAKES.result(("constant", _form(value)), _alike, (value,), {})
+        proxy.node.meta["val"] = LOCAL_FAKES.piece(("constant", _form(value)), value, lambda: _alike(value))
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
@@ -74,13 +74,13 @@ class LocalTracer(GraphAppendingTracer):
         return LOCAL_FAKES.result(form, node.target, args, kwargs)  # pyright: ignore[reportArgumentType]
 
 
-def _lying(value: torch.Tensor, held: list[int], order: list[int], shape: Sequence[int]) -> torch.Tensor:
-    lying = torch.empty_permuted(held, order, dtype=value.dtype, device=value.device)
+def _lying(dtype: torch.dtype, held: list[int], order: list[int], shape: Sequence[int]) -> torch.Tensor:
+    lying = torch.empty_permuted(held, order, dtype=dtype, device="meta")
     return lying if held == list(shape) else lying.expand(shape)
 
 
 def _alike(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _form(value: Any) -> Any:
