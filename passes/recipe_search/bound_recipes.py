@@ -351,9 +351,8 @@ def step_floors(
         return 1.0 - 1.0 / power_limit().speeds(np.clip(products_s / turn, _NEVER, 1.0))
 
     shares = taken_off()
-    for _ in range(3):
-        turn = np.maximum(turn, at(shares) / (1.0 - gain_rate * shares))
-        shares = taken_off()
+    turn = np.maximum(turn, at(shares) / (1.0 - gain_rate * shares))
+    shares = taken_off()
     return ROUNDING * np.minimum(at(shares), turn * (1.0 - gain_rate * shares))
 
 

@@ -44,7 +44,9 @@ BINARY: tuple[Callable[[Any, Any], Any], ...] = (
     lambda x, y: _aten.maximum.default(x, y),
     lambda x, y: _aten.minimum.default(x, y),
     lambda x, y: _aten.silu_backward.default(x, y),
-    lambda x, y: _aten.gelu_backward.default(x, y),
+    lambda x, y: _aten.gelu_backward.default(
+        _aten.add.Tensor(x, y), _aten.mul.Tensor(x, y)
+    ),  # oneDNN asks for one shape
     lambda x, y: _aten.tanh_backward.default(x, _aten.tanh.default(y)),
 )
 REDUCTIONS = (
