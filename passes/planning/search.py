@@ -78,7 +78,7 @@ class Search:
     Args:
         memory_limit_bytes: per rank, or None for no limit.
         time_budget_s: seconds for all rounds together.
-        tolerance, max_rounds, most_parts: of the search of large problems, see `DualSearch`.
+        tolerance, max_rounds, most_parts, most_targets: of the search of large problems, see `DualSearch`.
         says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
         is_exact: whether small problems are solved exactly where memory binds, too.
         control: told how it goes, and may stop it.
@@ -89,6 +89,7 @@ class Search:
     tolerance: float = 1e-3
     max_rounds: int = 100
     most_parts: int = 12
+    most_targets: int = 40
     says_smallest: bool = True
     is_exact: bool = True
     control: SearchControl = dataclasses.field(default_factory=SearchControl)
@@ -123,7 +124,9 @@ class Search:
 
         def search(start: Sequence[Sequence[int]]) -> Solution | None:
             left_s = max(0.0, deadline - time.monotonic())
-            by_duals = DualSearch(self.tolerance, self.max_rounds, left_s, self.most_parts, self.control)
+            by_duals = DualSearch(
+                self.tolerance, self.max_rounds, left_s, self.most_parts, self.most_targets, self.control
+            )  # fmt: skip
             return by_duals(problem, planning.usage, planning.memory_row, start)
 
         solution = search(start)

@@ -16,7 +16,8 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
 4. Where memory binds: take the choices of least Lagrangian that do not fit, and change in each the variable that costs
    least per byte that it saves at the peak, until it fits. Then improve the best choice one variable at a time.
-5. Where bound and choice are still apart: part the problem, and search its parts (`branch_duals`).
+5. Where bound and choice are still apart: ask whether anything costs less than a target between them (`ask_below`).
+6. Where they still are, as too much may cost less: part the problem, and search its parts (`branch_duals`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from passes.solver.ask_below import ask_below
 from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.branch_duals import branch
 from passes.solver.dual_state import DualState, Usage
@@ -40,6 +42,7 @@ class DualSearch:
         max_rounds: rounds of message passing at most.
         time_limit_s: seconds at most.
         most_parts: times that the problem is parted at most, see `branch_duals`.
+        most_targets: targets at most, see `ask_below`.
         control: told how it goes; may stop it after any round, repair or change.
     """
 
@@ -47,6 +50,7 @@ class DualSearch:
     max_rounds: int = 100
     time_limit_s: float = 60.0
     most_parts: int = 0
+    most_targets: int = 0
     control: SearchControl = field(default_factory=SearchControl)
 
     def __call__(
@@ -69,9 +73,10 @@ class DualSearch:
         if state.gap() > self.tolerance:
             state.repair(ends[1])
         state.polish(ends[2])
+        ask_below(state, self.tolerance, self.most_targets, ends[3])
         branch(state, self.tolerance, self.most_parts, ends[3])
         return state.solution()
 
 
 _SHARES = (0.55, 0.7, 0.8, 1.0)
-"""Until when rounds, repairs, single changes and branching go on, as parts of the time."""
+"""Until when rounds, repairs, single changes, and targets and branching go on, as parts of the time."""

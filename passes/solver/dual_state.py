@@ -14,6 +14,7 @@ import numpy as np
 from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.solver.messages import Messages
 from passes.solver.search_control import SearchControl
+from passes.solver.solve_milp import Multipliers
 
 Usage = Callable[[Sequence[int]], np.ndarray]
 """Bytes in use at every program point under a choice."""
@@ -24,6 +25,9 @@ _REPAIRS = 3
 
 _PASSES = 4
 """Message passes between two moves of the multipliers."""
+
+_LAST_PASSES = 12
+"""Message passes under the best multipliers."""
 
 
 @dataclass(slots=True)
@@ -111,6 +115,15 @@ class DualState:
     def finds_nothing(self) -> bool:
         """Whether nothing fits though many rounds went by."""
         return len(self.gaps) >= _HOPEFUL and self.best is None
+
+    def found_multipliers(self) -> Multipliers:
+        """Under which the bound was best: of each edge, and of each memory row, in the order of `rows`."""
+        self.multipliers = dict(self.best_multipliers)
+        self.weigh()
+        for _ in range(_LAST_PASSES):
+            self.messages.iterate()
+        rows = np.array([self.multipliers.get(point, 0.0) for point in self.rows])
+        return Multipliers(tuple(self.messages.moved()), rows)
 
     def _offset(self) -> float:
         """What the weighed limits take from the bound."""

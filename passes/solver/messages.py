@@ -84,6 +84,29 @@ class Messages:
         choice = self._pass_forward()
         return self._pass_backward(), choice
 
+    def moved(self) -> list[tuple[Floats, Floats]]:
+        """For each edge what it costs less, and its tail and its head cost more, as of the last pass back.
+
+        That is what the ends were told, less what the later one gives back: its share of what it knows.
+        """
+        beliefs = [self._belief(variable) for variable in range(len(self._costs))]
+        found: list[tuple[Floats, Floats]] = []
+        for number, edge in enumerate(self._problem.edges):
+            second = self._ends[number][1]
+            later = self._forward[number] - self._share[second] * beliefs[second]
+            ends = (self._backward[number], later)
+            found.append(ends if edge.tail < edge.head else (later, self._backward[number]))
+        return found
+
+    def _belief(self, variable: int) -> Floats:
+        """What a variable's options cost with all that its neighbours tell."""
+        belief = self._costs[variable]
+        for number in self._earlier[variable]:
+            belief = belief + self._forward[number]
+        for number in self._later[variable]:
+            belief = belief + self._backward[number]
+        return belief
+
     def _capped_tables(self) -> list[Floats]:
         """The costs of each edge, the earlier variable's options as rows; edges that share a table share it here."""
         made: dict[tuple[int, bool], Floats] = {}

@@ -30,12 +30,27 @@ from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow, Soluti
 from passes.solver.reduce_assignment import reduce_assignment
 from passes.solver.search_control import SearchControl
 
-_RELATIVE_GAP = 1e-9
 _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What is spent on a program: until a relative gap, in a tree of so many nodes at most."""
+
+    relative_gap: float
+    most_nodes: int
+
+
+WHATEVER_IT_TAKES = Effort(1e-9, highspy.kHighsIInf)
+
+
 def solve_milp(
-    problem: Assignment, *, time_limit_s: float = 60.0, control: SearchControl | None = None, below: float = math.inf
+    problem: Assignment,
+    *,
+    time_limit_s: float = 60.0,
+    control: SearchControl | None = None,
+    below: float = math.inf,
+    effort: Effort = WHATEVER_IT_TAKES,
 ) -> Solution | None:
     """A cheapest choice that fits, or None if none does.
 
@@ -44,6 +59,7 @@ def solve_milp(
         time_limit_s: seconds after which the best choice so far is taken, with the bound proven by then.
         control: told the bound; if it stops the solver, that is as if time were over.
         below: seconds; a choice that costs so much is as good as none.
+        effort: after which the best choice so far is taken, too.
 
     Raises:
         TimeoutError: the time went by before any choice was found.
@@ -56,7 +72,7 @@ def solve_milp(
         found = ((), 0.0) if fits and reduced.constant < below else None
     else:
         left = below - reduced.constant
-        found = _solve(reduced.problem, time_limit_s, _watching(control, reduced.constant), left)
+        found = _solve(reduced.problem, time_limit_s, _watching(control, reduced.constant), left, effort)
     if found is None:
         return None
     choice, bound = found
@@ -164,10 +180,10 @@ def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
 
 
 def _solve(
-    problem: Assignment, time_limit_s: float, goes_on: _GoesOn | None, below: float
+    problem: Assignment, time_limit_s: float, goes_on: _GoesOn | None, below: float, effort: Effort
 ) -> tuple[tuple[int, ...], float] | None:
     model = _Model(problem, minimise_peak=False)
-    if not model.run(time_limit_s, goes_on, below):
+    if not model.run(time_limit_s, goes_on, below, effort):
         return None
     return model.choice(), model.bound()
 
@@ -273,10 +289,16 @@ class _Model:
             limit = -row.constant / unit
         self._rows.add(np.concatenate(index), np.concatenate(value), -np.inf, limit)
 
-    def run(self, time_limit_s: float, goes_on: _GoesOn | None = None, below: float = math.inf) -> bool:
+    def run(
+        self,
+        time_limit_s: float,
+        goes_on: _GoesOn | None = None,
+        below: float = math.inf,
+        effort: Effort = WHATEVER_IT_TAKES,
+    ) -> bool:
         """Solve; whether a choice was found (False: none costs less than `below`)."""
         highs = self._highs
-        for option, value in _options(time_limit_s).items():
+        for option, value in _options(time_limit_s, effort).items():
             highs.setOptionValue(option, value)
         if math.isfinite(below):
             highs.setOptionValue("objective_bound", below * self._scale)
@@ -381,13 +403,14 @@ _WITHOUT_DETOURS = {
 nodes; three quarters of its time went there. Nine problems took 20.9 s with both, 5.1 s with neither (HiGHS 1.15)."""
 
 
-def _options(time_limit_s: float) -> dict[str, bool | int | float]:
+def _options(time_limit_s: float, effort: Effort) -> dict[str, bool | int | float]:
     return {
         "output_flag": False,
         "threads": 1,
         "random_seed": 0,
         "time_limit": time_limit_s,
-        "mip_rel_gap": _RELATIVE_GAP,
+        "mip_rel_gap": effort.relative_gap,
+        "mip_max_nodes": effort.most_nodes,
         "mip_abs_gap": 0.0,
         "primal_feasibility_tolerance": 1e-9,
         "mip_feasibility_tolerance": 1e-9,

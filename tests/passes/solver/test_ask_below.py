@@ -1,0 +1,100 @@
+"""Asking below targets, on drawn problems: bounds hold and rise, what is found fits, and knapsacks are closed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from passes.solver.assignment import Assignment, Edge, MemoryRow
+from passes.solver.dual_search import DualSearch
+from passes.solver.dual_state import DualState
+from passes.solver.narrow_assignment import narrow_by
+from passes.solver.search_control import SearchControl
+from passes.solver.solve_exhaustive import solve_exhaustive
+from passes.solver.solve_milp import Effort, solve_milp
+from tests.passes.solver.test_dual_search import usage_of
+from tests.passes.solver.test_solve_milp import assignments
+
+
+@given(assignments(), st.integers(1, 5))
+def test_targets_raise_the_bound_and_never_above_the_optimum(problem: Assignment, targets: int) -> None:
+    """bound without targets <= bound with <= optimum <= cost found with <= cost found without; what is found fits."""
+    best = solve_exhaustive(problem)
+    plain, asked = (
+        DualSearch(tolerance=0.0, max_rounds=2, most_targets=most)(problem, usage_of(problem), problem.rows.__getitem__)
+        for most in (0, targets)
+    )
+    assert (plain is None) == (asked is None)
+    if plain is not None and asked is not None and best is not None:
+        assert plain.lower_bound <= asked.lower_bound * (1 + 1e-9) + 1e-15
+        assert asked.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+        assert best.cost * (1 - 1e-9) - 1e-15 <= asked.cost <= plain.cost * (1 + 1e-9) + 1e-15
+        assert problem.fits(asked.choice)
+
+
+@given(
+    prices=st.lists(st.integers(1, 50), min_size=2, max_size=5),
+    sizes=st.lists(st.integers(1, 50), min_size=5, max_size=5),
+    share=st.floats(0.2, 0.8),
+)
+def test_knapsacks_are_closed(prices: list[int], sizes: list[int], share: float) -> None:
+    """Each variable pays its price to save its bytes; the limit leaves a share of all bytes. Within the tolerance."""
+    costs = tuple(np.array([0.0, float(price)]) for price in prices)
+    row = MemoryRow(0.0, {v: np.array([float(size), 0.0]) for v, size in enumerate(sizes[: len(prices)])}, {})
+    edges = tuple(Edge(v, v + 1, np.zeros((2, 2))) for v in range(len(prices) - 1))
+    problem = Assignment(costs, edges, (row,), limit=share * sum(sizes[: len(prices)]))
+    best = solve_exhaustive(problem)
+    found = DualSearch(most_targets=100)(problem, usage_of(problem), lambda _: row)
+    assert found is not None
+    assert best is not None
+    assert found.cost == pytest.approx(best.cost, rel=1e-3)
+    assert found.lower_bound == pytest.approx(found.cost, rel=2e-3)
+
+
+@given(assignments(), st.floats(0.5, 2.0), st.integers(1, 3))
+def test_what_messages_leave_has_all_that_is_cheaper(problem: Assignment, share: float, rounds: int) -> None:
+    """Of a problem narrowed to below a target, the cheapest choice is that of the whole, if it costs less."""
+    best = solve_exhaustive(problem)
+    state = DualState(problem, usage_of(problem), problem.rows.__getitem__, SearchControl())
+    for _ in range(rounds):
+        state.round()
+    target = share * best.cost if best is not None else share
+    known = dataclasses.replace(problem, rows=tuple(state.rows.values()))
+    left = narrow_by(known, state.found_multipliers(), target)
+    if best is not None and best.cost < target:
+        assert left is not None
+        assert left.cost_of(best.choice) == pytest.approx(best.cost)
+
+
+@given(assignments(), st.integers(0, 2))
+def test_a_search_of_few_nodes_is_bounded(problem: Assignment, nodes: int) -> None:
+    """Whatever effort is made: bound <= optimum <= cost found, and nothing is found only where nothing is."""
+    best = solve_exhaustive(problem)
+    try:
+        found = solve_milp(problem, effort=Effort(0.1, nodes))
+    except TimeoutError:
+        return
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
+        assert best.cost <= found.cost * (1 + 1e-9) + 1e-15
+
+
+def test_a_stopped_search_asks_nothing() -> None:
+    """The bound stays that of the rounds."""
+    costs = tuple(np.array([0.0, float(price)]) for price in (7, 11, 13))
+    row = MemoryRow(0.0, {v: np.array([size, 0.0]) for v, size in enumerate((3.0, 4.0, 5.0))}, {})
+    problem = Assignment(costs, (), (row,), limit=6.5)
+    bounds = []
+    for most, stopped in ((0, False), (50, True), (50, False)):
+        control = SearchControl(is_stopped=stopped)
+        search = DualSearch(max_rounds=1, most_targets=most, control=control)
+        start = (1, 1, 1)
+        found = search(problem, usage_of(problem), lambda _: row, [start])
+        assert found is not None
+        bounds.append(found.lower_bound)
+    assert bounds[0] == bounds[1] < bounds[2]
