@@ -421,17 +421,29 @@ class _Building:
         return self._end(link.tail, link.result) if link.tail in self.split.late else -1
 
     def _covered_item(self, interval: Interval, table: Table, link: Link, keeping: Keeping) -> Item:
-        """A view that takes memory only where what it views is resharded, or not there."""
+        """A view that takes memory only where what it views is resharded, or not there.
+
+        A part of what is not held keeps the whole in memory. So where several parts are to be held, the whole is.
+        """
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[link.head]
         moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
+        alone = np.where(moved, table.sizes, np.maximum(table.sizes, self._viewed_bytes(link.tail)[:, None]))
         rows = []
         for kept in self.keepings_of(link.tail):
             covers = tail.is_input or self.options.holds(link.tail, kept)
             covers = covers or (kept in AGAIN and keeping in RECOMPUTED)
-            rows.append(np.where(moved, table.sizes, 0.0) if covers else np.broadcast_to(table.sizes, moved.shape))
+            rows.append(np.where(moved, table.sizes, 0.0) if covers else alone)
         there = [other is keeping for other in self.keepings_of(link.head)]
         sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
         return Item(interval, Table(sizes), (self.planning.classes[link.tail], self.planning.classes[link.head]))
+
+    def _viewed_bytes(self, name: str) -> Floats:
+        """Bytes of what a view, of each option, is a part of: as long as the view is there, so is that; 0 for others."""
+        link = self.viewed.get(name)
+        if link is None:
+            return np.zeros(len(self.planning.space.sites[name].strategies))
+        value = self.planning.space.sites[link.tail].results[link.result]
+        return local_bytes_of(value, needs_of(self.planning.space.sites[name], link), self.planning.space.mesh)
 
     def _item(self, interval: Interval, table: Table, names: tuple[str, ...]) -> Item:
         """An item of sites of the split space; what belongs to a recomputation is there if that happens."""
