@@ -438,7 +438,7 @@ class _Building:
         return Item(interval, Table(sizes), (self.planning.classes[link.tail], self.planning.classes[link.head]))
 
     def _viewed_bytes(self, name: str) -> Floats:
-        """Bytes of what a view, of each option, is a part of: as long as the view is there, so is that; 0 for others."""
+        """Bytes, by option, of what a view is a part of, which is there as long as the view; 0 for what is none."""
         link = self.viewed.get(name)
         if link is None:
             return np.zeros(len(self.planning.space.sites[name].strategies))
