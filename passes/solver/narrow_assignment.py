@@ -130,12 +130,12 @@ def _without(problem: Assignment, reduced: Reduced, slacks: _Slacks, spare: floa
 
     An option that is no better than another one goes with it.
     """
-    costs, edges = list(problem.costs), list(problem.edges)
-    for (variable, places), slack in zip(reduced.left, slacks.options, strict=True):
+    costs, edges, left = list(problem.costs), list(problem.edges), reduced.left
+    for (variable, places), slack in zip(left, slacks.options, strict=True):
         costs[variable] = np.where(_is_over(slack > spare, places), np.inf, costs[variable])
     between = {(edge.tail, edge.head): number for number, edge in enumerate(edges)}
     for edge, slack in zip(reduced.problem.edges, slacks.pairs, strict=True):
-        (tail, tails), (head, heads) = reduced.left[edge.tail], reduced.left[edge.head]
+        (tail, tails), (head, heads) = left[edge.tail], left[edge.head]
         over = _is_over(slack > spare, tails, heads)
         if (tail, head) in between:
             edges[between[tail, head]] = _forbidding(edges[between[tail, head]], over)
