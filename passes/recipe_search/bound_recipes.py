@@ -20,6 +20,13 @@ each section.
 
    l(r) the stages behind r, i(r) their backwards, without gradients of weights where those are cut off. Where backwards
    are cut, b is what both parts take.
+   *First backward.* Where ranks have v stages each, in rounds of R micro-batches, the first backward of rank r, on its
+   last stage, waits for a micro-batch's way through all stages and back to there. Before it the rank runs R forwards of
+   each stage but the last, and e(r) = k (P - 1 - r) + 1 more, k = 1 if backwards are cut, else 2; with d(r) their time,
+
+       T >= sum f + i(r) + m c(r) (f + b) - d(r) [ + h(r) b ] + hand-overs,    (v - 1) R + e(r) <= v m,
+
+   i(r) of the stages behind the last one of r. Of its hand-overs the rank may have made one for each of these forwards.
 2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
    replicas is fixed, that depends on the layout alone. Of several ranks each has whole blocks: where the one with the
    model's end, which takes a, has n of N blocks that take u each, another has at least ceil((N - n) / (P - 1)), so
@@ -181,6 +188,9 @@ class PipeShapes:
         is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
         swaps: whether it is 1F1B, where ranks that do not overlap hand-overs swap them, [pipes, 1].
         alternates: whether each rank has one stage and runs forwards and backwards in turn, [pipes, 1].
+        virtual: stages of each rank, [pipes, 1].
+        in_rounds: whether they are more than one, which take turns by rounds of micro-batches, [pipes, 1].
+        first, last: how often sections are on the rank's first stage, and on its last, [pipes, ranks, sections].
     """
 
     counts: Floats
@@ -190,6 +200,10 @@ class PipeShapes:
     is_whole: NDArray[np.bool_]
     swaps: NDArray[np.bool_]
     alternates: NDArray[np.bool_]
+    virtual: Floats
+    in_rounds: NDArray[np.bool_]
+    first: Floats
+    last: Floats
 
     def where(self, mask: NDArray[np.bool_]) -> PipeShapes:
         """Those of the pipelines that a mask leaves."""
@@ -197,8 +211,8 @@ class PipeShapes:
             return self
         pipes = tuple(compress(self.pipes, mask))
         counts, before, sends = self.counts[mask], self.before[mask], self.sends[mask]
-        kinds = (self.is_whole[mask], self.swaps[mask], self.alternates[mask])
-        return PipeShapes(counts, before, sends, pipes, *kinds)
+        kinds = (self.is_whole[mask], self.swaps[mask], self.alternates[mask], self.virtual[mask], self.in_rounds[mask])
+        return PipeShapes(counts, before, sends, pipes, *kinds, self.first[mask], self.last[mask])
 
     def missed(self, micro_batches: int) -> Floats:
         """How many micro-batches of a rank the way of others takes ("Turning" above), [ranks]; NaN where m <= P - r."""
@@ -261,8 +275,13 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
     is_before = stage < ranks
     before = passed[begins[is_before]].reshape(counts.shape)
     before[:, 1:, names.index(BEFORE)] += 1
-    alternates = np.array([pipe.virtual_stages == 1 and pipe.schedule in _ALTERNATE for pipe in pipes])
-    return PipeShapes(counts, before, sends, pipes, is_whole[:, None], swaps[:, None], alternates[:, None])
+    virtual = np.array([[pipe.virtual_stages] for pipe in pipes])
+    alternates = (virtual == 1) & np.array([[pipe.schedule in _ALTERNATE] for pipe in pipes])
+    ends_of_ranks = (held[part].reshape(counts.shape) for part in (is_before, stage >= (virtual[of, 0] - 1) * ranks))
+    return PipeShapes(
+        counts, before, sends, pipes, is_whole[:, None], swaps[:, None], alternates,
+        virtual.astype(float), (virtual > 1) & ~is_v[:, None], *ends_of_ranks,
+    )  # fmt: skip
 
 
 def _stage_ends(pipes: Sequence[Pipe], blocks: int) -> tuple[NDArray[np.int64], ...]:
@@ -311,6 +330,10 @@ def rank_paths(
     cutting = ~shapes.is_whole * (shapes.counts @ floors.cutting)
     seconds = along(floors.forward, floors.backward) + micro_batches * cutting + sends_s
     gain = along(floors.forward_gain, floors.backward_gain)
+    if shapes.in_rounds.any():
+        more, more_gain = _until_first_backward(floors, shapes, micro_batches, send_s, overlaps=overlaps)
+        is_longer = more > 0.0
+        seconds, gain = seconds + np.where(is_longer, more, 0.0), gain + np.where(is_longer, more_gain, 0.0)
     if not shapes.alternates.any():
         return Paths(seconds, gain)
     missed = shapes.missed(micro_batches)
@@ -325,6 +348,34 @@ def rank_paths(
     is_longer = shapes.alternates & (more > 0.0)
     more_gain = turning(floors.forward_gain, floors.backward_gain)
     return Paths(seconds + np.where(is_longer, more, 0.0), gain + np.where(is_longer, more_gain, 0.0))
+
+
+def _until_first_backward(
+    floors: SectionFloors, shapes: PipeShapes, micro_batches: int, send_s: float, *, overlaps: bool
+) -> tuple[Floats, Floats]:
+    """By how much "First backward" is longer than the path of a rank, and what a clock takes off that, [pipes, ranks].
+
+    -infinity where that is no bound.
+    """
+    ranks = shapes.counts.shape[1]
+    behind = np.arange(ranks - 1.0, -1.0, -1.0)
+    round_size = micro_batches // max(1, micro_batches // ranks)
+    extra = (1 + shapes.is_whole) * behind + 1
+    later = shapes.last[:, ::-1].cumsum(axis=1)[:, ::-1] - shapes.last
+    whole = shapes.counts.sum(axis=1, keepdims=True) - shapes.before
+
+    def way(forward: Floats, backward: Floats) -> Floats:
+        done = round_size * ((shapes.counts - shapes.last) @ forward)
+        done += np.minimum(extra, round_size) * (shapes.last @ forward)
+        done += np.maximum(extra - round_size, 0.0) * (shapes.first @ forward)
+        return whole @ forward + later @ backward - done
+
+    more = way(floors.forward, floors.backward) - ~shapes.is_whole * (later @ floors.delayed)
+    forwards = (shapes.virtual - 1) * round_size + extra
+    hops = shapes.virtual * ranks - 1 + behind - (ranks - 1 - behind)
+    more += send_s * (hops if overlaps else hops - np.minimum(forwards, shapes.waits(micro_batches)))
+    is_bound = shapes.in_rounds & (forwards <= shapes.virtual * micro_batches)
+    return np.where(is_bound, more, -np.inf), way(floors.forward_gain, floors.backward_gain)
 
 
 def turning_hops(missed: Floats, *, overlaps: bool) -> Floats:

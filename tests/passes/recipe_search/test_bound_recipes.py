@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
@@ -90,6 +90,7 @@ def test_the_pipelines_of_a_size_are_those_that_its_schedules_admit(
         assert (pipe in found) == (is_known and admits(schedule_of(pipe), ranks, micro_batches, virtual))
 
 
+@settings(max_examples=500)
 @given(pipelines(), st.lists(SECONDS, min_size=13, max_size=13), st.booleans())
 def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     drawn: tuple[Pipe, list[str], int], seconds: list[float], overlaps: bool
