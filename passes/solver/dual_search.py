@@ -14,8 +14,9 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    come next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
    that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
-4. Where memory binds: take the choices of least Lagrangian that do not fit, and change in each the variable that costs
-   least per byte that it saves at the peak, until it fits. Then improve the best choice one variable at a time.
+4. Where memory binds: take the choices of least Lagrangian that do not fit and cost less than the best that does, and
+   change in each the variable that costs least per byte that it saves at the peak, until it fits. Then improve the best
+   choice one variable at a time.
 5. Where bound and choice are still apart: ask whether anything costs less than a target between them (`ask_below`).
 6. Where they still are, as too much may cost less: part the problem, and search its parts (`branch_duals`).
 """

@@ -157,8 +157,8 @@ class DualState:
         self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def repair(self, deadline: float) -> None:
-        """Make some choices fit that nearly do."""
-        over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit]
+        """Make some choices fit that nearly do, of those that cost less than the incumbent: to fit adds to that."""
+        over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
             fitting = self._fitting(choice, deadline)
             if fitting is not None:
