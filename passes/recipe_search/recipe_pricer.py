@@ -243,7 +243,9 @@ class RecipePricer:
         With what they gather, over their pipeline ranks, of which each has whole blocks; they differ in sharding.
         """
         first = recipes[0]
-        floors = [self.section_floors(recipe, gathers=False) for recipe in recipes]
+        by_zero = {recipe.zero: recipe for recipe in recipes}  # all that counts without what is gathered
+        alone = {zero: self.section_floors(recipe, gathers=False) for zero, recipe in by_zero.items()}
+        floors = [alone[recipe.zero] for recipe in recipes]
         exchanges = [self.exchanges(recipe) for recipe in recipes]
         whole = self._whole_blocks(first)
         counts, is_whole = self._counts(first), first.pipeline == 1

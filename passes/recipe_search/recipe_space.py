@@ -31,10 +31,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import combinations_with_replacement, pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import RECOMPUTE, Recipe
@@ -334,26 +334,27 @@ class RecipeSpace:
 
     def recipe(self, layout: Layout, keeping: Keeping, pipe: Pipe, sharding: Sharding) -> Recipe:
         """The recipe of a choice."""
-        return replace(
-            self.base,
-            data=self.devices // layout.ranks // pipe.pipeline,
-            tensor=layout.tensor,
-            sequence_parallel=layout.sequence_parallel,
-            context=layout.context,
-            expert=layout.expert,
-            expert_tensor=layout.expert_tensor,
-            micro_batch=layout.micro_batch,
-            recompute=keeping.recompute,
-            offload=keeping.offload,
-            pipeline=pipe.pipeline,
-            schedule=pipe.schedule or None,
-            virtual_stages=pipe.virtual_stages,
-            split_ends=pipe.split_ends,
-            stage_blocks=pipe.stage_blocks if pipe.uneven and not pipe.is_open else None,
-            zero=sharding.zero,
-            zero_group=sharding.group or None,
-            whole_tensors=self.base.whole_tensors and sharding.zero == 1,
-        )
+        made = {
+            **_fields_of(self.base),
+            "data": self.devices // layout.ranks // pipe.pipeline,
+            "tensor": layout.tensor,
+            "sequence_parallel": layout.sequence_parallel,
+            "context": layout.context,
+            "expert": layout.expert,
+            "expert_tensor": layout.expert_tensor,
+            "micro_batch": layout.micro_batch,
+            "recompute": keeping.recompute,
+            "offload": keeping.offload,
+            "pipeline": pipe.pipeline,
+            "schedule": pipe.schedule or None,
+            "virtual_stages": pipe.virtual_stages,
+            "split_ends": pipe.split_ends,
+            "stage_blocks": pipe.stage_blocks if pipe.uneven and not pipe.is_open else None,
+            "zero": sharding.zero,
+            "zero_group": sharding.group or None,
+            "whole_tensors": self.base.whole_tensors and sharding.zero == 1,
+        }
+        return Recipe(**made)
 
     def recipes(self) -> Iterator[Recipe]:
         """Every recipe, once."""
@@ -365,6 +366,12 @@ class RecipeSpace:
                     pipes = (each for pipe in known for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
                         yield self.recipe(layout, keeping, pipe, sharding)
+
+
+@lru_cache(maxsize=16)
+def _fields_of(recipe: Recipe) -> Mapping[str, Any]:
+    """The fields of a recipe by name: of those that have them alike, `dataclasses.replace` asks for each again."""
+    return {item.name: getattr(recipe, item.name) for item in fields(recipe)}
 
 
 @lru_cache(maxsize=4096)
