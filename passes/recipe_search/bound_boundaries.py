@@ -37,16 +37,15 @@ from passes.recipe_search.bound_recipes import (
     ROUNDING,
     EndWorkOf,
     Floats,
-    PipeShapes,
     SectionFloors,
     ends_of,
     latencies,
     longer_step,
     mean_products,
-    passed_blocks,
     step_floors,
     turning_hops,
 )
+from passes.recipe_search.pipe_shapes import PipeShapes, passed_blocks
 from passes.sections.fold_program import AFTER, BEFORE
 
 FIRST, MIDDLE, LAST = range(3)

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
-from passes.recipe_search.bound_recipes import ROUNDING, Floats, PipeShapes, held_by, pipe_shapes
+from passes.recipe_search.bound_recipes import ROUNDING, Floats
+from passes.recipe_search.pipe_shapes import PipeShapes, held_by, pipe_shapes
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Pipe, may_be_uneven
 from passes.recipes.price_memory import is_offloaded, kept_bytes, state_bytes
 from passes.recipes.recipe_groups import Groups

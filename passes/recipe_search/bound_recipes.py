@@ -54,37 +54,26 @@ Every bound is taken less one part in 10^9, for rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
-from cost_models.schedule_orders import V_SHAPED, in_flight_table
 from cost_models.step import StepModel
-from passes.recipe_search.recipe_space import Pipe, schedule_of
-from passes.recipes.pipeline_stages import WHOLE_BACKWARDS
+from passes.recipe_search.pipe_shapes import Floats, PipeShapes
 from passes.recipes.price_ends import EndWork
 from passes.recipes.price_recipe import adding_time, copies_time, section_products, section_time, sharded_time
 from passes.recipes.recipe_groups import Groups
-from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import SectionPrice
-
-Floats = NDArray[np.float64]
 
 ROUNDING = 1.0 - 1e-9
 
 _NEVER = 1e-12
 """The least duty: products that take no time."""
-
-_ALTERNATE = frozenset({"1f1b", "zero-bubble"})
-"""Schedules of `Recipe` that run forwards and backwards in turn, where each rank has one stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,135 +163,6 @@ def stack_floors(floors: Sequence[SectionFloor]) -> SectionFloors:
     """Those of all sections."""
     columns = np.array(floors).T
     return SectionFloors(**dict(zip(SectionFloor._fields, columns, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class PipeShapes:
-    """Where sections lie in several pipelines of as many ranks.
-
-    Args:
-        counts: how often each rank has each section, [pipes, ranks, sections].
-        before: how often they come before the rank's first stage, [pipes, ranks, sections].
-        sends: hand-overs of a micro-batch by each rank, [pipes, ranks].
-        pipes: the pipelines.
-        is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
-        swaps: whether it is 1F1B, where ranks that do not overlap hand-overs swap them, [pipes, 1].
-        alternates: whether each rank has one stage and runs forwards and backwards in turn, [pipes, 1].
-        virtual: stages of each rank, [pipes, 1].
-        in_rounds: whether they are more than one, which take turns by rounds of micro-batches, [pipes, 1].
-        first, last: how often sections are on the rank's first stage, and on its last, [pipes, ranks, sections].
-    """
-
-    counts: Floats
-    before: Floats
-    sends: Floats
-    pipes: tuple[Pipe, ...]
-    is_whole: NDArray[np.bool_]
-    swaps: NDArray[np.bool_]
-    alternates: NDArray[np.bool_]
-    virtual: Floats
-    in_rounds: NDArray[np.bool_]
-    first: Floats
-    last: Floats
-
-    def where(self, mask: NDArray[np.bool_]) -> PipeShapes:
-        """Those of the pipelines that a mask leaves."""
-        if mask.all():
-            return self
-        pipes = tuple(compress(self.pipes, mask))
-        counts, before, sends = self.counts[mask], self.before[mask], self.sends[mask]
-        kinds = (self.is_whole[mask], self.swaps[mask], self.alternates[mask], self.virtual[mask], self.in_rounds[mask])
-        return PipeShapes(counts, before, sends, pipes, *kinds, self.first[mask], self.last[mask])
-
-    def missed(self, micro_batches: int) -> Floats:
-        """How many micro-batches of a rank the way of others takes ("Turning" above), [ranks]; NaN where m <= P - r."""
-        missed = np.arange(self.counts.shape[1] - 1.0, -1.0, -1.0)
-        return np.where(missed + 1 < micro_batches, missed, np.nan)
-
-    def waits(self, micro_batches: int) -> Floats:
-        """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""
-        last = self.counts.shape[1] - 1
-        ranks = np.arange(last + 1.0)
-        steady = np.maximum(0.0, micro_batches - (last - ranks))
-        swapped = steady * (ranks < last) + np.maximum(0.0, steady - 1) * (ranks > 0)
-        return np.where(self.swaps, swapped, np.maximum(0.0, self.sends * micro_batches - 1))
-
-    def hand_overs(self, micro_batches: int, *, overlaps: bool) -> Floats:
-        """Hand-overs on each rank's path, those beside computation left out if they overlap it, [pipes, ranks]."""
-        hops = (1 + self.is_whole) * np.arange(float(self.counts.shape[1]))
-        return hops if overlaps else hops + self.waits(micro_batches)
-
-
-@lru_cache(maxsize=4096)
-def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
-    """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
-    held = np.empty((len(pipes), pipes[0].pipeline))
-    for schedule, (places, virtual) in _by_schedule(pipes).items():
-        held[places] = in_flight_table(schedule, pipes[0].pipeline, micro_batches, virtual) / virtual[:, None]
-    return held
-
-
-@lru_cache(maxsize=1024)
-def _by_schedule(pipes: tuple[Pipe, ...]) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Which of some pipelines have a schedule, and their virtual stages."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for place, pipe in enumerate(pipes):
-        found.setdefault(schedule_of(pipe), []).append((place, pipe.virtual_stages))
-    return {schedule: tuple(np.array(items, dtype=np.int64).T) for schedule, items in found.items()}
-
-
-@lru_cache(maxsize=1024)
-def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> PipeShapes:
-    """The shapes of pipelines of as many ranks; `names` is the order of sections, `blocks` the model's."""
-    ranks, sections, passed = pipes[0].pipeline, len(names), passed_blocks(names, blocks)
-    is_v, is_whole, swaps = np.zeros((3, len(pipes)), dtype=bool)
-    for schedule, (places, _) in _by_schedule(pipes).items():
-        is_v[places] = schedule in V_SHAPED
-        is_whole[places] = schedule in WHOLE_BACKWARDS
-        swaps[places] = schedule == "1F1B"
-    of, stage, ends = _stage_ends(pipes, len(blocks))
-    is_first, is_last = stage == 0, np.append(stage[1:] == 0, True)
-    begins = np.where(is_first, 0, np.roll(ends, 1))
-    held = passed[ends] - passed[begins]
-    held[is_first, names.index(BEFORE)] += 1
-    held[is_last, names.index(AFTER)] += 1
-    owners = np.where(is_v[of] & (stage >= ranks), 2 * ranks - 1 - stage, stage % ranks)
-    counts, sends = np.zeros((len(pipes), ranks, sections)), np.zeros((len(pipes), ranks))
-    np.add.at(counts, (of, owners), held)
-    (handed,) = np.nonzero(~is_last[:-1] & (owners[1:] != owners[:-1]))
-    for places in (handed, handed + 1):
-        np.add.at(sends, (of[places], owners[places]), 1.0)
-    is_before = stage < ranks
-    before = passed[begins[is_before]].reshape(counts.shape)
-    before[:, 1:, names.index(BEFORE)] += 1
-    virtual = np.array([[pipe.virtual_stages] for pipe in pipes])
-    alternates = (virtual == 1) & np.array([[pipe.schedule in _ALTERNATE] for pipe in pipes])
-    ends_of_ranks = (held[part].reshape(counts.shape) for part in (is_before, stage >= (virtual[of, 0] - 1) * ranks))
-    return PipeShapes(
-        counts, before, sends, pipes, is_whole[:, None], swaps[:, None], alternates,
-        virtual.astype(float), (virtual > 1) & ~is_v[:, None], *ends_of_ranks,
-    )  # fmt: skip
-
-
-def _stage_ends(pipes: Sequence[Pipe], blocks: int) -> tuple[NDArray[np.int64], ...]:
-    """By stage of one pipeline after the other: the pipeline, the stage's number, and blocks up to its end."""
-    stages, split = np.array([(pipe.pipeline * pipe.virtual_stages, pipe.split_ends) for pipe in pipes]).T
-    first, of = np.cumsum(stages) - stages, np.repeat(np.arange(len(pipes)), stages)
-    stage = np.arange(len(of)) - first[of]
-    bounds = np.rint((stage + 1) * (blocks + 2 * split)[of] / stages[of]).astype(np.int64)
-    ends = np.minimum(bounds - split[of], blocks)  # as `pipeline_stages.even_blocks`
-    for place, pipe in enumerate(pipes):
-        if pipe.uneven:
-            ends[first[place] : first[place] + stages[place]] = np.cumsum(pipe.stage_blocks)
-    return of, stage, ends
-
-
-@lru_cache(maxsize=256)
-def passed_blocks(names: tuple[str, ...], blocks: tuple[str, ...]) -> Floats:
-    """How often sections come among the first blocks, none to all of them, [blocks + 1, sections]."""
-    places = np.array([names.index(name) for name in blocks], dtype=int)
-    one_each = np.eye(len(names))[places]
-    return np.concatenate([np.zeros((1, len(names))), one_each.cumsum(axis=0)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,14 @@ from passes.recipe_search.bound_memory import (
 from passes.recipe_search.bound_ranks import WholeBlocks, mean_floors, whole_blocks
 from passes.recipe_search.bound_recipes import (
     Floats,
-    PipeShapes,
     SectionFloor,
     SectionFloors,
     path_floors,
-    pipe_shapes,
     rank_paths,
     section_floor,
     stack_floors,
 )
+from passes.recipe_search.pipe_shapes import PipeShapes, pipe_shapes
 from passes.recipe_search.recipe_space import Keeping, Pipe, divisors, schedule_of
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
 from passes.recipes.price_ends import EndWork, end_work

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Recipe
 from cost_models.schedule_orders import most_in_flight
 from passes.recipe_search.bound_memory import pipe_ranks
-from passes.recipe_search.bound_recipes import pipe_shapes
+from passes.recipe_search.pipe_shapes import pipe_shapes
 from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, RecipeSpace, Sharding, _pipes, schedule_of
 from passes.sections.fold_program import AFTER, BEFORE

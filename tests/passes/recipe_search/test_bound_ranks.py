@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
 from passes.recipe_search.bound_ranks import exchanging, whole_blocks
-from passes.recipe_search.bound_recipes import pipe_shapes
+from passes.recipe_search.pipe_shapes import pipe_shapes
 from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import Pipe
 from tests.passes.decoders import priced_dense, priced_sparse

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -13,19 +11,13 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
 from cost_models.power import power_limit
-from cost_models.schedule_orders import admits, stage_ranks
 from cost_models.stages import StageTimes
-from passes.recipe_search.bound_recipes import SectionFloors, held_by, pipe_shapes, rank_paths, step_floors
-from passes.recipe_search.recipe_space import Pipe, _pipes, schedule_of, schedules
-from passes.recipes.pipeline_stages import (
-    cuts_backward,
-    in_flight,
-    rank_sections,
-    run_stages,
-    schedule_name,
-    share_out,
-)
+from passes.recipe_search.bound_recipes import SectionFloors, rank_paths, step_floors
+from passes.recipe_search.pipe_shapes import pipe_shapes
+from passes.recipe_search.recipe_space import Pipe, _pipes
+from passes.recipes.pipeline_stages import cuts_backward, run_stages, share_out
 from passes.sections.fold_program import AFTER, BEFORE
+from tests.passes.pipes import recipe_of
 
 NAMES = (BEFORE, "a", "b", AFTER)
 SECONDS = st.integers(0, 16).map(lambda number: number / 8)
@@ -41,53 +33,6 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
         cuts = sorted(draw(st.lists(st.integers(0, len(blocks)), min_size=ranks - 1, max_size=ranks - 1)))
         pipe = pipe._replace(stage_blocks=tuple(np.diff([0, *cuts, len(blocks)]).tolist()))
     return pipe, blocks, micro_batches
-
-
-@given(st.integers(2, 4), st.integers(1, 24), st.lists(st.sampled_from(["a", "b"]), min_size=2, max_size=12))
-def test_pipelines_of_a_size_have_their_sections_where_their_recipes_have_them(
-    ranks: int, micro_batches: int, blocks: list[str]
-) -> None:
-    """On each rank, before its first stage, and with a hand-over from each stage to the next one of another rank."""
-    pipes = [pipe for pipe in _pipes(ranks, micro_batches, len(blocks)) if not pipe.is_open]
-    if ranks <= len(blocks):
-        pipes.append(Pipe(ranks, "1f1b", uneven=True, stage_blocks=(*[1] * (ranks - 1), len(blocks) - ranks + 1)))
-    shapes = pipe_shapes(NAMES, tuple(blocks), tuple(pipes)) if pipes else None
-    for place, pipe in enumerate(pipes):
-        assert shapes is not None
-        recipe = recipe_of(pipe, micro_batches)
-        stages = share_out(blocks, recipe)
-        assert [dict(zip(NAMES, row, strict=True)) for row in shapes.counts[place].tolist()] == [
-            {name: counts.get(name, 0) for name in NAMES} for counts in rank_sections(stages, recipe)
-        ]
-        passed = [Counter[str]()]
-        for stage in stages:
-            passed.append(passed[-1] + Counter(dict(stage.sections)))
-        assert shapes.before[place].tolist() == [[before[name] for name in NAMES] for before in passed[:ranks]]
-        owners = stage_ranks(schedule_name(recipe), ranks, pipe.virtual_stages)
-        hops = [hop for hop in pairwise(owners) if hop[0] != hop[1]]
-        assert shapes.sends[place].tolist() == [sum(rank in hop for hop in hops) for rank in range(ranks)]
-        assert shapes.is_whole[place, 0] == (not cuts_backward(recipe))
-        assert held_by((pipe,), micro_batches)[0].tolist() == list(in_flight(recipe))
-
-
-def recipe_of(pipe: Pipe, micro_batches: int) -> Recipe:
-    """A recipe of a pipeline, of so many micro-batches."""
-    return Recipe(
-        pipeline=pipe.pipeline, schedule=pipe.schedule, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends,
-        stage_blocks=pipe.stage_blocks or None, global_batch=micro_batches,
-    )  # fmt: skip
-
-
-@given(st.integers(2, 6), st.integers(1, 40), st.integers(1, 24))
-def test_the_pipelines_of_a_size_are_those_that_its_schedules_admit(
-    ranks: int, micro_batches: int, blocks: int
-) -> None:
-    """Each schedule with every number of virtual stages that the blocks suffice for."""
-    found = [pipe for pipe in _pipes(ranks, micro_batches, blocks) if not pipe.uneven]
-    for split_ends, (schedule, virtual) in product((False, True), schedules(blocks + 2)):
-        pipe = Pipe(ranks, schedule, virtual, split_ends)
-        is_known = ranks * virtual <= blocks + 2 * split_ends
-        assert (pipe in found) == (is_known and admits(schedule_of(pipe), ranks, micro_batches, virtual))
 
 
 @settings(max_examples=500)
