@@ -9,46 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.solver.assignment import Assignment, Edge, MemoryRow
+from passes.solver.assignment import Assignment, MemoryRow
 from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import DualState
 from passes.solver.narrow_assignment import narrow_by
 from passes.solver.search_control import SearchControl
 from passes.solver.solve_exhaustive import solve_exhaustive
 from passes.solver.solve_milp import Effort, solve_milp
+from tests.passes.solver.closing import check_closer, knapsacks
 from tests.passes.solver.test_dual_search import usage_of
 from tests.passes.solver.test_solve_milp import assignments
 
 
 @given(assignments(), st.integers(1, 5))
 def test_targets_raise_the_bound_and_never_above_the_optimum(problem: Assignment, targets: int) -> None:
-    """bound without targets <= bound with <= optimum <= cost found with <= cost found without; what is found fits."""
-    best = solve_exhaustive(problem)
-    plain, asked = (
-        DualSearch(tolerance=0.0, max_rounds=2, most_targets=most)(problem, usage_of(problem), problem.rows.__getitem__)
-        for most in (0, targets)
-    )
-    assert (plain is None) == (asked is None)
-    if plain is not None and asked is not None and best is not None:
-        assert plain.lower_bound <= asked.lower_bound * (1 + 1e-9) + 1e-15
-        assert asked.lower_bound <= best.cost * (1 + 1e-9) + 1e-15
-        assert best.cost * (1 - 1e-9) - 1e-15 <= asked.cost <= plain.cost * (1 + 1e-9) + 1e-15
-        assert problem.fits(asked.choice)
+    """And the cost found never rises with them."""
+    searches = (DualSearch(tolerance=0.0, max_rounds=2, most_targets=most) for most in (0, targets))
+    check_closer(problem, *searches)
 
 
-@given(
-    prices=st.lists(st.integers(1, 50), min_size=2, max_size=5),
-    sizes=st.lists(st.integers(1, 50), min_size=5, max_size=5),
-    share=st.floats(0.2, 0.8),
-)
-def test_knapsacks_are_closed(prices: list[int], sizes: list[int], share: float) -> None:
-    """Each variable pays its price to save its bytes; the limit leaves a share of all bytes. Within the tolerance."""
-    costs = tuple(np.array([0.0, float(price)]) for price in prices)
-    row = MemoryRow(0.0, {v: np.array([float(size), 0.0]) for v, size in enumerate(sizes[: len(prices)])}, {})
-    edges = tuple(Edge(v, v + 1, np.zeros((2, 2))) for v in range(len(prices) - 1))
-    problem = Assignment(costs, edges, (row,), limit=share * sum(sizes[: len(prices)]))
+@given(knapsacks(most=5))
+def test_knapsacks_are_closed(problem: Assignment) -> None:
+    """Within the tolerance."""
     best = solve_exhaustive(problem)
-    found = DualSearch(most_targets=100)(problem, usage_of(problem), lambda _: row)
+    found = DualSearch(most_targets=100)(problem, usage_of(problem), problem.rows.__getitem__)
     assert found is not None
     assert best is not None
     assert found.cost == pytest.approx(best.cost, rel=1e-3)
