@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +55,8 @@ def price(
     The recipe fixes specs of parameters, inputs and what passes between blocks; all others follow by propagation.
 
     Args:
-        model: any module, in the dtype of its products; it may be on meta. Its blocks are the entries of its module
-            lists.
+        model: any module; it may be on meta. One in float32 is priced in the dtype of the recipe's products, as `plan`
+            plans it. Its blocks are the entries of its module lists.
         cluster: as many devices as the recipe needs; of a joined one, those of the islands that it passes.
         recipe: the expert's plan.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
@@ -99,23 +101,57 @@ def price(
             f"offload={recipe.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
             "Price the recipe with offload='none' or 'activations'."
         )
-    found = recipe_plan(priced_model(model, example_inputs, loss_fn), recipe, cluster, step_model)
+    found = recipe_plan(priced_model(model, example_inputs, loss_fn, recipe.precision), recipe, cluster, step_model)
 
     def fold(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PricedModel:
-        return priced_model(model, kwargs if isinstance(example_inputs, Mapping) else args, loss_fn)
+        return priced_model(model, kwargs if isinstance(example_inputs, Mapping) else args, loss_fn, recipe.precision)
 
     return replace(found, formulas=RecipeFormulas(fold, args, kwargs, recipe))
 
 
 def priced_model(
-    model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    precision: str | None = None,
 ) -> PricedModel:
-    """The folded form of a model, from before if it was priced with such inputs already."""
-    key = (_describe(example_inputs), loss_fn, model.training)
+    """The folded form of a model, from before if it was priced with such inputs already, and is as it was.
+
+    `precision`: of its products, see `narrow_dtype`; None: its own.
+    """
+    dtype = narrow_dtype(model, precision)
+    key = (_describe(example_inputs), loss_fn, dtype, _describe_modules(model))
     known = _TRACED.setdefault(model, {})
     if key not in known:
-        known[key] = _fold(model, example_inputs, loss_fn)
+        narrow = (model, example_inputs) if dtype is None else _narrowed(model, example_inputs, dtype)
+        known[key] = _fold(*narrow, loss_fn)
     return known[key]
+
+
+_NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
+
+
+def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
+    """What a model in float32 is priced in where its products are narrower; None: it is priced as it is."""
+    dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
+    return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
+
+
+def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
+    """A model in float32 and its inputs as its products see them: a copy on meta in 16 bits, and inputs in these.
+
+    The model's own parameters are master weights.
+    """
+    on_meta: dict[int, Any] = {
+        id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
+        for item in model.parameters()
+    }
+    on_meta |= {id(item): item.to("meta") for item in model.buffers()}
+
+    def narrow(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return copy.deepcopy(model, on_meta).to(dtype), pytree.tree_map(narrow, example_inputs)
 
 
 def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
@@ -168,3 +204,17 @@ def _describe(example_inputs: ExampleInputs) -> object:
     leaves, tree = pytree.tree_flatten(example_inputs)
     shapes = tuple((tuple(x.shape[1:]), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
     return shapes, str(tree)
+
+
+def _describe_modules(model: nn.Module) -> object:
+    """What tells whether a model was changed: its modules as they print, its tensors, and which are shared."""
+    modules = model.named_modules(remove_duplicate=False)
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    firsts: dict[int, str] = {}
+    return (
+        tuple((name, type(item), item.training, item.extra_repr()) for name, item in modules),
+        tuple(
+            (name, firsts.setdefault(id(item), name), item.shape, item.dtype, item.requires_grad)
+            for name, item in tensors
+        ),
+    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.explanation import WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import OPTIMIZERS, TRITON, Recipe
-from autoshard.pricing import price, priced_model
+from autoshard.pricing import narrow_dtype, price, priced_model
 from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
@@ -62,11 +61,10 @@ def search_plan(
     from passes.recipe_search.warm_start import known_recipe
 
     check_trains(model, optimizer)
-    model, example_inputs = _narrowed(model, example_inputs, precision)
     base = base_recipe(model, optimizer, precision, global_batch)
     base, pinned = pin(replace(base, kernels=TRITON) if with_kernels else base, constraints or {})
-    counted = priced_model(model, example_inputs, loss_fn).counted
-    problem = problem_of(counted, cluster, base, memory_budget, pinned)
+    priced = priced_model(model, example_inputs, loss_fn, base.precision)
+    problem = problem_of(priced.counted, cluster, base, memory_budget, pinned)
     with search_bar(time_budget_s, progress) as show:
         watch = None if show is None else _watching(show)
         before = None if previous is None else previous.recipe
@@ -92,7 +90,7 @@ def search_plan(
             for name, each in baselines.items()
             if each.recipe or each.is_complete
         },
-        alternatives=RecipeAlternatives(problem, priced_model(model, example_inputs, loss_fn), time_budget_s),
+        alternatives=RecipeAlternatives(problem, priced, time_budget_s),
     )
 
 
@@ -135,11 +133,11 @@ class RecipeForecast:
                 f"{question} keep no constraints on specs: plan without constraints= and ask that plan, or plan with "
                 "global_batch=."
             )
-        model, example_inputs = _narrowed(self.model, self.example_inputs, plan.precision)
-        base = base_recipe(model, self.optimizer, None, _batch_of(example_inputs, question))
+        precision = None if narrow_dtype(self.model, plan.precision) is None else plan.precision
+        base = base_recipe(self.model, self.optimizer, precision, _batch_of(self.example_inputs, question))
         base = replace(base, master_weights=plan.precision is not None and base.master_weights)
         base = replace(base, kernels=TRITON) if self.with_kernels else base
-        priced = priced_model(model, example_inputs, self.loss_fn)
+        priced = priced_model(self.model, self.example_inputs, self.loss_fn, base.precision)
         problem = problem_of(priced.counted, self.cluster, base, plan.memory_budget, {})
         return RecipeAlternatives(problem, priced, self.time_budget_s).forecast(plan, feature)
 
@@ -191,7 +189,7 @@ def recipe_problem(
     """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
     from passes.recipe_search.recipe_problem import RecipeProblem
 
-    counted = priced_model(model, example_inputs, loss_fn).counted
+    counted = priced_model(model, example_inputs, loss_fn, base.precision).counted
     return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})
 
 
@@ -208,38 +206,14 @@ def base_recipe(
     )
 
 
-_NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
-
-
-def _narrowed(
-    model: nn.Module, example_inputs: ExampleInputs, precision: str | None
-) -> tuple[nn.Module, ExampleInputs]:
-    """A model in float32 and its inputs as its products see them: a copy on meta in 16 bits, and inputs in these.
-
-    The model's own parameters are master weights.
-    """
-    dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
-    if dtypes != {torch.float32} or precision not in _NARROW:
-        return model, example_inputs
-    dtype = _NARROW[precision]
-    on_meta: dict[int, Any] = {
-        id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
-        for item in model.parameters()
-    }
-    on_meta |= {id(item): item.to("meta") for item in model.buffers()}
-
-    def narrow(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
-
-    return copy.deepcopy(model, on_meta).to(dtype), pytree.tree_map(narrow, example_inputs)
-
-
 _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.float32: ("f32",)}
 """In which precisions a model of a dtype is priced, its own first."""
 
 
 def _precision(model: nn.Module, asked: str | None) -> str:
+    narrow = narrow_dtype(model, asked)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtypes = dtypes if narrow is None else {narrow}
     known = [_OWN.get(dtype, ()) for dtype in dtypes]
     if asked is not None and not any(asked in names for names in _OWN.values()):
         raise NotAvailableError(f"precision={asked!r} is unknown; use 'bf16', 'f16', 'f8' or 'f32'.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -99,6 +100,32 @@ def test_the_example_batch_does_not_matter() -> None:
     cluster = Cluster("h100_sxm", 1, 1)
     one, many = (autoshard.price(MODEL, cluster, PLAIN, example_inputs=tokens(batch)) for batch in (1, 7))
     assert one.predicted == many.predicted
+
+
+def _froze(model: nn.Module) -> None:
+    model.get_parameter("words.weight").requires_grad_(requires_grad=False)
+
+
+def _grew(model: nn.Module) -> None:
+    layers = model.get_submodule("layers")
+    assert isinstance(layers, nn.ModuleList)
+    layers.append(layers[0])
+
+
+def _replaced(model: nn.Module) -> None:
+    model.get_submodule("layers.1").two = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, _froze, _grew, _replaced])
+def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Module], object]) -> None:
+    """Not as it was when it was priced before: in another type, in part frozen, of more blocks, of other modules."""
+    cluster, model, new = Cluster("h100_sxm", 1, 1), dense(2), dense(2)
+    before = autoshard.price(model, cluster, PLAIN, example_inputs=tokens())
+    for each in (model, new):
+        change(each)
+    after, other = (autoshard.price(each, cluster, PLAIN, example_inputs=tokens()) for each in (model, new))
+    assert after.predicted == other.predicted != before.predicted
+    assert after.parameters == other.parameters
 
 
 class Wide(nn.Module):

@@ -62,7 +62,7 @@ def test_recipes_with_our_own_kernels_are_searched_and_priced_alike(tmp_path) ->
     assert variant.objective <= fsdp.objective
     assert variant.name.endswith("; Triton kernels")
     found = plan.explain("last.weight")
-    assert all("; Triton kernels" in item.recipe for item in found.others)
+    assert all(item.recipe is not None and "; Triton kernels" in item.recipe.words for item in found.others)
     assert any(text.startswith("triton_bias_add_layer_norm for") for text in found.kernels)
     assert not library.explain("last.weight").kernels
     with pytest.raises(RecipeError, match="kernels='triton' says what is fused; leave out fused=False"):
@@ -158,6 +158,20 @@ def test_inputs_in_float32_go_with_a_model_in_float32() -> None:
     assert images.dtype == next(model.parameters()).dtype == torch.float32
     specs = _plan(**same, global_batch=None, mesh=Mesh({"data": 4}))
     assert specs.why_not("expert").variants == ()
+
+
+def test_price_confirms_plans_of_models_in_float32() -> None:
+    """In the precision of their recipe, with their inputs as they are; it priced a model in 32 bits as it was."""
+    images = torch.empty(8, 64)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    same = {"example_inputs": (images,), "loss_fn": lambda y: y.float().sum()}
+    for precision in ("bf16", "f16", "f8", "f32"):
+        plan = _plan(model=model, precision=precision, **same)
+        assert plan.recipe is not None
+        assert plan.recipe.precision == precision
+        again = autoshard.price(model, CLUSTER, plan.recipe, **same)
+        assert (again.predicted, again.parameters) == (plan.predicted, plan.parameters)
+        assert _plan(model=model, recipe=plan.recipe, **same).predicted == plan.predicted
 
 
 def test_products_run_in_the_models_own_dtype() -> None:

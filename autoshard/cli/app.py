@@ -261,8 +261,8 @@ def price(
 ) -> None:
     """Say what an expert's recipe would take: step time, memory, and where the time goes."""
     _check_folder(out)
-    loaded = load_model(model, batch=1, seq=seq, dtype=torch.bfloat16)
     asked = parse_recipe(recipe)
+    loaded = load_model(model, batch=1, seq=seq, dtype=_PRODUCTS.get(asked.precision, torch.bfloat16))
     asked = asked if optimizer is None else replace(asked, optimizer=optimizer)
     result = pricing.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs)
     if out is not None:

@@ -34,6 +34,7 @@ class Outcome:
         peak_memory_bytes: predicted peak per rank.
         breakdown: parts of the step time by name, seconds.
         smallest_bytes: where nothing fits for want of memory, the smallest limit that would do, bytes.
+        recipe: of plans of recipes, the best one, or the one that needs the least memory, for `autoshard.price`.
     """
 
     fits: bool
@@ -43,14 +44,14 @@ class Outcome:
     peak_memory_bytes: int | None = None
     breakdown: Mapping[str, float] | None = None
     smallest_bytes: int | None = None
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative(Outcome):
-    """One spec that a value could have, with the best plan that gives it this spec; of a recipe, in words."""
+    """One spec that a value could have, with the best plan that gives it this spec."""
 
     spec: PartitionSpec
-    recipe: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Explanation:
     def _of_recipes(self) -> list[str | Table]:
         """The recipes in words, and what the chosen one does with the value."""
         parts: list[str | Table] = [
-            f"{item.spec!r}: {item.recipe}." for item in (self.chosen, *self.others) if item.recipe
+            f"{item.spec!r}: {item.recipe.words}." for item in (self.chosen, *self.others) if item.recipe
         ]
         if self.memory:
             held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in self.memory.items())

@@ -67,6 +67,7 @@ def outcome_of(plan: Plan) -> Outcome:
         step_time_s=plan.predicted.step_time_s,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
         breakdown=plan.predicted.breakdown,
+        recipe=plan.recipe,
     )
 
 

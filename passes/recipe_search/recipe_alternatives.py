@@ -16,7 +16,6 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.spec import PartitionSpec
 from passes.questions.feature_names import feature_named
 from passes.questions.what_if import MORE_MEMORY, cheapest_first, memory_worth, outcome_of
 from passes.recipe_search.explain_recipe import (
@@ -169,19 +168,22 @@ class RecipeAlternatives:
         assert plan.recipe is not None, "recipes are asked about"
         priced, problem = self.priced, self.problem
         value = find_value(priced, name)
-        own = spec_of(priced, value, plan.recipe)
         families = (
             [best for only in family if (best := self._best(name, problem, only=only)) is not None]
             for family in spec_families(priced, value, plan.recipe)
         )
-        found = [min(family, key=lambda item: cheapest_first(item[1])) for family in families if family]
-        others = [_alternative(spec_of(priced, value, recipe), outcome, recipe) for recipe, outcome in found]
+        found = [min(family, key=cheapest_first) for family in families if family]
+
+        def alternative(outcome: Outcome) -> Alternative:
+            assert outcome.recipe is not None, "it is a recipe's"
+            return Alternative(spec_of(priced, value, outcome.recipe), **_figures(outcome))
+
         return Explanation(
             name=name,
             shape=value.shape,
             alike=value.alike,
-            chosen=_alternative(own, outcome_of(plan), plan.recipe),
-            others=tuple(sorted(others, key=cheapest_first)),
+            chosen=alternative(outcome_of(plan)),
+            others=tuple(sorted(map(alternative, found), key=cheapest_first)),
             memory_budget=plan.memory_budget,
             costs=value_costs(priced, value, plan.recipe, problem.cluster, problem.model),
             memory=value_memory(priced, value, plan.recipe, problem.cluster),
@@ -225,10 +227,9 @@ class RecipeAlternatives:
     ) -> Variant | None:
         """The best recipe of a problem (default: the plan's) in words, see `_best`."""
         best = self._best(name, problem or self.problem, only=only, known=known)
-        if best is None:
+        if best is None or best.recipe is None:
             return None
-        recipe, outcome = best
-        return Variant(f"{name}: {recipe.words}", **_figures(outcome))
+        return Variant(f"{name}: {best.recipe.words}", **_figures(best))
 
     def _best(
         self,
@@ -237,30 +238,27 @@ class RecipeAlternatives:
         *,
         only: Only | None = None,
         known: Recipe | None = None,
-    ) -> tuple[Recipe, Outcome] | None:
+    ) -> Outcome | None:
         """The best recipe of a problem, see `RecipeProblem.best`, or the one with the least memory; None for none."""
         found = problem.best(only=only, known=known, time_budget_s=self.time_budget_s)
         if found.recipe is not None:
             step = predict_recipe(problem.counted, found.recipe, problem.cluster, problem.model)
-            return found.recipe, Outcome(
+            return Outcome(
                 fits=True,
                 objective=found.objective,
                 lower_bound=found.lower_bound,
                 step_time_s=step.step_time_s,
                 peak_memory_bytes=step.peak_memory_bytes,
                 breakdown=step.breakdown,
+                recipe=found.recipe,
             )
         if not found.is_complete:
             raise NotAvailableError(f"{self.time_budget_s:g} s ended before any recipe was priced ({name}).")
         least = problem.smallest(only=only, time_budget_s=self.time_budget_s)
         if least.recipe is None:
             return None
-        return least.recipe, Outcome(fits=False, smallest_bytes=int(least.objective))
+        return Outcome(fits=False, smallest_bytes=int(least.objective), recipe=least.recipe)
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:
     return {item.name: getattr(outcome, item.name) for item in fields(outcome)}
-
-
-def _alternative(spec: PartitionSpec, outcome: Outcome, recipe: Recipe) -> Alternative:
-    return Alternative(spec, recipe.words, **_figures(outcome))
