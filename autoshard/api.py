@@ -20,6 +20,7 @@ from autoshard.arguments import (
     ExampleInputs,
     check_backend,
     check_beside_recipe,
+    check_flags,
     check_is_materialised,
     check_limits,
     check_loss,
@@ -29,11 +30,12 @@ from autoshard.arguments import (
     check_target,
     check_traced,
     check_trains,
+    checked_budget,
     checked_cluster,
     checked_constraints,
     split_inputs,
 )
-from autoshard.cluster import candidate_meshes, one_kind
+from autoshard.cluster import candidate_meshes, device_of_plans, one_kind
 from autoshard.errors import DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -123,11 +125,13 @@ def compile(
         >>> sharded(torch.ones(6, 4)).shape
         torch.Size([6, 2])
     """
-    check_model(model)
+    check_model(model, _COMPILED)
     check_is_materialised(model)
     check_backend(backend)
     check_loss(loss_fn)
-    check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s)
+    check_flags(strict=strict, verify=verify)
+    memory_budget = checked_budget(memory_budget)
+    check_limits(time_budget_s=time_budget_s)
     check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     mesh = one_kind(mesh)
     fixed = _read_plan(plan)
@@ -232,10 +236,12 @@ def plan(
     """
     from passes.counting.formulas import PlanFormulas
 
-    check_model(model)
+    check_model(model, _COMPILED)
     check_backend(backend)
     check_loss(loss_fn)
-    check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s, global_batch=global_batch)
+    check_flags(strict=strict)
+    memory_budget = checked_budget(memory_budget)
+    check_limits(time_budget_s=time_budget_s, global_batch=global_batch)
     check_previous(previous, model, of_recipes=global_batch is not None, is_priced=recipe is not None)
     args, kwargs = split_inputs(example_inputs)
     if recipe is not None:
@@ -246,7 +252,7 @@ def plan(
             optimizer=None if optimizer is None else optimizer_name(optimizer),
             global_batch=global_batch,
         )
-        if isinstance(recipe, Recipe) and _has_kernels(backend, _device_of_plans(cluster)):
+        if isinstance(recipe, Recipe) and _has_kernels(backend, device_of_plans(cluster)):
             recipe = replace(recipe, kernels=TRITON)
         return _within(price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn), memory_budget)
     if global_batch is not None:
@@ -261,7 +267,7 @@ def plan(
             constraints=constraints,
             memory_budget=memory_budget,
             precision=precision,
-            with_kernels=_has_kernels(backend, _device_of_plans(cluster)),
+            with_kernels=_has_kernels(backend, device_of_plans(cluster)),
             previous=previous,
             time_budget_s=time_budget_s,
             progress=progress,
@@ -283,7 +289,7 @@ def plan(
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         strict=strict,
         time_budget_s=time_budget_s,
-        with_kernels=_has_kernels(backend, _device_of_plans(mesh_or_cluster)),
+        with_kernels=_has_kernels(backend, device_of_plans(mesh_or_cluster)),
         progress=progress,
     )
     grad = any(parameter.requires_grad for parameter in model.parameters())
@@ -356,9 +362,10 @@ def prove(
         VerificationError: it could not be shown that the program computes what the model does.
         AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
     """
-    check_model(model)
+    check_model(model, _COMPILED)
     check_loss(loss_fn)
-    check_limits(memory_budget=memory_budget, time_budget_s=time_budget_s)
+    memory_budget = checked_budget(memory_budget)
+    check_limits(time_budget_s=time_budget_s)
     if not isinstance(target, Plan):
         check_target(target, mesh)
     target = one_kind(target)
@@ -417,6 +424,7 @@ def _within(priced: Plan, memory_budget: int | None) -> Plan:
     return replace(priced, memory_budget=memory_budget)
 
 
+_COMPILED = (ShardedModule, TrainStep)
 _WITH_KERNELS = ("inductor", "triton")
 
 
@@ -445,16 +453,6 @@ def _bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
     from passes.lowering.bucket_updates import bucket_updates  # imports triton
 
     return bucket_updates(graph_module)
-
-
-def _device_of_plans(target: Any) -> torch.device:
-    """The kind of device that plans are for: a cluster has GPUs, unless it is this machine without any."""
-    if isinstance(target, (Cluster, JoinedCluster)):
-        islands = target.islands if isinstance(target, JoinedCluster) else (target,)
-        has_gpu = all(bool(island.device.dispatch_s) for island in islands)
-    else:
-        has_gpu = torch.cuda.is_available()
-    return torch.device("cuda" if has_gpu else "cpu")
 
 
 def _has_kernels(backend: str, device: torch.device) -> bool:

@@ -9,16 +9,19 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import OutputKind, Program
+from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
@@ -29,8 +32,10 @@ ExampleInputs = Sequence[Any] | Mapping[str, Any]
 BACKENDS = ("auto", "eager", "inductor", "triton")
 
 
-def check_model(model: Any) -> None:
-    """Raise `TraceError` for what is no module."""
+def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
+    """Raise `TraceError` for what is no module, or of the types of those that are compiled already."""
+    if isinstance(model, compiled):
+        raise TraceError(f"model is a {type(model).__name__}, compiled already; pass the module it was made of.")
     if not isinstance(model, nn.Module):
         raise TraceError(f"model={model!r} is a {type(model).__name__}; pass a torch.nn.Module.")
 
@@ -47,8 +52,15 @@ def check_is_materialised(model: nn.Module) -> None:
 
 def check_backend(name: Any) -> None:
     """Raise `NotAvailableError` for a backend that does not exist."""
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'eager', 'inductor' or 'triton'.")
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise `NotAvailableError` for a switch that is neither on nor off; "no" would be taken for on."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise NotAvailableError(f"{name}={value!r} is a {type(value).__name__}; pass True or False.")
 
 
 def check_loss(loss_fn: Any) -> None:
@@ -107,10 +119,22 @@ def check_beside_recipe(recipe: Any, *, constraints: Any, optimizer: str | None,
             )
 
 
-def check_limits(*, memory_budget: Any, time_budget_s: Any, global_batch: Any = None) -> None:
-    """Raise `NotAvailableError` for limits of the search that no plan can keep."""
-    if memory_budget is not None and not (_is_number(memory_budget) and 0 < memory_budget < math.inf):
+def checked_budget(memory_budget: Any) -> int | None:
+    """Bytes of memory per device; `NotAvailableError` for what is no whole number of them."""
+    if memory_budget is None:
+        return None
+    if not (_is_number(memory_budget) and 0 < memory_budget < math.inf):
         raise NotAvailableError(f"memory_budget={memory_budget!r} must be a number of bytes above 0.")
+    if memory_budget != int(memory_budget):
+        raise NotAvailableError(
+            f"memory_budget={memory_budget!r} is no whole number of bytes. Of 80 GB write 80 * 10**9, of a part of the "
+            "device's memory int(0.8 * cluster.device.memory_bytes)."
+        )
+    return int(memory_budget)
+
+
+def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
+    """Raise `NotAvailableError` for limits of the search that no plan can keep."""
     if not (_is_number(time_budget_s) and time_budget_s >= 0):
         raise NotAvailableError(f"time_budget_s={time_budget_s!r} must be a number of seconds, at least 0.")
     if global_batch is not None and not (_is_whole(global_batch) and global_batch >= 1):
@@ -192,13 +216,32 @@ def check_trains(model: nn.Module, optimizer: object) -> None:
         )
 
 
+def check_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise `TraceError` for a call with an input that is sparse or nested, or has no elements: an empty batch, say."""
+    leaves = pytree.tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            raise TraceError(f"input:{number} is of layout={leaf.layout}; pass a dense tensor, tensor.to_dense().")
+        if 0 in leaf.shape:
+            raise TraceError(
+                f"input:{number} has shape={tuple(leaf.shape)}, no elements: there is nothing to split over a mesh, or "
+                "to time. Pass a batch of at least one, and leave such an input out."
+            )
+
+
 def check_has_loss(program: Program) -> None:
-    """Raise `TraceError` for the program of a training step that trains nothing."""
+    """Raise `TraceError` for the program of a training step that trains nothing, or without a loss to train by."""
     if not any(slot.kind in (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE) for slot in program.outputs):
         raise TraceError(
             "A training step needs a loss, but nothing that the model or loss_fn= returns depends on a parameter that "
             "requires grad. Return the loss as a tensor that is not detached, or pass loss_fn=."
         )
+    nodes = program.nodes_by_name()
+    values = {slot.name: nodes[slot.node].meta["val"] for slot in program.outputs_of(OutputKind.OUTPUT)}
+    outputs = [Output(name, tuple(value.shape), value.dtype) for name, value in values.items()]
+    loss_among(outputs, {slot.name for slot in program.inputs_of(InputKind.TANGENT)})
 
 
 def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], optimizer: object) -> None:
@@ -258,12 +301,12 @@ def checked_cluster(target: Any, mesh: Any) -> Cluster | JoinedCluster:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a real number; NaN is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    """Whether it is a real number, of Python or NumPy; NaN is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -174,6 +174,16 @@ def one_kind(target: Any) -> Any:
     return target.uniform
 
 
+def device_of_plans(target: Any) -> torch.device:
+    """The kind of device that plans are for: a cluster has GPUs, unless it is this machine without any."""
+    if isinstance(target, PricedCluster | PricedJoinedCluster):
+        islands = target.islands if isinstance(target, PricedJoinedCluster) else (target,)
+        has_gpu = all(bool(island.device.dispatch_s) for island in islands)
+    else:
+        has_gpu = torch.cuda.is_available()
+    return torch.device("cuda" if has_gpu else "cpu")
+
+
 def candidate_meshes(cluster: PricedCluster) -> list[Mesh]:
     """The meshes that are tried for a cluster: "model" within a node, "data" over the rest; no axes of one."""
     sizes = [size for size in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % size == 0]

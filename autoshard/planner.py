@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autoshard import tracing
-from autoshard.arguments import ExampleInputs, split_inputs
+from autoshard.arguments import ExampleInputs, check_has_loss, check_tensors, split_inputs
 from autoshard.cluster import candidate_meshes, local_cluster
 from autoshard.errors import (
     AutoshardError,
@@ -136,8 +136,9 @@ class Planner:
 
         Raises:
             NotAvailableError: gradients in float16.
-            TraceError: the call cannot be captured.
+            TraceError: the call cannot be captured, has an input without elements, or is a step without a loss.
         """
+        check_tensors(request.args, request.kwargs)
         if request.grad:
             refuse_scaling(self.precision)
         if self.traced is not None and request.grad and not request.all_tangents:
@@ -154,6 +155,8 @@ class Planner:
             compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
         )
         _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
+        if request.update is not None:
+            check_has_loss(program)
         return program
 
     def trace_elided(self, request: Request, margin: int) -> Program | None:

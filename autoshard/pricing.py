@@ -20,6 +20,7 @@ from autoshard.arguments import (
     check_has_loss,
     check_loss,
     check_model,
+    check_tensors,
     check_trains,
     checked_cluster,
     split_inputs,
@@ -119,6 +120,7 @@ def priced_model(
 
     `precision`: of its products, see `narrow_dtype`; None: its own.
     """
+    check_tensors(*split_inputs(example_inputs))
     dtype = narrow_dtype(model, precision)
     key = (_describe(example_inputs), loss_fn, dtype, _describe_modules(model))
     known = _TRACED.setdefault(model, {})
@@ -188,6 +190,8 @@ def _folded(traced: Callable[[int], Program], lists: Sequence[tracing.BlockList]
     try:
         return fold_program(program_of_one(traced(2), traced(3)), traced(2), lists)
     except TraceError as error:
+        if str(error) == str(refused):
+            raise
         raise TraceError(f"{refused} Nor can it be told from more sequences: {error}") from error
 
 

@@ -66,6 +66,13 @@ class HardwareFile:
             raise HardwareFileError(f"{self.origin}: {path!r} has unit={constant.unit!r}; this model reads {unit!r}.")
         return constant.value
 
+    def count(self, path: str, unit: str) -> int:
+        """The constant at a dotted path, a whole number of `unit`. Raises HardwareFileError."""
+        value = self.number(path, unit)
+        if value != int(value):
+            raise HardwareFileError(f"{self.origin}: {path!r} has value={value!r}; a whole number of {unit} is needed.")
+        return int(value)
+
     def family(self, prefix: str, unit: str) -> dict[str, float]:
         """All constants under a table: {"bf16": ..., "f32": ...} for `peak_flops`."""
         keys = [path for path in self.constants if path.startswith(prefix + ".")]

@@ -217,7 +217,7 @@ class Cluster:
         if "devices_per_node" not in parts:
             raise TopologyError("devices_per_node= is missing: say how many devices one node holds.")
         node, per_node = assemble_node(unit, **parts), parts["devices_per_node"]
-        if not isinstance(devices, int) or devices < 1:
+        if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
             raise TopologyError(f"A cluster of {devices!r} devices cannot be; give a whole number of at least 1.")
         if devices < per_node:
             return cls(node, 1, devices)
@@ -275,8 +275,8 @@ class Cluster:
     def of_file(cls, file: HardwareFile) -> Self:
         """The cluster that a file describes. Raises HardwareFileError."""
         kind = _node(file, read_device(file, file.text("device")))
-        used = int(file.number("used_devices_per_node", "devices"))
-        return cls(kind, nodes=int(file.number("nodes", "nodes")), devices_per_node=used)
+        used = file.count("used_devices_per_node", "devices")
+        return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)
 
     def to_file(self, source: str, date: str) -> HardwareFile:
         """What `of_file` reads back; `source` and `date` (ISO) say where its numbers come from."""
@@ -305,7 +305,7 @@ def _node(file: HardwareFile, unit: Device) -> NodeType:
     node = NodeType(
         name=file.text("name"),
         device=unit,
-        devices_per_node=int(file.number("devices_per_node", "devices")),
+        devices_per_node=file.count("devices_per_node", "devices"),
         intra=read_link(file, "intra."),
         inter=read_link(file, "inter.") if "inter.bandwidth" in file.constants else None,
         wiring=_network_wiring(file, _wiring(file, "intra."), "inter."),
@@ -326,11 +326,11 @@ def _usual_fabric(unit: Device) -> str:
 
 
 def _check_shape(kind: NodeType, nodes: int, per_node: int) -> None:
-    are_counts = all(isinstance(count, int) for count in (nodes, per_node))
+    are_counts = all(isinstance(count, int) and not isinstance(count, bool) for count in (nodes, per_node))
     if not are_counts or nodes < 1 or not 1 <= per_node <= kind.devices_per_node:
         raise TopologyError(
             f"Cluster({kind.name!r}, nodes={nodes!r}, devices_per_node={per_node!r}): at least one node, and 1 to "
-            f"{kind.devices_per_node} devices in each."
+            f"{kind.devices_per_node} devices in each, in whole numbers."
         )
     if nodes > 1 and kind.inter is None:
         raise UnknownHardwareError(
@@ -351,9 +351,9 @@ def _check_layout(node: NodeType) -> None:
 
 
 def _check_network(link: Link, wiring: Wiring) -> None:
-    if link.bandwidth_bytes_per_s <= 0:
+    if not isinstance(link.bandwidth_bytes_per_s, int | float) or not link.bandwidth_bytes_per_s > 0:
         raise TopologyError(
-            f"A network with bytes_per_s_per_device={link.bandwidth_bytes_per_s!r}; it must be positive."
+            f"A network with bytes_per_s_per_device={link.bandwidth_bytes_per_s!r}; it must be a positive number."
         )
     if wiring.devices_per_nic < 1 or wiring.nodes_per_pod < 0 or wiring.oversubscription < 1:
         raise TopologyError(

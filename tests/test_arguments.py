@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autoshard
-from autoshard import AutoshardError, Cluster, InvalidSpecError, Mesh, MeshError, NotAvailableError, P, TraceError
+from autoshard import (
+    AutoshardError,
+    Cluster,
+    InvalidSpecError,
+    Mesh,
+    MeshError,
+    NotAvailableError,
+    P,
+    Recipe,
+    TraceError,
+)
 
 MESH = Mesh({"data": 2})
 CLUSTER = Cluster("cpu_laptop", 1, 4)
-INPUTS = (torch.ones(4, 6),)
+X = torch.ones(4, 6)
+INPUTS = (X,)
 
 
 def small() -> nn.Module:
@@ -28,6 +41,38 @@ def small() -> nn.Module:
         ({"memory_budget": 0}, NotAvailableError, r"memory_budget=0 must be a number of bytes above 0"),
         ({"memory_budget": "80GB"}, NotAvailableError, r"memory_budget='80GB' must be a number of bytes"),
         ({"memory_budget": math.nan}, NotAvailableError, r"memory_budget=nan must be a number of bytes"),
+        ({"memory_budget": 1.5}, NotAvailableError, r"memory_budget=1.5 is no whole number of bytes. Of 80 GB write"),
+        ({"memory_budget": 0.8}, NotAvailableError, r"0.8 is no whole number of bytes.*int\(0.8 \* cluster.device"),
+        ({"memory_budget": True}, NotAvailableError, r"memory_budget=True must be a number of bytes"),
+        (
+            {"example_inputs": (torch.ones(0, 6),)},
+            TraceError,
+            r"input:0 has shape=\(0, 6\), no elements: there is nothing",
+        ),
+        (
+            {"example_inputs": (X.to_sparse(),)},
+            TraceError,
+            r"input:0 is of layout=torch.sparse_coo; pass a dense tensor",
+        ),
+        (
+            {"example_inputs": {"inputs": X}},
+            TraceError,
+            r"does not fit Linear.forward\(input: .*\) -> .*: missing .* 'input'\. P",
+        ),
+        (
+            {"example_inputs": (X, X)},
+            TraceError,
+            r"The call does not fit Linear.forward.*: too many positional arguments",
+        ),
+        ({"loss_fn": torch.nn.functional.mse_loss}, TraceError, r"missing .* 'input' \(loss_fn= takes the last 1\)"),
+        ({"strict": "no"}, NotAvailableError, r"strict='no' is a str; pass True or False"),
+        ({"precision": ["bf16"]}, NotAvailableError, r"precision=\['bf16'\] is unknown; use 'bf16', 'f16', 'f32'"),
+        (
+            {"constraints": {"weight": P("data"), "w*": P()}},
+            InvalidSpecError,
+            r"\['w\*'\] asks 'weight' to be P\(\), and const",
+        ),
+        ({"example_inputs": {"input": torch.ones(4, 0)}}, TraceError, r"input:0 has shape=\(4, 0\), no elements"),
         ({"time_budget_s": -1}, NotAvailableError, r"time_budget_s=-1 must be a number of seconds, at least 0"),
         ({"time_budget_s": "10"}, NotAvailableError, r"time_budget_s='10' must be a number of seconds"),
         ({"time_budget_s": math.nan}, NotAvailableError, r"time_budget_s=nan must be a number of seconds"),
@@ -39,10 +84,62 @@ def small() -> nn.Module:
 )
 def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[AutoshardError], message: str) -> None:
     """Both refuse them, in the same words."""
+    arguments = {"example_inputs": INPUTS, **arguments}
     with pytest.raises(error, match=message):
-        autoshard.plan(small(), MESH, example_inputs=INPUTS, **arguments)
+        autoshard.plan(small(), MESH, **arguments)
     with pytest.raises(error, match=message):
-        autoshard.compile(small(), MESH, example_inputs=INPUTS, **arguments)
+        autoshard.compile(small(), MESH, **arguments)
+
+
+def test_what_is_compiled_is_not_compiled_again() -> None:
+    compiled = autoshard.compile(small(), MESH)
+    with pytest.raises(TraceError, match=r"model is a ShardedModule, compiled already; pass the module it was made of"):
+        autoshard.plan(compiled, MESH, example_inputs=INPUTS)
+
+
+def test_a_call_that_a_model_does_not_take() -> None:
+    """A pre-hook may make it one that it does, and a wrapper take what is not in what it wraps."""
+    model = small()
+    model.register_forward_pre_hook(lambda _, args: args[:1])
+    assert autoshard.compile(model, MESH)(X, 3).shape == (4, 2)
+    inner = small()
+    model = nn.Identity()
+    model.forward = functools.wraps(inner.forward)(lambda *args, **kwargs: inner(args[0] * kwargs["scale"]))
+    assert autoshard.compile(model, MESH)(X, scale=2.0).shape == (4, 2)
+
+
+def test_whole_numbers_of_bytes() -> None:
+    """However they are written: 80e9 is one, and so is what NumPy counts."""
+    budgets = [8 * 10**9, 8e9, np.int64(8 * 10**9), np.float64(8e9)]
+    plans = [autoshard.plan(small(), MESH, example_inputs=INPUTS, memory_budget=budget) for budget in budgets]
+    assert [(plan.memory_budget, type(plan.memory_budget)) for plan in plans] == [(8 * 10**9, int)] * 4
+
+
+def test_an_empty_batch() -> None:
+    """Refused in a call, too, in a recipe, and in a step."""
+    empty = (torch.ones(0, 6),)
+    with pytest.raises(TraceError, match=r"input:0 has shape=\(0, 6\), no elements.* at least one"):
+        autoshard.compile(small(), MESH)(*empty)
+    with pytest.raises(TraceError, match=r"input:0 has shape=\(0, 6\), no elements"):
+        autoshard.price(small(), CLUSTER, Recipe(data=4), example_inputs=empty, loss_fn=torch.sum)
+    with pytest.raises(TraceError, match=r"input:0 has shape=\(0, 6\), no elements"):
+        autoshard.prove(small(), MESH, example_inputs=empty)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: autoshard.plan(model, MESH, example_inputs=INPUTS, optimizer="adamw"),
+        lambda model: autoshard.plan(model, CLUSTER, example_inputs=INPUTS, optimizer="adamw", global_batch=8),
+        lambda model: autoshard.price(model, CLUSTER, Recipe(data=4), example_inputs=INPUTS),
+        lambda model: autoshard.prove(model, MESH, example_inputs=INPUTS, optimizer="adamw"),
+    ],
+)
+def test_a_step_without_a_loss(call: Any) -> None:
+    """Not planned, as no step could be trained; without an optimizer the model is planned as it is."""
+    with pytest.raises(TraceError, match=r"returns no floating scalar; it returns tensors of shapes=\[\(\d, 2\)\]"):
+        call(small())
+    assert autoshard.plan(small(), MESH, example_inputs=INPUTS).parameters
 
 
 @pytest.mark.parametrize(

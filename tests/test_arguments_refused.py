@@ -106,6 +106,13 @@ def test_specs_and_recipes(call: Callable[[], Any], words: str) -> None:
         (lambda: Cluster.of("a100_sxm_40gb", 0, devices_per_node=8), "0 devices"),
         (lambda: Cluster.of("a100_sxm_40gb", 8, devices_per_node="8"), "devices_per_node='8'"),
         (lambda: Cluster.of("a100_sxm_40gb", 8, devices_per_node=0), "devices_per_node=0"),
+        (lambda: Cluster.of("a100_sxm_40gb", True, devices_per_node=8), "True devices"),
+        (lambda: Cluster("h100_sxm", nodes=True), "nodes=True, devices_per_node=8): at least one node, and 1 to 8"),
+        (lambda: Cluster("h100_sxm", nodes=1.5), "nodes=1.5, devices_per_node=8): at least one node, and 1 to 8"),
+        (lambda: CLUSTER.node.with_network(bytes_per_s_per_device="25e9"), "'25e9'; it must be a positive number"),
+        (lambda: MESH.rank_at({"model": 0}), "no rank at {'model': 0}; 'data' goes from 0 to 1"),
+        (lambda: MESH.rank_at({"data": 2}), "no rank at {'data': 2}; 'data' goes from 0 to 1"),
+        (lambda: MESH.coordinates("0"), "rank='0' is not among them"),
         (lambda: Cluster.of(3, 8, devices_per_node=8), "unit=3 is a int; pass the name of a device"),
         (lambda: Cluster.of("a100_sxm_40gb", 8, devices_per_node=8, fabric=3), "fabric=3 is a int"),
         (lambda: Cluster.of("a100_sxm_40gb", 8, devices_per_node=8, network=3), "network=3 is a int"),
@@ -149,12 +156,29 @@ def test_what_plans_are_asked(plan: Plan, call: Callable[[Plan], Any], words: st
     assert words in refused(lambda: call(plan))
 
 
+def test_a_file_of_half_a_node(tmp_path: Path) -> None:
+    """A count that is no whole number is not cut to one."""
+    path = tmp_path / "mine.toml"
+    CLUSTER.save(path, source="test", date="2026-11-23")
+    text = path.read_text()
+    path.write_text(text.replace("[nodes]\nvalue = 1", "[nodes]\nvalue = 1.5"))
+    assert path.read_text() != text
+    assert "'nodes' has value=1.5; a whole number of nodes is needed" in refused(lambda: Cluster.load(path))
+
+
 def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
     """Not the errors of Python's readers."""
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "empty.json").write_text("")
     assert "list.json' is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "list.json"))
     assert "empty.json' is not a plan that autoshard wrote" in refused(lambda: Plan.load(tmp_path / "empty.json"))
+    for number, (text, kind) in enumerate((("[1]", "list"), ("3", "int"), ('"plan"', "str"), ("null", "NoneType"))):
+        (path := tmp_path / f"{number}.json").write_text(text)
+        assert f"autoshard wrote: it holds {kind}, and a plan is an object." in refused(
+            lambda path=path: Plan.load(path)
+        )
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert "autoshard wrote: it is no JSON, " in refused(lambda: Plan.load(tmp_path / "deep.json"))
 
 
 @pytest.mark.parametrize(

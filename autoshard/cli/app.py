@@ -7,6 +7,7 @@ sentence; 130 where Ctrl-C ended it before there was anything to print.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,9 +25,9 @@ from autoshard.cli.calibrate import calibration_json, calibration_table, measure
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
-from autoshard.cli.recipes import parse_constraints, parse_recipe
+from autoshard.cli.recipes import named_twice, parse_constraints, parse_recipe
 from autoshard.cluster import Cluster, JoinedCluster, load_cluster
-from autoshard.errors import AutoshardError, MeshError
+from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from cost_models.errors import CostModelError
@@ -180,7 +181,7 @@ def _plan(
         mesh=None if mesh is None else parse_mesh(mesh),
         optimizer=_named(optimizer),
         precision=precision,
-        memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
+        memory_budget=_bytes(memory_gib),
         global_batch=global_batch,
         constraints=parse_constraints(constrain or ()),
         backend=backend,
@@ -219,6 +220,15 @@ def report(
         )  # fmt: skip
     _write(out, found.report)
     _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")
+
+
+def _bytes(memory_gib: float | None) -> int | None:
+    """The limit that `--memory-gib` gives."""
+    if memory_gib is None:
+        return None
+    if not 0 < memory_gib < math.inf:
+        raise NotAvailableError(f"--memory-gib {memory_gib:g} must be a number above 0.")
+    return max(1, int(memory_gib * 2**30))
 
 
 def _named(optimizer: str | None) -> str | None:
@@ -297,7 +307,7 @@ def verify(
         mesh=None if mesh is None else parse_mesh(mesh),
         optimizer=_named(optimizer),
         precision=precision,
-        memory_budget=None if memory_gib is None else int(memory_gib * 2**30),
+        memory_budget=_bytes(memory_gib),
         time_budget_s=time_budget_s,
     )
     _show(found.to_json() if as_json else str(found))
@@ -404,6 +414,9 @@ def parse_mesh(text: str) -> Mesh:
     pairs = [item.partition("=") for item in text.split(",")]
     if not all(separator and size.isdecimal() for _, separator, size in pairs):
         raise MeshError(f"--mesh {text!r} must read AXIS=SIZE,AXIS=SIZE, e.g. data=8,model=8.")
+    twice = named_twice(name for name, _, _ in pairs)
+    if twice is not None:
+        raise MeshError(f"--mesh {text!r} names axis {twice!r} twice; give each axis once.")
     return Mesh({name: int(size) for name, _, size in pairs})
 
 

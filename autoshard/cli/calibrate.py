@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autoshard.calibration import calibrate
-from autoshard.errors import AutoshardError, MeshError
+from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 from autoshard.runtime.launch import world_size
 from cost_models.calibration import Calibration
 
@@ -27,9 +28,12 @@ def measure_machine(ranks: int | None, budget_s: float) -> Calibration | None:
         The calibration; None on ranks of a run other than the first.
 
     Raises:
+        NotAvailableError: `budget_s` is no time.
         MeshError: `ranks` is below one, or differs from the size of the run that this process is part of.
         AutoshardError: a started process failed.
     """
+    if not 0 < budget_s < math.inf:
+        raise NotAvailableError(f"--budget-s {budget_s:g} must be a number of seconds above 0.")
     running = world_size()
     if ranks is not None and (ranks < 1 or running not in (1, ranks)):
         raise MeshError(f"--ranks {ranks} must be at least 1, and in a run of {running} processes {running}.")

@@ -6,7 +6,8 @@ And constraints: `pipeline=1,2,4`, the values that a field may have, or `up.weig
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ def parse_recipe(text: str) -> Recipe:
     pairs = [item.partition("=") for item in text.split(",")]
     if not all(separator and value for _, separator, value in pairs):
         raise RecipeError(f"--recipe {text!r} must read FIELD=VALUE,FIELD=VALUE, e.g. data=8,tensor=8,zero=1.")
+    twice = named_twice(name.strip() for name, _, _ in pairs)
+    if twice is not None:
+        raise RecipeError(f"--recipe {text!r} gives {twice!r} twice; give each field once.")
     return _recipe({name.strip(): _value(name.strip(), value.strip()) for name, _, value in pairs})
 
 
@@ -52,9 +56,16 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
         name, separator, given = (part.strip() for part in text.partition("="))
         if not (separator and name and given):
             raise RecipeError(f"--constrain {text!r} must read NAME=VALUE,VALUE or NAME=SPEC, e.g. pipeline=1,2,4.")
+        if name in found:
+            raise RecipeError(f"--constrain names {name!r} twice; give all of its values at once, or one spec.")
         is_spec = given.startswith("P(")
         found[name] = PartitionSpec.parse(given) if is_spec else tuple(_value(name, part) for part in given.split(","))
     return found
+
+
+def named_twice(names: Iterable[str]) -> str | None:
+    """The first of some names that comes again; None where all differ."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _read(path: Path) -> dict[str, Any]:

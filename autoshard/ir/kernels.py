@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from autoshard.ir.text import format_bytes, format_time
 
@@ -40,12 +39,6 @@ class KernelUse:
     saved_launches: int
     saved_bytes: int
     times: int = 1
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> KernelUse:
-        """From what `Kernels.to_json` has of it."""
-        copies = tuple((name, reader, share) for name, reader, share in data["copies"])
-        return cls(**{**data, "reads": tuple(data["reads"]), "copies": copies})
 
     def __str__(self) -> str:
         saved = f"{self.saved_launches} fewer to launch, {format_bytes(self.saved_bytes)} less to move"
@@ -87,15 +80,6 @@ class Kernels:
             f"{self.launches_without}, {format_bytes(self.memory_bytes)} read and written in place of "
             f"{format_bytes(self.memory_bytes_without)}, the step without them {format_time(self.step_time_without_s)}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Kernels:
-        """The inverse of `to_json`."""
-        return cls(**{**data, "uses": tuple(map(KernelUse.from_json, data["uses"]))})
 
 
 NO_KERNELS = Kernels()

@@ -89,18 +89,21 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The index of `rank` along each axis."""
-        if not 0 <= rank < self.size:
-            raise MeshError(f"{self} has ranks 0 to {self.size - 1}; rank={rank} is not among them.")
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise MeshError(f"{self} has ranks 0 to {self.size - 1}; rank={rank!r} is not among them.")
         result = {}
         for name, size in reversed(self.axes):
             rank, result[name] = divmod(rank, size)
         return {name: result[name] for name in self.axis_names}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at the given index along every axis; the inverse of `coordinates`."""
+        """The rank at the given index along every axis, the inverse of `coordinates`; `MeshError` where none is."""
         rank = 0
         for name, size in self.axes:
-            rank = rank * size + coordinates[name]
+            index = coordinates.get(name)
+            if index is None or not 0 <= index < size:
+                raise MeshError(f"{self} has no rank at {dict(coordinates)}; {name!r} goes from 0 to {size - 1}.")
+            rank = rank * size + index
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from autoshard.ir.brought_back import BroughtBack, by_module
 
@@ -39,15 +38,6 @@ class Offload:
     def by_module(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the nodes by the module that issued them."""
         return by_module(self.nodes)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Offload:
-        """The inverse of `to_json`."""
-        return cls(**{**data, "nodes": tuple(OffloadedNode(**node) for node in data["nodes"])})
 
 
 NO_OFFLOAD = Offload()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
@@ -21,11 +21,14 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.page import render_page
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
+from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.printer import render_plan
+from autoshard.ir.read_json import check_keys, is_required, read
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.trace import Trace
 
 if TYPE_CHECKING:
     import sympy
@@ -36,20 +39,16 @@ version 4 the recipe, and recomputation; version 5 offload; version 6 the kernel
 
 _READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
 
-_NUMBER = (int, float)
-_PLAIN: Mapping[str, tuple[type, ...]] = {
-    "program_digest": (str,),
-    "hardware": (str,),
-    "inputs": (dict,),
-    "baselines": (dict,),
-    "objective": _NUMBER,
-    "lower_bound": (*_NUMBER, NoneType),
-    "search_time_s": _NUMBER,
-    "memory_budget": (*_NUMBER, NoneType),
-    "precision": (str, NoneType),
-    "was_interrupted": (bool,),
+_Specs = tuple[PartitionSpec, ...]
+_OF_OTHER_FORM: Mapping[str, Any] = {
+    "mesh": Mapping[str, int],
+    "nodes": Mapping[str, tuple[_Specs, _Specs]],
+    "memory_budget": float | None,
 }
-"""What a file has under the keys that are taken as they are."""
+"""Fields that a file has in another form, or had once."""
+
+_VERSION, _TIMELINE = "autoshard_plan", "timeline"
+_NOT_IN_FILES = ("formulas", "alternatives")
 
 
 class Formulas(Protocol):
@@ -198,13 +197,17 @@ class Plan:
             PlanMismatchError: there is no such file, it is no plan, or of a schema version that this release does not
                 read.
         """
-        text = read_text(path)
+        text, refused = read_text(path), f"{os.fspath(path)!r} is not a plan that autoshard wrote"
         try:
-            return cls.from_json(json.loads(text))
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanMismatchError(f"{refused}: it is no JSON, {error}.") from error
+        if not isinstance(data, dict):
+            raise PlanMismatchError(f"{refused}: it holds {type(data).__name__}, and a plan is an object.")
+        try:
+            return cls.from_json(data)
         except AutoshardError as error:
             raise PlanMismatchError(f"{path}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanMismatchError(f"{str(path)!r} is not a plan that autoshard wrote: {error!r}.") from error
 
     def trace(self, path: str | Path) -> None:
         """Write the predicted step as a file that ui.perfetto.dev and chrome://tracing open.
@@ -335,7 +338,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data; the schema is the fields of this class, specs as text."""
         return {
-            "autoshard_plan": SCHEMA_VERSION,
+            _VERSION: SCHEMA_VERSION,
             "mesh": dict(self.mesh.axes),
             "hardware": self.hardware,
             "memory_budget": self.memory_budget,
@@ -346,55 +349,58 @@ class Plan:
             "objective": self.objective,
             "lower_bound": self.lower_bound,
             "search_time_s": self.search_time_s,
-            "recompute": self.recompute.to_json(),
-            "offload": self.offload.to_json(),
+            "recompute": asdict(self.recompute),
+            "offload": asdict(self.offload),
             "baselines": dict(self.baselines),
             "recipe": None if self.recipe is None else asdict(self.recipe),
             "was_interrupted": self.was_interrupted,
             "replicated_operators": [list(item) for item in self.replicated_operators],
             "operators": [asdict(item) for item in self.operators],
-            "repeats": [item.to_json() for item in self.repeats],
+            "repeats": [asdict(item) for item in self.repeats],
             "parameters": {name: item.to_json() for name, item in self.parameters.items()},
             "outputs": {name: repr(spec) for name, spec in self.outputs.items()},
             "nodes": {name: node.to_json() for name, node in self.nodes.items()},
-            "timeline": None if self.predicted.timeline is None else self.predicted.timeline.to_json(),
+            _TIMELINE: None if self.predicted.timeline is None else self.predicted.timeline.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`."""
-        version = data.get("autoshard_plan")
-        if version not in _READABLE_VERSIONS:
-            known = ", ".join(map(str, _READABLE_VERSIONS))
-            way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
-            raise PlanMismatchError(f"the plan has schema version {version!r}; this release reads {known}. {way_out}")
-        for key, kinds in _PLAIN.items():
-            if key in data and not isinstance(data[key], kinds):
-                known = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-                raise PlanMismatchError(f"{key!r} is {data[key]!r} in the plan; it must be of {known}.")
-        return cls(
-            mesh=Mesh(data["mesh"]),
-            program_digest=data["program_digest"],
-            inputs=data["inputs"],
-            nodes={name: NodePlan.from_json(node) for name, node in data["nodes"].items()},
-            outputs={name: PartitionSpec.parse(text) for name, text in data["outputs"].items()},
-            parameters={name: ParameterPlan.from_json(item) for name, item in data["parameters"].items()},
-            predicted=Prediction.from_json(data["predicted"], data.get("timeline")),
-            objective=data["objective"],
-            lower_bound=data["lower_bound"],
-            search_time_s=data["search_time_s"],
-            hardware=data["hardware"],
-            memory_budget=data["memory_budget"],
-            precision=data.get("precision"),
-            recompute=Recompute.from_json(data["recompute"]) if "recompute" in data else NO_RECOMPUTE,
-            offload=Offload.from_json(data["offload"]) if "offload" in data else NO_OFFLOAD,
-            baselines=data["baselines"],
-            recipe=None if data.get("recipe") is None else Recipe(**data["recipe"]),
-            was_interrupted=data.get("was_interrupted", False),
-            replicated_operators=tuple((name, line) for name, line in data["replicated_operators"]),
-            operators=tuple(OperatorCoverage(**item) for item in data.get("operators", ())),
-            repeats=tuple(map(Repeat.from_json, data.get("repeats", ()))),
+        """The inverse of `to_json`; fields that an older schema lacks keep their defaults.
+
+        Raises:
+            PlanMismatchError: it is no plan, or of a schema version that this release does not read; names the field
+                that is missing, unknown, or not what it must be.
+        """
+        _check_version(data.get(_VERSION))
+        kinds = {**get_type_hints(cls), **_OF_OTHER_FORM}
+        known = [item for item in fields(cls) if item.name not in _NOT_IN_FILES]
+        check_keys(
+            data,
+            [_VERSION, _TIMELINE, *(item.name for item in known)],
+            [item.name for item in known if is_required(item)],
         )
+        found = {
+            item.name: read(kinds[item.name], data[item.name], (item.name,)) for item in known if item.name in data
+        }
+        _check_precision(found.get("precision"))
+        timeline = data.get(_TIMELINE)
+        trace = None if timeline is None else Trace.from_json(timeline)
+        nodes = {name: NodePlan(*specs) for name, specs in found["nodes"].items()}
+        predicted = replace(found["predicted"], timeline=trace)
+        return cls(**{**found, "mesh": Mesh(found["mesh"]), "nodes": nodes, "predicted": predicted})
 
     def __str__(self) -> str:
         return render_plan(self)
+
+
+def _check_version(version: object) -> None:
+    if isinstance(version, bool) or version not in _READABLE_VERSIONS:
+        known = ", ".join(map(str, _READABLE_VERSIONS))
+        way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
+        raise PlanMismatchError(f"the plan has schema version {version!r}; this release reads {known}. {way_out}")
+
+
+def _check_precision(precision: str | None) -> None:
+    if precision not in (None, *PRECISIONS):
+        known = ", ".join(map(repr, PRECISIONS))
+        raise PlanMismatchError(f"'precision' is {precision!r} in the plan; it must be null or of {known}.")

@@ -22,12 +22,6 @@ class NodePlan:
         """Specs as text: those of the operands, then those of the results."""
         return [[repr(spec) for spec in self.inputs], [repr(spec) for spec in self.outputs]]
 
-    @classmethod
-    def from_json(cls, data: list[list[str]]) -> NodePlan:
-        """The inverse of `to_json`."""
-        inputs, outputs = data
-        return cls(tuple(map(PartitionSpec.parse, inputs)), tuple(map(PartitionSpec.parse, outputs)))
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
@@ -55,19 +49,6 @@ class ParameterPlan:
         gradient = None if self.gradient is None else repr(self.gradient)
         state = {name: repr(spec) for name, spec in self.state.items()}
         return data | {"gradient": gradient, "state": state, "layout": self.layout}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ParameterPlan:
-        """The inverse of `to_json`."""
-        gradient, state = data.get("gradient"), data.get("state", {})
-        return cls(
-            PartitionSpec.parse(data["spec"]),
-            tuple(data["shape"]),
-            data["local_bytes"],
-            gradient=None if gradient is None else PartitionSpec.parse(gradient),
-            state={name: PartitionSpec.parse(text) for name, text in state.items()},
-            layout=data.get("layout", ""),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +115,3 @@ class Prediction:
         data = asdict(replace(self, timeline=None))
         del data["timeline"]
         return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> Prediction:
-        """The inverse of `to_json`, and of the timeline's; fields that an older schema lacks keep their defaults."""
-        interval = data.get("step_time_interval_s")
-        pair = None if interval is None else tuple(interval)
-        trace = None if timeline is None else Trace.from_json(timeline)
-        kernels = Kernels.from_json(data["kernels"]) if "kernels" in data else NO_KERNELS
-        return cls(**{**data, "step_time_interval_s": pair, "kernels": kernels, "timeline": trace})

@@ -48,7 +48,7 @@ def effective_precision(model: nn.Module, precision: str | None) -> str | None:
     """
     if precision is None:
         return None
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise NotAvailableError(
             f"precision={precision!r} is unknown; use {', '.join(map(repr, PRECISIONS))}, or None for the model's own "
             "types."

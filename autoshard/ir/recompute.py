@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from autoshard.ir.brought_back import BroughtBack, by_module
 
@@ -37,15 +36,6 @@ class Recompute:
     def by_module(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the nodes by the module that issued them."""
         return by_module(self.nodes)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Recompute:
-        """The inverse of `to_json`."""
-        return cls(**{**data, "nodes": tuple(RecomputedNode(**node) for node in data["nodes"])})
 
 
 NO_RECOMPUTE = Recompute()

@@ -7,9 +7,7 @@ list; those between are *elided*, and the first unit behind them stands for them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +71,6 @@ class Repeat:
         """Number of the block, None for what is in none of the list, and the path within."""
         number, _, rest = path.removeprefix(f"{self.path}.").partition(".")
         return (int(number), rest) if path.startswith(f"{self.path}.") and number.isdigit() else (None, "")
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
-        return cls(**data)
 
 
 def names_alike(repeats: tuple[Repeat, ...], name: str) -> tuple[str, ...]:

@@ -7,12 +7,15 @@ thread per stream, one complete event ("ph": "X", times in microseconds) per spa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autoshard.errors import PlanMismatchError
 from autoshard.ir.files import write_text
+from autoshard.ir.read_json import check_keys, read
 
 _SEPARATOR = " | "
 
@@ -72,12 +75,26 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
-        """The inverse of `to_json`."""
-        return cls(tuple(data["processes"]), tuple(map(_span, data["spans"])))
+        """The inverse of `to_json`; `PlanMismatchError` for what it did not write."""
+        found = read(Mapping[str, tuple[str, ...]], data, _PLACE)
+        check_keys(found, _KEYS, _KEYS, _PLACE)
+        processes, lines = (found[key] for key in _KEYS)
+        return cls(processes, tuple(_span(line, len(processes)) for line in lines))
 
 
-def _span(line: str) -> TraceSpan:
-    process, start, duration, stream, name = line.split(_SEPARATOR, 4)
+_KEYS = ("processes", "spans")
+_PLACE = ("timeline",)
+_SPAN = re.compile(r"(\d+) \| (-?\d+) \| (-?\d+) \| (.*?) \| (.*)", re.DOTALL)
+
+
+def _span(line: str, processes: int) -> TraceSpan:
+    found = _SPAN.fullmatch(line)
+    if found is None or int(found[1]) >= processes:
+        raise PlanMismatchError(
+            f"{line!r} is no span of the timeline's {processes} processes; one reads 'process | start_ns | duration_ns "
+            "| stream | name', its process counted from 0."
+        )
+    process, start, duration, stream, name = found.groups()
     return TraceSpan(int(process), stream, name, int(start), int(duration))
 
 

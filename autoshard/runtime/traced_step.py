@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import NotAvailableError, TraceError
+from autoshard.errors import NotAvailableError
+from autoshard.ir.loss import Output, loss_among, no_loss
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OutputKind
@@ -131,29 +132,14 @@ def find_loss(outputs: Any) -> torch.Tensor:
     for leaf in pytree.tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
             return leaf
-    raise TraceError(_no_loss([tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]))
+    raise no_loss([tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)])
 
 
 def loss_of(executable: Executable) -> LocalSlot:
     """The output that is the loss: that which `find_loss` finds; `TraceError` where nothing can be trained by it."""
-    outputs = [slot for slot in executable.outputs if slot.slot.kind == OutputKind.OUTPUT]
-    scalars = [slot for slot in outputs if slot.shape == () and slot.dtype.is_floating_point]
-    if not scalars:
-        raise TraceError(_no_loss([slot.shape for slot in outputs]))
-    loss = min(scalars, key=lambda slot: int(slot.slot.name.removeprefix("output:")))
-    if loss.slot.name.replace("output:", "tangent:") not in {slot.slot.name for slot in executable.tangents}:
-        raise TraceError(
-            "The first floating scalar that the model returns does not depend on any parameter, so there is nothing to "
-            "train. Return the loss first, or pass loss_fn=."
-        )
-    return loss
-
-
-def _no_loss(shapes: Sequence[tuple[int, ...]]) -> str:
-    return (
-        f"A training step needs a loss, but the model returns no floating scalar; it returns tensors of "
-        f"shapes={shapes}. Return the loss, or pass loss_fn=."
-    )
+    slots = {slot.slot.name: slot for slot in executable.outputs if slot.slot.kind == OutputKind.OUTPUT}
+    outputs = [Output(name, tuple(slot.shape), slot.dtype) for name, slot in slots.items()]
+    return slots[loss_among(outputs, {slot.slot.name for slot in executable.tangents}).name]
 
 
 def _check_alike(first: Executable, other: Executable) -> None:

@@ -13,7 +13,7 @@ import enum
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,24 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
             f"{count} positional arguments. Pass the targets as the last positional arguments."
         )
     return wanted
+
+
+def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
+    """Raise `TraceError` for a call that a model's `forward` does not take; the last `targets` are the loss's."""
+    if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
+        return  # what `forward` gets may be another call
+    try:
+        signature = inspect.signature(model.forward, follow_wrapped=False)
+    except ValueError:
+        return
+    try:
+        signature.bind(*args[: len(args) - targets], **kwargs)
+    except TypeError as error:
+        others = f" (loss_fn= takes the last {targets})" if targets else ""
+        raise TraceError(
+            f"The call does not fit {type(model).__qualname__}.forward{signature}: {error}{others}. Pass its arguments "
+            "in a tuple, or by name in a dict."
+        ) from error
 
 
 def _is_positional(parameter: inspect.Parameter) -> bool:

@@ -22,7 +22,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.program import Program
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
-from autoshard.tracing.calling import Call, ModelCall, count_targets, take_apart, warn_of_dropped
+from autoshard.tracing.calling import Call, ModelCall, check_fits, count_targets, take_apart, warn_of_dropped
 from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
@@ -69,24 +69,19 @@ def trace(
         TraceError: the call cannot be captured; the reason of each rung is listed. Or the model computes with a
             number that each call changes.
     """
-    call = take_apart(tuple(args), dict(kwargs or {}))
+    args, kwargs = tuple(args), dict(kwargs or {})
+    call = take_apart(args, kwargs)
     casts = None if compute_dtype is None else Casts.of(model, compute_dtype)
-    options = TraceOptions(
-        grad=grad, all_tangents=all_tangents, call=_model_call(model, args, loss_fn, casts), casts=casts
-    )
+    targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(args))
+    check_fits(model, args, kwargs, targets)
+    model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs)
+    options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts)
     before = python_state(model)
     joint = _capture(model, call, options)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
     refuse_counting(model, before, program, lambda: assemble_program(_capture(model, call, options), model, call))
     return program if update is None else append_update(program, update)
-
-
-def _model_call(
-    model: nn.Module, args: tuple[Any, ...], loss_fn: Callable[..., Any] | None, casts: Casts | None
-) -> ModelCall:
-    targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(args))
-    return ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs)
 
 
 def _capture(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:

@@ -26,7 +26,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.hub import hub
 from autoshard.tracing.lazy_module import lazy_module
-from passes.strategies.enumerate_strategies import resolve, rule_of
+from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
 from passes.strategies.local_tracer import LocalTracer
 from passes.strategies.match_strategy import match_strategy
 
@@ -46,6 +46,7 @@ class Lower:
     def __call__(self, program: Program) -> LoweredProgram:
         """The program of one rank; `PlanMismatchError` if the plan is of another program, or contradicts itself."""
         check_digest(self.plan, program)
+        _check_nodes(self.plan, program)
         _check_parameters(self.plan, program)
         return _Lowering(program, self.plan, self.step_cost).run()
 
@@ -58,6 +59,18 @@ def check_digest(plan: Plan, program: Program) -> None:
             f"the plan is for another model or other inputs: it is for program {plan.program_digest} with "
             f"inputs {dict(plan.inputs)}, this is program {digest}. Plan again, or load this model's plan."
         )
+
+
+def _check_nodes(plan: Plan, program: Program) -> None:
+    """Raise `PlanMismatchError` if a plan has more or fewer specs for a node than it has operands and results."""
+    for node in program.graph.nodes:
+        known = plan.nodes.get(node.name)
+        operands, results = len(operands_of(node)), sum(value is not None for value in tensor_values(node))
+        if known is not None and (len(known.inputs), len(known.outputs)) != (operands, results):
+            raise PlanMismatchError(
+                f"the plan has {len(known.inputs)} specs for operands of node {node.name!r} and {len(known.outputs)} "
+                f"for results, and it has {operands} and {results}: the plan was changed. Plan again."
+            )
 
 
 def _check_parameters(plan: Plan, program: Program) -> None:

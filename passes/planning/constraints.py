@@ -28,6 +28,7 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
     names = constrainable(planning.space)
     state = {slot.name for slot in planning.space.program.inputs_of(InputKind.STATE)}
     allowed: dict[int, np.ndarray] = {}
+    asked: dict[int, str] = {}
     for pattern, spec in constraints.items():
         matches = [name for name in names if fnmatchcase(name, pattern) and (":" in pattern or name not in state)]
         if not matches:
@@ -36,7 +37,12 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
                 f"{', '.join(list(names)[:8])}{', ...' if len(names) > 8 else ''}."
             )
         for name in matches:
-            _allow(planning, allowed, name, names[name], spec)
+            variable, mask = planning.classes[names[name]], _mask(planning, name, names[name], spec)
+            asks = f"constraints[{pattern!r}] asks {name!r} to be {spec!r}"
+            allowed[variable] = mask & allowed.get(variable, mask)
+            if not allowed[variable].any():
+                raise InvalidSpecError(f"{asks}, and {asked[variable]}; they lie alike. Leave one of the two out.")
+            asked[variable] = asks
     return allowed
 
 
@@ -61,9 +67,8 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
     return {name: site for name, site in names.items() if site in space.sites}
 
 
-def _allow(
-    planning: PlanningProblem, allowed: dict[int, np.ndarray], name: str, site_name: str, spec: PartitionSpec
-) -> None:
+def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionSpec) -> np.ndarray:
+    """The options of a site with a spec; `InvalidSpecError` where there are none."""
     site = planning.space.sites[site_name]
     try:
         spec.check(planning.space.mesh, _ndim(site))
@@ -73,12 +78,10 @@ def _allow(
     if not mask.any():
         raise InvalidSpecError(
             f"constraints: {name!r} cannot be laid out as {spec!r} on {planning.space.mesh}: "
-            f"it has shape {_shape(site)}; each split must divide its dim, and axes on one dim keep the mesh's order."
+            f"it has shape {_shape(site)}; each split must divide its dim, axes on one dim keep the mesh's order, and "
+            "parameters and inputs are whole or split, not partial."
         )
-    variable = planning.classes[site_name]
-    if variable in allowed and not (allowed[variable] & mask).any():
-        raise InvalidSpecError(f"constraints: {name!r} is asked to be {spec!r} and another spec as well.")
-    allowed[variable] = allowed.get(variable, mask) & mask
+    return mask
 
 
 def own_specs(site: Site) -> list[PartitionSpec]:

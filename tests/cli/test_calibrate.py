@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autoshard.cli.app import app, parse_cluster
-from autoshard.errors import AutoshardError, MeshError
+from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 
 
 def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
@@ -36,4 +36,13 @@ def test_ranks_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match="--ranks 0 must be at least 1"):
         CliRunner().invoke(
             app, ["calibrate", "--out", str(tmp_path / "mine.toml"), "--ranks", "0"], catch_exceptions=False
+        )
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
+def test_measuring_takes_time(tmp_path: Path, budget: str) -> None:
+    """Refused before a process is started."""
+    with pytest.raises(NotAvailableError, match=r"--budget-s (0|-1|nan|inf) must be a number of seconds above 0"):
+        CliRunner().invoke(
+            app, ["calibrate", "--out", str(tmp_path / "mine.toml"), "--budget-s", budget], catch_exceptions=False
         )

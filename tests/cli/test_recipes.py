@@ -40,6 +40,10 @@ def test_mistakes_are_named() -> None:
         parse_recipe("data")
     with pytest.raises(RecipeError, match="no field 'dp'"):
         parse_recipe("dp=8")
+    with pytest.raises(RecipeError, match="--recipe 'data=4,data=2' gives 'data' twice; give each field once"):
+        parse_recipe("data=4,data=2")
+    with pytest.raises(RecipeError, match="--constrain names 'w' twice; give all of its values at once, or one spec"):
+        parse_constraints(["w=P('data')", "w=P()"])
     with pytest.raises(RecipeError, match="--constrain 'tensor' must read NAME=VALUE"):
         parse_constraints(["tensor"])
 

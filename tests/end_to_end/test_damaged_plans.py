@@ -67,7 +67,7 @@ def test_a_parameter_moved_by_hand(data: dict[str, Any], tmp_path: Path) -> None
         (lambda found: found["outputs"].pop("gradient 0.weight"), r"no output 'gradient 0.weight'"),
         (lambda found: place(found, "P('tensor')"), r"Mesh\(data=2, model=2\) has no axis 'tensor'"),
         (lambda found: place(found, "P('data"), r"plan.json: spec=\"P\('data\" cannot be read"),
-        (lambda found: found.pop("mesh"), r"plan.json' is not a plan that autoshard wrote: KeyError\('mesh'\)"),
+        (lambda found: found.pop("mesh"), r"plan.json: 'mesh' is missing in the plan: something was taken out"),
         (
             lambda found: found.update(autoshard_plan=99),
             r"plan.json: the plan has schema version 99.*Upgrade",
@@ -75,6 +75,38 @@ def test_a_parameter_moved_by_hand(data: dict[str, Any], tmp_path: Path) -> None
         (lambda found: found.update(inputs=17), r"plan.json: 'inputs' is 17 in the plan; it must be of dict"),
         (lambda found: found.update(lower_bound="1 s"), r"'lower_bound' is '1 s' in .* of int or float or null"),
         (lambda found: found.pop("autoshard_plan"), r"plan.json: the plan has schema version None"),
+        (lambda found: found.update(autoshard_plan=True), r"plan.json: the plan has schema version True"),
+        (lambda found: found.update(memory_budgt=8), r"plan.json: 'memory_budgt' is no field of plans; there are auto"),
+        (lambda found: found.update(precision="x"), r"'precision' is 'x' in the plan; it must be null or of 'bf16',"),
+        (lambda found: found.update(objective=float("nan")), r"'objective' is nan in .* must be of int or float\."),
+        (lambda found: found.update(was_interrupted=1), r"'was_interrupted' is 1 in the plan; it must be of bool\."),
+        (lambda found: found.update(mesh={"data": True}), r"'mesh', 'data' is True in the plan; it must be of int\."),
+        (lambda found: found.update(mesh={"data": 0}), r"Mesh axis 'data' has size=0"),
+        (lambda found: found["predicted"].pop("breakdown"), r"'predicted', 'breakdown' is missing in the plan"),
+        (lambda found: found["predicted"].update(peak=3), r"'predicted', 'peak' is no field of plans; there are step_"),
+        (
+            lambda found: found["predicted"].update(step_time_interval_s=[1.0]),
+            r"'predicted', 'step_time_interval_s' has 1 entries in the plan; it must have 2",
+        ),
+        (
+            lambda found: found["parameters"]["0.weight"].update(shape=[8, "6"]),
+            r"'parameters', '0.weight', 'shape', '1' is '6' in the plan; it must be of int\.",
+        ),
+        (lambda found: found["operators"].append(3), r"'operators', '\d+' is 3 in the plan; it must be of dict"),
+        (lambda found: found["nodes"].update({NODE: 3}), r"'nodes', 'p_0_weight' is 3 in the plan; it must be of list"),
+        (lambda found: found["nodes"][NODE].append([]), r"'nodes', 'p_0_weight' has 3 entries .* it must have 2"),
+        (
+            lambda found: found["nodes"].update({NODE: [[], []]}),
+            r"0 specs for operands of node 'p_0_weight' and 0 for results, and it has 0 and 1: the plan was changed",
+        ),
+        (
+            lambda found: found["nodes"]["t"][0].clear(),
+            r"0 specs for operands of node 't' and 1 for results, and it has 1 and 1: the plan was changed",
+        ),
+        (lambda found: found.update(timeline=3), r"'timeline' is 3 in the plan; it must be of dict\."),
+        (lambda found: found["timeline"].pop("spans"), r"'timeline', 'spans' is missing in the plan"),
+        (lambda found: found["timeline"]["spans"].append("x"), r"'x' is no span of the timeline's 1 processes; one"),
+        (lambda found: found["timeline"].update(processes=[]), r"is no span of the timeline's 0 processes"),
     ],
 )
 def test_a_damaged_plan(

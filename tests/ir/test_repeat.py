@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+from autoshard.ir.read_json import read
 from autoshard.ir.repeat import Repeat, names_alike
 
 PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
@@ -41,4 +44,4 @@ def test_names_stand_for_those_of_elided_blocks() -> None:
 
 def test_a_repeat_survives_json() -> None:
     """As a plan saves it."""
-    assert Repeat.from_json(PAIRS.to_json()) == PAIRS
+    assert read(Repeat, asdict(PAIRS)) == PAIRS

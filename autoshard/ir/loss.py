@@ -1,0 +1,58 @@
+"""Which of a model's outputs is the loss that a training step minimises: the first floating scalar."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from autoshard.errors import TraceError
+
+
+class Output(NamedTuple):
+    """An output of a model, "output:0", by its global shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it could be a loss."""
+        return self.shape == () and self.dtype.is_floating_point
+
+    @property
+    def tangent(self) -> str:
+        """The name of its gradient as an input of the backward."""
+        return self.name.replace("output:", "tangent:")
+
+
+def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
+    """The loss among the outputs of a training step.
+
+    Args:
+        outputs: of the model, in any order.
+        tangents: names of the gradients that the step's backward takes.
+
+    Raises:
+        TraceError: none is a floating scalar, or the first one depends on no parameter.
+    """
+    scalars = [output for output in outputs if output.is_scalar]
+    if not scalars:
+        raise no_loss([output.shape for output in outputs])
+    loss = min(scalars, key=lambda output: int(output.name.removeprefix("output:")))
+    if loss.tangent not in tangents:
+        raise TraceError(
+            "The first floating scalar that the model returns does not depend on any parameter, so there is nothing to "
+            "train. Return the loss first, or pass loss_fn=."
+        )
+    return loss
+
+
+def no_loss(shapes: Sequence[tuple[int, ...]]) -> TraceError:
+    """The error of a training step whose model returns no loss, but tensors of these shapes."""
+    return TraceError(
+        f"A training step needs a loss, but the model returns no floating scalar; it returns tensors of "
+        f"shapes={shapes}. Return the loss, pass loss_fn=, or leave the optimizer out (--optimizer none)."
+    )

@@ -1,0 +1,120 @@
+"""Data of a JSON file, read as the dataclasses that wrote it.
+
+What does not fit is refused with its place in the file, what is there, and what must be.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import lru_cache
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from autoshard.errors import PlanMismatchError
+from autoshard.ir.spec import PartitionSpec
+
+Place = tuple[str, ...]
+"""The keys under which something lies in a file, outermost first; an entry of a list by its number."""
+
+_IN_JSON: Mapping[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "bool"),
+    int: ((int,), "int"),
+    float: ((int, float), "int or float"),
+    str: ((str,), "str"),
+    PartitionSpec: ((str,), "str"),
+    Mapping: ((dict,), "dict"),
+    Sequence: ((list, tuple), "list"),
+    tuple: ((list, tuple), "list"),
+}
+"""What a file has for values of a kind, and its name; for dataclasses what it has for mappings."""
+
+
+def read(kind: Any, data: object, place: Place = ()) -> Any:
+    """Data as a value of a kind: a dataclass, a spec (text in the file), what JSON has, mappings and tuples of these.
+
+    Raises:
+        PlanMismatchError: it is something else, a field that must be there is missing, or one is there that is unknown.
+
+    Example:
+        >>> read(tuple[int, ...], [2, 4])
+        (2, 4)
+    """
+    inner = next(each for each in (*get_args(kind), kind) if each is not NoneType) if _is_optional(kind) else kind
+    if data is None and _is_optional(kind):
+        return None
+    types, name = _IN_JSON[_origin(inner)]
+    if not isinstance(data, types) or (isinstance(data, bool) and inner is not bool) or data != data:
+        where = f"{_words(place)} is" if place else "what the file holds is"
+        null = " or null" if _is_optional(kind) else ""
+        raise PlanMismatchError(f"{where} {_SHORT.repr(data)} in the plan; it must be of {name}{null}.")
+    return _read_inner(inner, data, place)
+
+
+def _read_inner(kind: Any, data: Any, place: Place) -> Any:
+    """Data that has the form of a kind, as far as can be seen without what is in it."""
+    if kind is PartitionSpec:
+        return PartitionSpec.parse(data)
+    if is_dataclass(kind):
+        return _read_fields(kind, data, place)
+    if isinstance(data, dict):
+        return {name: read(get_args(kind)[1], item, (*place, name)) for name, item in data.items()}
+    if isinstance(data, list | tuple):
+        kinds = _kinds_of_entries(kind, len(data), place)
+        entries = enumerate(zip(kinds, data, strict=True))
+        return tuple(read(each, item, (*place, str(number))) for number, (each, item) in entries)
+    return data
+
+
+def _kinds_of_entries(kind: Any, count: int, place: Place) -> Sequence[Any]:
+    inner = get_args(kind)
+    if get_origin(kind) is not tuple or inner[-1] is Ellipsis:
+        return [inner[0]] * count
+    if count != len(inner):
+        raise PlanMismatchError(f"{_words(place)} has {count} entries in the plan; it must have {len(inner)}.")
+    return inner
+
+
+def _read_fields(kind: Any, data: Mapping[str, Any], place: Place) -> Any:
+    known, hints = {item.name: item for item in fields(kind)}, _hints(kind)
+    check_keys(data, known, [name for name, item in known.items() if is_required(item)], place)
+    return kind(**{name: read(hints[name], item, (*place, name)) for name, item in data.items()})
+
+
+def check_keys(
+    data: Mapping[str, Any], known: Sequence[str] | Mapping[str, Any], required: Sequence[str], place: Place = ()
+) -> None:
+    """Raise `PlanMismatchError` where something lacks a key that it must have, or has one that is not known."""
+    for name in required:
+        if name not in data:
+            raise PlanMismatchError(f"{_words((*place, name))} is missing in the plan: something was taken out.")
+    for name in data:
+        if name not in known:
+            raise PlanMismatchError(f"{_words((*place, name))} is no field of plans; there are {', '.join(known)}.")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+def _words(place: Place) -> str:
+    return ", ".join(map(repr, place))
+
+
+def _origin(kind: Any) -> Any:
+    return Mapping if is_dataclass(kind) and kind is not PartitionSpec else get_origin(kind) or kind
+
+
+def _is_optional(kind: Any) -> bool:
+    return NoneType in get_args(kind)
+
+
+def is_required(item: Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+@lru_cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
