@@ -39,6 +39,11 @@ class Table:
             self.sizes[options] = self.find(*options)
         return float(self.sizes[options])
 
+    @property
+    def is_known(self) -> bool:
+        """Whether all entries are."""
+        return self.find is None or not np.isnan(self.sizes).any()
+
     def whole(self) -> Floats:
         """All entries, found where they were not known."""
         if self.find is None:
@@ -46,6 +51,10 @@ class Table:
         for options in np.argwhere(np.isnan(self.sizes)).tolist():
             self.at(*options)
         return self.sizes
+
+    def so_far(self) -> Floats:
+        """All entries, 0 where they are not known."""
+        return self.sizes if self.find is None else np.nan_to_num(self.sizes, nan=0.0)
 
     def least(self, masks: Sequence[_Mask | None], *, is_diagonal: bool) -> float:
         """The least entry of the options that masks leave, all of them for None; 0 if some are not known.
@@ -70,6 +79,16 @@ class Item:
     table: Table
     variables: tuple[int, ...]
     number: int = 1
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether one variable decides, be it as row and as column."""
+        return self.table.is_of_one or self.variables[0] == self.variables[-1]
+
+    def sizes(self, *, finds: bool) -> Floats:
+        """Bytes of one such by option, or pair of options; `finds`: those that are not known are found, else 0."""
+        sizes = self.table.whole() if finds else self.table.so_far()
+        return np.diagonal(sizes) if self.is_of_one and not self.table.is_of_one else sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ demand.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from autoshard.kernels.offload import TRANSFERS
 from autoshard.rules.enumeration import Strategy
 from passes.memory.liveness import Interval, Liveness, OnLink
+from passes.memory.memory_rows import row_at
 from passes.memory.memory_tables import MemoryTables
 from passes.memory.memory_usage import Item, MemoryUsage, Table
 from passes.memory.transients import Transients
@@ -120,53 +121,6 @@ class PlanningProblem:
     def link_key(self, link: Link) -> _EdgeKey:
         """The variables and places that a link joins."""
         return self.classes[link.tail], link.result, self.classes[link.head], link.operand
-
-
-_MOST_ROWS = 32
-"""Rows that are kept of one problem: searches of known recipes, and of all plans, ask for the same few."""
-
-
-def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """The memory row of a program point; `edge_between` gives the edges of pairs of variables."""
-    if point not in usage.known_rows:
-        if len(usage.known_rows) >= _MOST_ROWS:
-            usage.known_rows.clear()
-        usage.known_rows[point] = _row_of(usage.items_at(point), edge_between)
-    return usage.known_rows[point]
-
-
-def _row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """The memory row of items that are in memory at once; `edge_between` as in `row_at`."""
-    variables: dict[int, Floats] = {}
-    edges: dict[int, list[Item]] = defaultdict(list)
-    for item in items:
-        first, last = item.variables[0], item.variables[-1]
-        if not item.table.is_of_one and first != last:
-            edges[edge_between[item.variables]].append(item)
-        else:
-            sizes = item.number * item.table.whole()
-            _accumulate(variables, first, sizes if item.table.is_of_one else np.diagonal(sizes))
-    return MemoryRow(0.0, variables, _PairBytes(edges))
-
-
-class _PairBytes(Mapping[int, Floats]):
-    """Bytes per pair of options by edge, found when they are asked for: most repairs of a choice never do."""
-
-    def __init__(self, items: Mapping[int, Sequence[Item]]) -> None:
-        self._items = items
-        self._known: dict[int, Floats] = {}
-
-    def __getitem__(self, edge: int) -> Floats:
-        if edge not in self._known:
-            first, *others = (item.number * item.table.whole() for item in self._items[edge])
-            self._known[edge] = sum(others, first)
-        return self._known[edge]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 def build_problem(

@@ -33,9 +33,10 @@ import numpy as np
 from autoshard.ir.offload import OffloadedNode
 from autoshard.ir.recompute import RecomputedNode
 from passes.memory.liveness import Held, Interval, Liveness, OnLink
+from passes.memory.memory_rows import row_at
 from passes.memory.memory_tables import MemoryTables, differs
 from passes.memory.memory_usage import Item, MemoryUsage, Table
-from passes.planning.build_assignment import PlanningProblem, row_at
+from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow

@@ -38,11 +38,14 @@ class MemoryRow:
         constant: bytes in use whatever is chosen.
         variables: variable to bytes per option.
         edges: index of an edge to bytes per pair.
+        so_far: the row without those of its bytes that are slow to find, and that no choice needed yet; None: itself.
+            It changes as choices need them.
     """
 
     constant: float
     variables: Mapping[int, Floats]
     edges: Mapping[int, Floats]
+    so_far: MemoryRow | None = None
 
     def bytes_of(self, choice: Sequence[int], edges: Sequence[Edge]) -> float:
         """Bytes in use under `choice`."""

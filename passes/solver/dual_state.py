@@ -153,8 +153,11 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Let the messages pass under the multipliers as they are."""
-        self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
+        """Let the messages pass under the multipliers as they are, and the bytes that are known so far.
+
+        Fewer bytes cost less, so what bounds the cheapest choice under these does so under all of them.
+        """
+        self.messages.weigh({point: (_so_far(self.rows[point]), weight) for point, weight in self.multipliers.items()})
 
     def repair(self, deadline: float) -> None:
         """Make some choices fit that nearly do, of those that cost less than the incumbent: to fit adds to that."""
@@ -173,7 +176,7 @@ class DualState:
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
             row = self.row(peak)
-            for variable, option in self._savings(row, choice, float(used[peak] - self.problem.limit)):
+            for variable, option in self._savings(_so_far(row), choice, float(used[peak] - self.problem.limit)):
                 changed = (*choice[:variable], option, *choice[variable + 1 :])
                 after = self.usage(changed)
                 if after[peak] < used[peak] and after.max() <= used.max():
@@ -239,6 +242,10 @@ _HOPEFUL = 24
 
 _MOST_ROWS = 16
 """Most program points that get a multiplier."""
+
+
+def _so_far(row: MemoryRow) -> MemoryRow:
+    return row.so_far or row
 
 
 def _best_multipliers(costs: Floats, slack: Floats) -> Floats:

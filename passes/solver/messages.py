@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Messages:
         for number, (first, second) in enumerate(self._ends):
             self._later[first].append(number)
             self._earlier[second].append(number)
-        self._spreads: dict[int, float] = {}
+        self._barred: _Barred | None = None
         self._share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self._earlier, self._later, strict=True)]
         self._forward = [np.zeros(table.shape[1]) for table in self._tables]
         self._backward = [np.zeros(table.shape[0]) for table in self._tables]
@@ -44,6 +45,7 @@ class Messages:
         other._base[variable] = np.where(mask, self._base[variable], self._cap)
         other._costs = list(self._costs)
         other._costs[variable] = np.where(mask, self._costs[variable], self._cap)
+        other._barred = None
         other._forward, other._backward = list(self._forward), list(self._backward)
         return other
 
@@ -53,31 +55,19 @@ class Messages:
         What is not allowed costs as much more as any bytes can save, so that it stays dearer than what is.
         """
         self._costs, self._tables = list(self._base), list(self._base_tables)
-        weighed = {point: (row, weight) for point, (row, weight) in rows.items() if weight > 0.0}
+        weighed = [(row, weight) for row, weight in rows.values() if weight > 0.0]
         if not weighed:
             return
-        for point, (row, _) in weighed.items():
-            if point not in self._spreads:
-                self._spreads[point] = _spread(row)
-        most = sum(weight * self._spreads[point] for point, (_, weight) in weighed.items())
-        raised: dict[int, Floats] = {}
-        for variable, cost in enumerate(self._base):
-            self._costs[variable] = self._raised(cost, most, raised)
-        for number, table in enumerate(self._base_tables):
-            self._tables[number] = self._raised(table, most, raised)
-        for row, weight in weighed.values():
+        if self._barred is None:
+            self._barred = _Barred.of(self._base, self._base_tables, self._cap)
+        most = sum(weight * _spread(row) for row, weight in weighed)
+        self._barred.raise_by(most, self._costs, self._tables)
+        for row, weight in weighed:
             for variable, sizes in row.variables.items():
                 self._costs[variable] = self._costs[variable] + weight * sizes
             for number, sizes in row.edges.items():
                 edge = self._problem.edges[number]
                 self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
-
-    def _raised(self, costs: Floats, most: float, known: dict[int, Floats]) -> Floats:
-        """The costs, with `most` on top of those that are not allowed; the same object where all are."""
-        if id(costs) not in known:
-            barred = costs >= self._cap
-            known[id(costs)] = costs + most * barred if barred.any() else costs
-        return known[id(costs)]
 
     def iterate(self) -> tuple[float, tuple[int, ...]]:
         """One pass forth, which rounds, and one back, which bounds."""
@@ -183,6 +173,37 @@ class Messages:
         for number in self._later[variable]:
             cost = cost + tables[number][:, choice[self._ends[number][1]]]
         return cost
+
+
+@dataclass(frozen=True, slots=True)
+class _Barred:
+    """Where options and pairs are that are not allowed.
+
+    Args:
+        options: by variable which of its options, of those that have any.
+        pairs: by edge which of its pairs, likewise; edges that share a table share these.
+    """
+
+    options: Mapping[int, np.ndarray]
+    pairs: Mapping[int, np.ndarray]
+
+    @classmethod
+    def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float) -> _Barred:
+        """What costs `cap`."""
+        known: dict[int, np.ndarray] = {}
+        for table in tables:
+            if id(table) not in known:
+                known[id(table)] = table >= cap
+        options = {variable: cost >= cap for variable, cost in enumerate(costs)}
+        pairs = {number: known[id(table)] for number, table in enumerate(tables)}
+        return cls(*({key: flags for key, flags in of.items() if flags.any()} for of in (options, pairs)))
+
+    def raise_by(self, most: float, costs: list[Floats], tables: list[Floats]) -> None:
+        """Add `most` to what they cost; tables that were shared still are where all is allowed."""
+        for variable, flags in self.options.items():
+            costs[variable] = costs[variable] + most * flags
+        for number, flags in self.pairs.items():
+            tables[number] = tables[number] + most * flags
 
 
 def _spread(row: MemoryRow) -> float:

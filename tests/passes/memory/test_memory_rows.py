@@ -1,0 +1,37 @@
+"""Memory rows are the usage at their points; of what is not known yet they count as little as can be."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from passes.memory.memory_rows import row_at
+from passes.memory.memory_usage import MemoryUsage
+from passes.solver.assignment import Edge
+from tests.passes.memory.drawn_items import OPTIONS, items
+
+PAIRS = list(product(range(len(OPTIONS)), repeat=2))
+EDGES = [Edge(tail, head, np.zeros((OPTIONS[tail], OPTIONS[head]))) for tail, head in PAIRS]
+
+
+@given(st.data())
+def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
+    """And the row so far is no more, is as much for every choice whose usage is known, and finds nothing itself."""
+    points = data.draw(st.integers(1, 4))
+    drawn = data.draw(st.lists(items(points), max_size=5))
+    usage = MemoryUsage.of(points, [item for item, _ in drawn])
+    point = data.draw(st.integers(0, points - 1))
+    row = row_at(usage, point, {pair: number for number, pair in enumerate(PAIRS)})
+    assert row.so_far is not None
+    choices = data.draw(st.lists(st.tuples(*(st.integers(0, count - 1) for count in OPTIONS)), min_size=1, max_size=4))
+    for choice in choices:
+        unknown = [np.isnan(item.table.sizes).sum() for item, _ in drawn]
+        before = row.so_far.bytes_of(choice, EDGES)
+        assert [np.isnan(item.table.sizes).sum() for item, _ in drawn] == unknown
+        assert before <= usage(choice)[point] == row.so_far.bytes_of(choice, EDGES)
+    for choice in choices:
+        assert row.bytes_of(choice, EDGES) == row.so_far.bytes_of(choice, EDGES) == usage(choice)[point]
+    assert row_at(usage, point, {}) is row
