@@ -66,7 +66,7 @@ from cost_models.power import power_limit
 from cost_models.step import StepModel
 from passes.recipe_search.pipe_shapes import Floats, PipeShapes
 from passes.recipes.price_ends import EndWork
-from passes.recipes.price_recipe import adding_time, copies_time, section_products, section_time, sharded_time
+from passes.recipes.price_recipe import SectionPasses, copies_time, section_products, section_time
 from passes.recipes.recipe_groups import Groups
 from passes.sections.price_sections import SectionPrice
 
@@ -137,24 +137,30 @@ class SectionFloor(NamedTuple):
 
 
 def section_floor(
-    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
+    price: SectionPrice,
+    passes: SectionPasses,
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+    *,
+    is_block: bool,
 ) -> SectionFloor:
-    """What a section takes under a recipe."""
-    time = section_time(price, recipe, groups, cluster, model, is_block=is_block)
+    """What a section takes under a recipe; `passes`: without what is kept."""
+    time = section_time(price, recipe, groups, cluster, model, is_block=is_block, passes=passes)
     products = section_products(price, recipe, model, is_block=is_block)
-    gathers = sharded_time(price, recipe, groups, cluster, model)
     copies = copies_time(price, recipe, cluster, is_block=is_block)
     longest = (1.0 + model.interference) * power_limit().headroom
     totals = (time.forward_s, time.backward_s + time.recompute_s)
     gains = [
         seconds if total >= longest * max(beside) else (1.0 + model.interference) * seconds
-        for total, seconds, beside in zip(totals, products, zip(gathers, copies, strict=True), strict=True)
+        for total, seconds, beside in zip(totals, products, zip(passes.gathers, copies, strict=True), strict=True)
     ]
     return SectionFloor(
         forward=totals[0], backward=totals[1], forward_gain=gains[0], backward_gain=gains[1],
         delayed=time.backward_s - time.input_gradient_s,
         cutting=time.input_gradient_s + time.weight_gradient_s - time.backward_s,
-        adding=adding_time(price, recipe, cluster, model), products=sum(products),
+        adding=passes.adding_s, products=sum(products),
         dense=price.parameters, expert=price.expert_parameters, tensors=price.tensors,
     )  # fmt: skip
 

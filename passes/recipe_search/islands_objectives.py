@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from autoshard.ir.recipe import Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
 from passes.recipe_search.islands_pricer import IslandsPricer
+from passes.recipe_search.recipe_objectives import Bound
 from passes.recipe_search.recipe_space import Keeping, Pipe, Share, island_shares
 
 
@@ -33,13 +35,15 @@ class IslandsFastest:
         """See `recipe_objectives.Objective`."""
         return keeping.offload == "none"
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
         """See `recipe_objectives.Objective`."""
-        for keeping in keepings:
-            kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
-            shares = _shares(self.pricer, kind)
-            fits = (self.pricer.layout_memory(kind, most, shares) <= np.array(self.limits)).all(axis=1)
-            yield self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
+        return [partial(self._layout, first, most, keeping) for keeping in keepings]
+
+    def _layout(self, first: Recipe, most: int, keeping: Keeping) -> float:
+        kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
+        shares = _shares(self.pricer, kind)
+        fits = (self.pricer.layout_memory(kind, most, shares) <= np.array(self.limits)).all(axis=1)
+        return self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
@@ -97,12 +101,14 @@ class IslandsSmallest:
         """See `recipe_objectives.Objective`."""
         return False
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
         """See `recipe_objectives.Objective`."""
-        for keeping in keepings:
-            kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
-            shares = _shares(self.pricer, kind)
-            yield float((self.pricer.layout_memory(kind, most, shares) / self.limits).max(axis=1).min())
+        return [partial(self._layout, first, most, keeping) for keeping in keepings]
+
+    def _layout(self, first: Recipe, most: int, keeping: Keeping) -> float:
+        kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
+        shares = _shares(self.pricer, kind)
+        return float((self.pricer.layout_memory(kind, most, shares) / self.limits).max(axis=1).min())
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from autoshard.ir.recipe import Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
 from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import Keeping, Pipe, Share
+
+Bound = Callable[[], float]
+"""A bound that is found when it is asked for."""
 
 
 class Objective(Protocol):
@@ -27,7 +31,7 @@ class Objective(Protocol):
         """Whether to compute more again than a keeping does, or to copy what it keeps, only adds to the objective."""
         ...
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
         """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`."""
         ...
 
@@ -91,13 +95,15 @@ class Fastest:
         """See `Objective`. Of what is copied, what is computed again need not be."""
         return keeping.offload == "none"
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
         """See `Objective`."""
         needed = self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven)
-        for (recompute, offload), needed_bytes in zip(keepings, needed.tolist(), strict=True):
-            fits = needed_bytes <= self.memory_limit
-            kind = replace(first, recompute=recompute, offload=offload)
-            yield self.pricer.layout_floor(kind, most) if fits else math.inf
+        fits = (needed <= self.memory_limit).tolist()
+        return [partial(self._layout, first, most, *each) for each in zip(keepings, fits, strict=True)]
+
+    def _layout(self, first: Recipe, most: int, keeping: Keeping, fits: bool) -> float:
+        kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
+        return self.pricer.layout_floor(kind, most) if fits else math.inf
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `Objective`."""
@@ -154,9 +160,10 @@ class Smallest:
         """See `Objective`."""
         return False
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Iterable[float]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
         """See `Objective`."""
-        return self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven).tolist()
+        floors = self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven)
+        return [partial(float, floor) for floor in floors]
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `Objective`."""

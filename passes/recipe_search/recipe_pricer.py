@@ -45,7 +45,14 @@ from passes.recipe_search.recipe_space import Keeping, Pipe, divisors, schedule_
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
 from passes.recipes.price_ends import EndWork, end_work
 from passes.recipes.price_memory import host_bytes, memory_price, state_bytes
-from passes.recipes.price_recipe import accumulation_bytes, send_time, sharded_time, step_price
+from passes.recipes.price_recipe import (
+    SectionPasses,
+    accumulation_bytes,
+    section_passes,
+    send_time,
+    sharded_time,
+    step_price,
+)
 from passes.recipes.recipe_groups import Groups, recipe_groups
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import CountedModel
@@ -73,6 +80,7 @@ class RecipePricer:
     _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], Mapping[str, SectionSizes]] = field(default_factory=dict)
     _single: dict[tuple[object, ...], SectionFloor] = field(default_factory=dict)
+    _passes: dict[tuple[object, ...], SectionPasses] = field(default_factory=dict)
     _adds_faster: dict[bool, bool] = field(default_factory=dict)
     _least_state: float | None = None
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
@@ -369,22 +377,33 @@ class RecipePricer:
             groups = self.groups(recipe)
             if not gathers:
                 groups = replace(groups, zero=self._alone, outer=self._alone, expert_replicas=self._alone)
-            rest = (recipe.tensor, recipe.context, keeping, turns, shards, gathers)
+            rest = (recipe.tensor, recipe.context, turns, shards, gathers)
             floors = [
-                self._section_floor(price, name, recipe, groups, rest) for name, price in self.sections(recipe).items()
+                self._section_floor(price, name, recipe, groups, keeping, rest)
+                for name, price in self.sections(recipe).items()
             ]
             self._floors[key] = stack_floors(floors)
         return self._floors[key]
 
     def _section_floor(
-        self, price: SectionPrice, name: str, recipe: Recipe, groups: Groups, rest: tuple[object, ...]
+        self,
+        price: SectionPrice,
+        name: str,
+        recipe: Recipe,
+        groups: Groups,
+        keeping: tuple[str, str],
+        rest: tuple[object, ...],
     ) -> SectionFloor:
         """One of them: the same under all layouts that price the section alike, whose groups it uses."""
         experts = (recipe.expert, recipe.expert_tensor) if price.expert_parameters or _exchanges(price) else ()
         is_block = name not in (BEFORE, AFTER)
-        key = (price, is_block, experts, *rest)
+        alike = (price, experts, *rest)
+        key = (alike, is_block, keeping if is_block else ())
         if key not in self._single:
-            self._single[key] = section_floor(price, recipe, groups, self.cluster, self.model, is_block=is_block)
+            model = (self.cluster, self.model)
+            if alike not in self._passes:
+                self._passes[alike] = section_passes(price, recipe, groups, *model)
+            self._single[key] = section_floor(price, self._passes[alike], recipe, groups, *model, is_block=is_block)
         return self._single[key]
 
     @cached_property

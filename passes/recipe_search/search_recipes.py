@@ -266,24 +266,15 @@ class _Search:
 
     def _open_keepings(self, branch: Branch, layout: Layout, first: Recipe, most: int) -> None:
         """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
-        keepings = branch.space.keepings(layout)
-        here = [keeping for keeping in keepings if keeping.offload == "none"]
-        too_slow = self._open_some(branch, layout, first, most, here)
-        kinds = RECOMPUTE if too_slow is None else RECOMPUTE[: RECOMPUTE.index(too_slow.recompute)]
-        away = [keeping for keeping in keepings if keeping.offload != "none" and keeping.recompute in kinds]
-        if away:
-            self._open_some(branch, layout, first, most, away)
-
-    def _open_some(
-        self, branch: Branch, layout: Layout, first: Recipe, most: int, keepings: Sequence[Keeping]
-    ) -> Keeping | None:
-        """Open a layout with some keepings, up to the first that is too slow if more only adds to it; which that is."""
-        bounds = branch.objective.layouts(first, most, keepings)
-        for keeping, bound in zip(keepings, bounds, strict=False):
-            is_open = self._push(bound, _Node(branch, layout, keeping))
-            if not is_open and bound < math.inf and branch.objective.more_only_adds(keeping):
-                return keeping
-        return None
+        keepings = sorted(branch.space.keepings(layout), key=lambda keeping: keeping.offload != "none")
+        too_slow = len(RECOMPUTE)
+        for keeping, bound_of in zip(keepings, branch.objective.layouts(first, most, keepings), strict=True):
+            again = RECOMPUTE.index(keeping.recompute)
+            if again < too_slow:
+                bound = bound_of()
+                is_open = self._push(bound, _Node(branch, layout, keeping))
+                if not is_open and bound < math.inf and branch.objective.more_only_adds(keeping):
+                    too_slow = again
 
     def _split_node(self, bound: float, node: _Node) -> None:
         """Open a node's children."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.ir.recipe import Recipe
@@ -54,26 +54,57 @@ class SectionTime:
     communication: Mapping[str, float]
 
 
-def section_time(
-    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
-) -> SectionTime:
-    """What a section takes for one micro-batch."""
+@dataclass(frozen=True, slots=True)
+class SectionPasses:
+    """Of a section, for one micro-batch, what is the same whatever blocks keep, seconds.
+
+    Args:
+        forward, backward: its phases.
+        gathers: of parameters in the forward, and again with reducing their gradients after, see `sharded_time`.
+        adding_s: of its gradients to those before.
+    """
+
+    forward: PhaseTime
+    backward: PhaseTime
+    gathers: tuple[float, float]
+    adding_s: float
+
+
+def section_passes(
+    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+) -> SectionPasses:
+    """What a section's passes take before anything is computed again or copied."""
     forward = phase_time(price.forward, recipe, groups, cluster, model)
     backward = phase_time(price.backward, recipe, groups, cluster, model)
-    again = _recomputed(price, recipe, groups, cluster, model, is_block=is_block)
     gathers = sharded_time(price, recipe, groups, cluster, model)
+    return SectionPasses(forward, backward, gathers, adding_time(price, recipe, cluster, model))
+
+
+def section_time(
+    price: SectionPrice,
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+    *,
+    is_block: bool,
+    passes: SectionPasses | None = None,
+) -> SectionTime:
+    """What a section takes for one micro-batch; `passes`: its `section_passes`, where they are known."""
+    passes = section_passes(price, recipe, groups, cluster, model) if passes is None else passes
+    forward, backward, gathers = passes.forward, passes.backward, passes.gathers
+    again = _recomputed(price, recipe, groups, cluster, model, is_block=is_block)
     copies = copies_time(price, recipe, cluster, is_block=is_block)
-    again_s, summing_s = again.total_s, adding_time(price, recipe, cluster, model)
     there = _passing(forward.total_s, forward.total_s, gathers[0], copies[0], recipe, model)
-    first_s = backward.input_gradient_s + again_s
-    back = _passing(backward.total_s + again_s, first_s, gathers[1], copies[1], recipe, model)
+    first_s = backward.input_gradient_s + again.total_s
+    back = _passing(backward.total_s + again.total_s, first_s, gathers[1], copies[1], recipe, model)
     communication: dict[str, float] = {}
     for part in (forward.communication, there.exposed, backward.communication, again.communication, back.exposed):
         for name, value in part.items():
             communication[name] = communication.get(name, 0.0) + value
     return SectionTime(
-        there.total_s, back.total_s + summing_s - again_s, again_s,
-        back.first_s - again_s, backward.weight_gradient_s + summing_s, communication,
+        there.total_s, back.total_s + passes.adding_s - again.total_s, again.total_s,
+        back.first_s - again.total_s, backward.weight_gradient_s + passes.adding_s, communication,
     )  # fmt: skip
 
 
@@ -81,12 +112,15 @@ def _recomputed(
     price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
 ) -> PhaseTime:
     """What a section's backward computes again."""
-    phase, done = PhasePrice(Busy(), Busy(), Busy(), ()), Busy()
-    if is_block and recipe.recompute == "full":
-        phase, done = price.forward, price.forward.tail if recipe.early_stop else done
-    elif is_block and recipe.recompute == "selective":
-        phase = replace(phase, busy=price.forward.core)
-    return phase_time(phase, recipe, groups, cluster, model, done=done)
+    if not is_block or recipe.recompute == "none":
+        return _NOTHING
+    if recipe.recompute == "selective":
+        return phase_time(PhasePrice(price.forward.core, Busy(), Busy(), ()), recipe, groups, cluster, model)
+    done = price.forward.tail if recipe.early_stop else Busy()
+    return phase_time(price.forward, recipe, groups, cluster, model, done=done)
+
+
+_NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Passing(NamedTuple):
