@@ -197,14 +197,13 @@ def in_flight_table(
     p, m, rank = ranks, micro_batches, np.arange(ranks)
     v = virtual_stages[:, None]
     every = v * m + 0 * rank
-    in_rounds = (v - 1) * _Shape(p, 1, m).round_size
     match schedule:
         case "1F1B":
             return np.minimum(p - rank, every)
         case "Interleaved1F1B":
-            return np.minimum(in_rounds + 2 * (p - 1 - rank) + 1, every)
+            return np.minimum(_warm_up(_Shape(p, 1, m), v, rank, 2) + 1, every)
         case "InterleavedZeroBubble":
-            return np.minimum(np.minimum(in_rounds + p - 1 - rank, every) + 1 + rank, every)
+            return np.minimum(_warm_up(_Shape(p, 1, m), v, rank, 1) + 1 + rank, every)
         case "ZBVZeroBubble":
             return np.minimum(2 * p - rank - 1, m) + np.minimum(rank + 1, m) + 0 * every
         case "DualPipeV":
@@ -235,22 +234,26 @@ def _looped_breadth_first(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved(shape: _Shape, rank: int) -> Rows:
-    return _alternate(_rounds(shape, rank, F), _rounds(shape, rank, B), _warm_up(shape, rank, 2))
+    return _alternate(
+        _rounds(shape, rank, F), _rounds(shape, rank, B), int(_warm_up(shape, shape.virtual_stages, rank, 2))
+    )
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
     """W follow the I of `rank` backwards later; what is left of them comes last."""
-    rows = _alternate(_rounds(shape, rank, F), _rounds(shape, rank, I), _warm_up(shape, rank, 1))
+    rows = _alternate(
+        _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
+    )
     weights = _rounds(shape, rank, W)
     (inputs,) = np.nonzero(rows[:, 1] == I)
     last = np.full(min(rank, len(weights)), len(rows))
     return np.insert(rows, np.concatenate([inputs[rank:] + 1, last]), weights, axis=0)
 
 
-def _warm_up(shape: _Shape, rank: int, per_hop: int) -> int:
-    """Forwards before the first backward of an interleaved schedule."""
-    last_rank = (shape.virtual_stages - 1) * shape.round_size
-    return min(last_rank + per_hop * (shape.ranks - 1 - rank), shape.virtual_stages * shape.micro_batches)
+def _warm_up(shape: _Shape, virtual_stages: int | Rows, rank: int | Rows, per_hop: int) -> Rows:
+    """Forwards before the first backward of an interleaved schedule, with one number of virtual stages or several."""
+    last_rank = (virtual_stages - 1) * shape.round_size
+    return np.minimum(last_rank + per_hop * (shape.ranks - 1 - rank), virtual_stages * shape.micro_batches)
 
 
 def _rounds(shape: _Shape, rank: int, kind: ActionKind) -> Rows:
