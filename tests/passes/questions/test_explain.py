@@ -15,11 +15,11 @@ CLUSTER, MESH = Cluster("h100_sxm", nodes=1, devices_per_node=4), Mesh({"data": 
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 64, blocks: int = 2) -> None:
         super().__init__()
         self.table = nn.Embedding(50, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in "ab"
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(blocks)
         )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,16 @@ from passes.questions.roles import ROLES, has_role, restrict
 from tests.passes.questions.test_explain import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
-TIGHT = 624_000_000
-SHORT = 452_000_000
-"""Bytes: so few that values go to the host."""
+TIGHT = 408_000_000
+"""Bytes, of which a model of one block wants more."""
+SHORT, ENOUGH = 452_000_000, 624_000_000
+"""Bytes: so few that values of two blocks go to the host, and so many that none need to."""
 
 
-def make_plan(cluster: PricedCluster = CLUSTER, **arguments: object) -> Plan:
+def make_plan(cluster: PricedCluster = CLUSTER, blocks: int = 2, **arguments: object) -> Plan:
     tokens = torch.randint(0, 50, (4096, 8))
     asked = {"optimizer": "adamw", "precision": None, **arguments}
-    return autoshard.plan(Model(1024), cluster, mesh=MESH, example_inputs=(tokens,), **asked)  # type: ignore[arg-type]
+    return autoshard.plan(Model(1024, blocks), cluster, mesh=MESH, example_inputs=(tokens,), **asked)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,10 @@ def free() -> Plan:
 
 @pytest.fixture(scope="module")
 def tight() -> Plan:
-    """A plan that memory binds."""
-    return make_plan(memory_budget=TIGHT)
+    """A plan that memory binds, of one block: proven in 6 CPU s, so that what is asked of it is not left to time."""
+    plan = make_plan(blocks=1, memory_budget=TIGHT)
+    assert plan.recompute.nodes
+    return plan
 
 
 def limits_of(plan: Plan) -> Limits:
@@ -98,7 +101,7 @@ def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
     (item,) = answer.variants
     assert (item.name, item.fits) == ("without offload", False)
     assert item.smallest_bytes is not None
-    assert SHORT < item.smallest_bytes < TIGHT
+    assert SHORT < item.smallest_bytes < ENOUGH
     assert f"does use offload, of {len(plan.offload.nodes)} values" in str(answer)
 
 
@@ -123,12 +126,12 @@ def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
     """More memory, and a faster network: what planning for them gives; nothing that is more makes a plan slower."""
     found = limits_of(tight)
     stated = {item.name: item for item in found.variants}
-    more = make_plan(memory_budget=int(1.1 * TIGHT))
+    more = make_plan(blocks=1, memory_budget=int(1.1 * TIGHT))
     assert stated["10 % more memory"].objective == pytest.approx(more.objective, rel=2e-3)
     inter = CLUSTER.node.inter
     assert inter is not None
     faster = PricedCluster(replace(CLUSTER.node, inter=inter.scaled(1.1)), nodes=2, devices_per_node=2)
-    again = make_plan(faster, memory_budget=TIGHT)
+    again = make_plan(faster, blocks=1, memory_budget=TIGHT)
     assert stated["10 % faster network"].objective == pytest.approx(again.objective, rel=2e-3)
     for item in found.variants:
         assert item.lower_bound is not None
