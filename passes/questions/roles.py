@@ -1,12 +1,12 @@
 """What an axis of the mesh can be used for, as restrictions of the search, and what a plan uses each axis for.
 
-| role | parameters at rest | where they are used | gradients | optimizer state | batch |
-|---|---|---|---|---|---|
-| data | whole | whole | | whole | split |
-| zero-1 | whole | whole | | split | split |
-| zero-2 | whole | whole | split | split | split |
-| fsdp | split | whole: they are gathered | | split | split |
-| tensor | | split | | | |
+| role | parameters at rest | where they are used | gradients | optimizer state | batch | results of what uses them |
+|---|---|---|---|---|---|---|
+| data | whole | whole | | whole | split | split |
+| zero-1 | whole | whole | | split | split | split |
+| zero-2 | whole | whole | split | split | split | split |
+| fsdp | split | whole: they are gathered | | split | split | split |
+| tensor | | split | | | | |
 
 each over the axis in question, as the search likes where nothing is said; other axes are free. What the calls of the
 forward read counts as used, behind views and hubs.
@@ -32,7 +32,10 @@ Masks = dict[int, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whether parameters at rest and in use, gradients, state and the batch are split over an axis; None: either."""
+    """Whether parameters at rest and in use, gradients, state and the batch are split over an axis; None: either.
+
+    With the batch, what is computed from it with parameters.
+    """
 
     parameters: bool | None
     uses: bool
@@ -63,6 +66,7 @@ def restrict(planning: PlanningProblem, role: Role, axis: str) -> Masks | None:
         (_in_use(planning, axis), role.uses),
         (_gradients(planning, axis), role.gradients),
         (_batches(planning, axis), role.batch),
+        (_results(planning, axis), role.batch),
     )
     for splits, split in wanted:
         if split is None:
@@ -99,6 +103,19 @@ def _batches(planning: PlanningProblem, axis: str) -> _Splits:
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         strategies = planning.space.sites[slot.node].strategies
         yield slot.node, [axis in strategy.outputs[0].axes_of(0) for strategy in strategies]
+
+
+def _results(planning: PlanningProblem, axis: str) -> _Splits:
+    for head in _users(planning):
+        strategies = planning.space.sites[head].strategies
+        yield head, [axis in strategy.outputs[0].sharded_axes for strategy in strategies]
+
+
+def _users(planning: PlanningProblem) -> list[str]:
+    """The calls of the forward that read matrices."""
+    links = (link for slot in _matrices(planning) for link in uses_of(planning, slot.node))
+    heads = dict.fromkeys(link.head for link in links)
+    return [head for head in heads if planning.space.sites[head].results]
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
@@ -165,8 +182,6 @@ def has_role(planning: PlanningProblem, specs: SpecOf, axis: str, feature: str) 
 
 
 def _splits_activations(planning: PlanningProblem, specs: SpecOf, axis: str) -> bool:
-    """Whether most results of the forward's calls are split over an axis."""
-    names = [name for name, site in planning.space.sites.items() if site.phase == "forward" and site.node is not None]
-    calls = [name for name in names if not planning.space.sites[name].is_input and planning.space.sites[name].results]
-    split = sum(axis in specs(name)[1][0].sharded_axes for name in calls)
-    return 2 * split > len(calls)
+    """Whether most calls of the forward that read matrices give results that are split over an axis."""
+    split = [axis in specs(head)[1][0].sharded_axes for head in _users(planning)]
+    return 2 * sum(split) > len(split)

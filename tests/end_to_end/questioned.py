@@ -1,0 +1,127 @@
+"""Unlike models, clusters and meshes whose plans are asked questions, and plans of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, Mesh, Plan, Recipe
+from autoshard.cluster import JoinedCluster
+from cost_models.hardware import Cluster as PricedCluster
+from cost_models.hardware import node_type
+from tests.passes.islands import slower
+from tests.zoo.table import ARCHITECTURES
+
+Built = tuple[nn.Module, Any]
+
+
+class Perceptron(nn.Module):
+    """Residual blocks of two products."""
+
+    def __init__(self, depth: int = 3, width: int = 128) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)) for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+class Convolutions(nn.Module):
+    """Residual blocks of convolutions and group norms, behind one convolution and before a head."""
+
+    def __init__(self, depth: int = 3, channels: int = 16) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Conv2d(3, channels, 3, padding=1), nn.Linear(channels, 10)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(4, channels), nn.ReLU())
+            for _ in range(depth)
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.enter(images)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3))).float().square().mean()
+
+
+def _perceptron(dtype: torch.dtype) -> Built:
+    return Perceptron().to(dtype), (torch.zeros(8, 128, dtype=dtype),)
+
+
+OWN: Mapping[str, Callable[[], Built]] = {
+    "perceptron in f32": lambda: _perceptron(torch.float32),
+    "perceptron in bf16": lambda: _perceptron(torch.bfloat16),
+    "convolutions": lambda: (Convolutions(), (torch.zeros(8, 3, 8, 8),)),
+}
+"""Traced in a moment."""
+
+OTHERS: Mapping[str, Callable[[], Built]] = {
+    name: ARCHITECTURES[name].build for name in ("gpt2", "t5", "mixtral", "vit", "resnet")
+}
+"""Other people's."""
+
+
+@cache
+def built(name: str) -> Built:
+    """A model and its inputs, the same ones each time."""
+    return {**OWN, **OTHERS}[name]()
+
+
+def _slowed(times: float = 1e4) -> Cluster:
+    """Four H100s that are slower than they are by as much as our models are smaller."""
+    node = node_type("h100_sxm")
+    unit = node.device
+    slow = replace(
+        unit,
+        peak_flops={name: peak / times for name, peak in unit.peak_flops.items()},
+        memory_bandwidth_bytes_per_s=unit.memory_bandwidth_bytes_per_s / times,
+    )
+    return Cluster(node.with_device(slow), nodes=1, devices_per_node=4)
+
+
+UNIFORM: Mapping[str, Cluster] = {
+    "a node": Cluster("h100_sxm", 1, 4),
+    "two nodes": Cluster("a100_sxm_80gb", 2, 2),
+    "slow devices": _slowed(),
+}
+JOINED: Mapping[str, JoinedCluster] = {
+    "two kinds": Cluster.join(Cluster("h100_sxm", 1, 2), Cluster("a100_sxm_80gb", 1, 2)),
+    "one half as fast": Cluster.join(Cluster("l4", 1, 1), slower(2.0)),
+}
+MESHES: Mapping[str, Mesh] = {"square": Mesh({"data": 2, "model": 2}), "line": Mesh({"data": 4})}
+
+
+CLUSTERS: Mapping[str, Cluster | JoinedCluster] = {**UNIFORM, **JOINED}
+MESHES: Mapping[str, Mesh] = {"square": Mesh({"data": 2, "model": 2}), "line": Mesh({"data": 4})}
+
+
+@cache
+def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
+    """The fastest recipe, within a share of the memory that it takes."""
+    model, inputs = built(name)
+    budget = None if share is None else int(share * plan_of_recipe(name, place).predicted.peak_memory_bytes)
+    return autoshard.plan(
+        model, CLUSTERS[place], example_inputs=inputs, optimizer="adamw", global_batch=8, memory_budget=budget
+    )
+
+
+def price(name: str, cluster: PricedCluster | JoinedCluster, recipe: Recipe) -> Plan:
+    """Of a recipe that is stated, as a user would confirm it."""
+    model, inputs = built(name)
+    return autoshard.price(model, cluster, recipe, example_inputs=inputs)
+
+
+def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) -> Plan:
+    """The fastest choice of specs."""
+    model, inputs = built(name)
+    return autoshard.plan(model, cluster, mesh=MESHES[mesh], example_inputs=inputs, optimizer="adamw", **options)
