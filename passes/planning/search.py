@@ -1,11 +1,7 @@
 """Search: the cheapest choice of strategies that fits in memory.
 
-Small problems are solved exactly (`solve_milp`), large ones by duality (`dual_search`), which proves how far off it is.
-
-Memory binds at few program points, and which ones is not known before. So the search adds rows as it goes: solve; find
-the point at which the solution uses most; if that is over the limit, add the point's row and solve again. It ends as
-each round adds a point, and there are finitely many; the last solution is optimal, as every problem solved on the way
-was a relaxation of the full one.
+Small problems are solved exactly, with memory rows as they are needed (`row_search`), large ones by duality
+(`dual_search`), which proves how far off it is. Small ones that take effort are begun with what duality finds.
 
 A search that is stopped (`SearchControl`) gives the cheapest choice so far, with the bound proven by then; where none
 fits yet, the one that takes least memory.
@@ -27,12 +23,13 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.text import format_bytes
 from passes.memory.liveness import Liveness
-from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution, row_against
+from passes.planning.row_search import RowSearch
+from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.solver.dual_search import DualSearch
-from passes.solver.least_peak import LeastPeak, PeakSearch, highest_over
+from passes.solver.least_peak import LeastPeak, PeakSearch
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
-from passes.solver.solve_milp import solve_milp
+from passes.solver.solve_milp import WHATEVER_IT_TAKES, Effort, solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace
 
 logger = logging.getLogger(__name__)
@@ -40,8 +37,17 @@ logger = logging.getLogger(__name__)
 EXACT_PAIRS = 20_000
 """Pairs of options over all edges up to which a problem counts as small."""
 
+_AT_FIRST = Effort(1e-9, 20)
+"""What is spent on each solve of a small problem before duality is asked for a choice to begin with."""
+
+_SHARE_AT_FIRST, _SHARE_DUALS = 0.15, 0.6
+"""The part of the time for that, and the part of the rest that duality has."""
+
 _SHARE_EXACT = 0.7
-"""The part of the time in which small problems are solved exactly; where that was too short, duality has the rest."""
+"""The part of the time in which small problems are solved as if memory were no object, where duality has the rest."""
+
+_ROUNDING = 1e-8
+"""Part of the objective by which a solver may be wrong."""
 
 
 class Searchable(Protocol):
@@ -144,28 +150,41 @@ class Search:
     def _exactly(
         self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float
     ) -> Solution:
-        """Small problems: to the proven optimum, unless that takes too long."""
-        end = time.monotonic() + _SHARE_EXACT * self.time_budget_s
-        points: set[int] = set()
-        bound = 0.0
-        while True:
-            try:
-                solution = solve_milp(problem, time_limit_s=end - time.monotonic(), control=self.control)
-            except TimeoutError:
-                logger.info("exact search ran out of time or was stopped; searching by duality")
-                found = self._by_duals(planning, problem, start, deadline)
-                return dataclasses.replace(found, lower_bound=min(found.cost, max(found.lower_bound, bound)))
+        """Small problems: to the proven optimum, unless that takes too long.
+
+        What takes some effort begins with what duality finds, so that only what is cheaper is left to be searched.
+        """
+        if not self.is_exact:
+            return self._at_once(planning, problem, start, deadline)
+        end = time.monotonic() + _SHARE_AT_FIRST * self.time_budget_s
+        rounds = RowSearch(partial(Tabled, planning), problem, end, self.control, effort=_AT_FIRST)
+        found, bound = rounds.cheapest()
+        if found is None and bound == np.inf:
+            raise self._nothing_fits(planning, problem)
+        if found is not None and found.lower_bound >= found.cost * (1 - _ROUNDING):
+            return found
+        logger.info("exact search takes some effort, or was stopped; searching by duality")
+        known = [*start, found.choice] if found is not None else start
+        now = time.monotonic()
+        best = self._by_duals(planning, problem, known, now + _SHARE_DUALS * (deadline - now))
+        rounds.known, rounds.deadline, rounds.effort = best.cost, deadline, WHATEVER_IT_TAKES
+        other, below = rounds.cheapest()
+        bound = max(bound, best.lower_bound, below)
+        best = best if other is None else other
+        return dataclasses.replace(best, lower_bound=min(best.cost, bound))
+
+    def _at_once(
+        self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float
+    ) -> Solution:
+        """The optimum as if memory were no object, if that fits and is soon found; else what duality finds."""
+        left_s = _SHARE_EXACT * (deadline - time.monotonic())
+        with suppress(TimeoutError):
+            solution = solve_milp(problem, time_limit_s=left_s, control=self.control)
             if solution is None:
                 raise self._nothing_fits(planning, problem)
-            over = _over_limit(planning, solution.choice, problem.limit)
-            if not over:
+            if planning.usage(solution.choice).max() <= problem.limit:
                 return solution
-            new = over - points
-            if not self.is_exact:
-                return self._by_duals(planning, problem, start, deadline)
-            bound = max(bound, solution.lower_bound)
-            points |= new
-            problem = _with_rows(planning, problem, new) if new else _without(problem, solution.choice)
+        return self._by_duals(planning, problem, start, deadline)
 
     def _nothing_fits(self, planning: Searchable, problem: Assignment) -> DoesNotFitError:
         """The error of a search that counts too much of every choice."""
@@ -243,20 +262,6 @@ def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignme
     for variable, mask in allowed.items():
         costs[variable] = np.where(mask, costs[variable], np.inf)
     return dataclasses.replace(problem, costs=tuple(costs))
-
-
-def _over_limit(planning: Searchable, choice: Sequence[int], limit: float) -> set[int]:
-    return set(highest_over(planning.usage(choice), limit))
-
-
-def _without(problem: Assignment, choice: Sequence[int]) -> Assignment:
-    """The problem without a choice that breaks rows by so little that a solver takes it."""
-    return dataclasses.replace(problem, rows=(*problem.rows, row_against(choice, problem.costs, problem.limit)))
-
-
-def _with_rows(planning: Searchable, problem: Assignment, points: set[int]) -> Assignment:
-    rows = tuple(planning.memory_row(point) for point in sorted(points))
-    return dataclasses.replace(problem, rows=(*problem.rows, *rows))
 
 
 def _largest(planning: Searchable) -> str:

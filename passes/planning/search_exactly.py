@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +22,12 @@ import numpy as np
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import memory_of
 from passes.planning.exact_rows import ExactRows
+from passes.planning.row_search import RowSearch
 from passes.planning.search import Search, Searchable, restrict
-from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution, row_against
-from passes.solver.least_peak import Counted, LeastPeak, PeakSearch, highest_over
-from passes.solver.narrow_assignment import narrow
+from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
+from passes.solver.least_peak import Counted, LeastPeak, PeakSearch
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
-from passes.solver.solve_milp import solve_milp
 
 
 class ExactlyCounted(Protocol):
@@ -92,11 +91,10 @@ class ExactSearch:
 
     Args:
         exact: counts the memory of a choice.
-        problem: its assignment, maybe restricted, with a limit; and the rows so far.
+        problem: its assignment, maybe restricted, with a limit.
         deadline: of `time.monotonic`.
         control: told the bound; may stop the search.
         known: seconds that a choice costs which fits, than which others are to be cheaper.
-        refused: choices that did not fit, whose rows the problem has.
     """
 
     exact: ExactlyCounted
@@ -104,33 +102,10 @@ class ExactSearch:
     deadline: float
     control: SearchControl
     known: float = np.inf
-    refused: set[tuple[int, ...]] = field(default_factory=set)
 
     def cheapest(self) -> tuple[Solution | None, float]:
         """The cheapest choice that fits, None if none is found in time; and seconds that no choice is below."""
-        bound = 0.0
-        while not self.control.is_stopped and time.monotonic() < self.deadline:
-            try:
-                solution = self._solved()
-            except TimeoutError:
-                break
-            if solution is None:
-                return None, self.known
-            bound = max(bound, solution.lower_bound)
-            if self._fits(solution.choice, self.problem.limit):
-                return solution, bound
-        return None, bound
-
-    def _solved(self) -> Solution | None:
-        """The cheapest choice as far as rows are known; None if none is cheaper than what is known to fit."""
-        below = self.known * (1 - _ROUNDING_COSTS)
-        if self.known < np.inf:
-            narrowed = narrow(self.problem, below, self.deadline)
-            if narrowed is None:
-                return None
-            self.problem = narrowed
-        left_s = self.deadline - time.monotonic()
-        return solve_milp(self.problem, time_limit_s=left_s, control=self.control, below=below)
+        return RowSearch(self.exact.counted, self.problem, self.deadline, self.control, self.known).cheapest()
 
     def smallest_peak(self, frugal: Sequence[int], enough: float) -> LeastPeak | None:
         """The smallest limit within which a choice fits, with proof if there is time for it; see `PeakSearch`.
@@ -141,16 +116,6 @@ class ExactSearch:
         """
         usage = self.exact.tables.usage
         return PeakSearch(self.problem, self.exact.counted, usage, self.deadline, self.control, enough)(frugal)
-
-    def _fits(self, choice: Sequence[int], limit: float) -> bool:
-        """Whether a choice fits in a limit; if not, rows are added that cut it off."""
-        counted = self.exact.counted(choice)
-        rows = [counted.row(point) for point in highest_over(counted.used(), limit)]
-        if rows and choice in self.refused:
-            rows = [row_against(choice, self.problem.costs, limit)]
-        self.refused.add(tuple(choice))
-        self.problem = dataclasses.replace(self.problem, rows=(*self.problem.rows, *rows))
-        return not rows
 
 
 MOST_PAIRS = 8_000
@@ -260,9 +225,6 @@ def _least(exactly: ExactSearch, search: Search) -> LeastPeak:
         raise search.does_not_fit(tables, least.peak, is_proven=least.is_proven)
     raise search.does_not_fit(tables, float(exactly.exact.counted(rough).used().max()))
 
-
-_ROUNDING_COSTS = 1e-9
-"""Part of the costs by which a solver may be wrong: what differs by less is as cheap."""
 
 _ROUNDING = 0.5
 """Bytes by which a solver's bound may be wrong: what is counted are whole ones."""

@@ -56,6 +56,8 @@ OFFLOADED = (Keeping.HOST_EARLY, Keeping.HOST_LATE)
 AGAIN = (*RECOMPUTED, *OFFLOADED)
 """Keepings under which a value is freed after the forward, and there again in the backward."""
 
+_AS_READ = (Keeping.AS_READ,)
+
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptions:
@@ -70,6 +72,10 @@ class RecomputeOptions:
     keepings: Mapping[int, tuple[Keeping, ...]]
     anchors: Mapping[str, Mapping[Keeping, str]]
     late: frozenset[str]
+
+    def of(self, variable: int) -> tuple[Keeping, ...]:
+        """What may become of the values of a variable."""
+        return self.keepings.get(variable, _AS_READ)
 
     def holds(self, name: str, keeping: Keeping) -> bool:
         """Whether a site's value stays in memory from the forward to the backward."""

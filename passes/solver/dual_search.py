@@ -14,9 +14,9 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    come next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
    that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
-4. Where memory binds: take the choices of least Lagrangian that do not fit and cost less than the best that does, and
-   change in each the variable that costs least per byte that it saves at the peak, until it fits. Then improve the best
-   choice one variable at a time.
+4. Where memory binds: weigh it more, until what messages round to fits. Take the choices of least Lagrangian that do
+   not fit and cost less than the best that does, and change in each the variable that costs least per byte that it
+   saves at the peak, until it fits. Then improve the best choice one variable at a time.
 5. Where bound and choice are still apart: ask whether anything costs less than a target between them (`ask_below`).
 6. Where they still are, as too much may cost less: part the problem, and search its parts (`branch_duals`).
 """
@@ -72,6 +72,7 @@ class DualSearch:
         ends = [start_s + share * self.time_limit_s for share in _SHARES]
         state.run(self.tolerance, self.max_rounds, ends[0])
         if state.gap() > self.tolerance:
+            state.press(ends[1])
             state.repair(ends[1])
         state.polish(ends[2])
         ask_below(state, self.tolerance, self.most_targets, ends[3])

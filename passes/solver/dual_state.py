@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ Usage = Callable[[Sequence[int]], np.ndarray]
 
 _REPAIRS = 3
 """Choices that are repaired."""
+
+_PRESSES = 8
+"""Times that memory is weighed more to find choices that fit."""
 
 _PASSES = 4
 """Message passes between two moves of the multipliers."""
@@ -46,7 +50,7 @@ class DualState:
     best: tuple[int, ...] | None = None
     best_cost: float = np.inf
     bound: float = -np.inf
-    gaps: list[float] = field(default_factory=list)
+    distances: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.messages = Messages(self.problem)
@@ -74,7 +78,7 @@ class DualState:
         state.rows = dict(self.rows)
         state.cuts = [cut for cut in self.cuts if mask[cut[2][variable]]]
         state.multipliers, state.best_multipliers = dict(self.best_multipliers), dict(self.best_multipliers)
-        state.gaps = []
+        state.distances = []
         state.weigh()
         return state
 
@@ -102,19 +106,21 @@ class DualState:
         self.offer(self.messages.improve(choice))
         if bound > self.bound:
             self.bound, self.best_multipliers = bound, dict(self.multipliers)
-        self.gaps.append(self.gap())
+        self.distances.append(self.best_cost / self.bound - 1 if self.bound > 0 else np.inf)
         if np.isfinite(self.problem.limit):
             self._move_multipliers()
 
     def has_stalled(self) -> bool:
-        """Whether the gap has hardly closed over the last rounds, though something fits."""
-        return (
-            len(self.gaps) > _PATIENCE and self.gaps[-1] > 0.97 * self.gaps[-_PATIENCE] and np.isfinite(self.gaps[-1])
-        )
+        """Whether bound and incumbent have hardly come nearer over the last rounds, though something fits.
+
+        As a part of the bound: of a bad incumbent it would hardly be seen that the bound has doubled.
+        """
+        found = self.distances
+        return len(found) > _PATIENCE and found[-1] > 0.97 * found[-_PATIENCE] and np.isfinite(found[-1])
 
     def finds_nothing(self) -> bool:
         """Whether nothing fits though many rounds went by."""
-        return len(self.gaps) >= _HOPEFUL and self.best is None
+        return len(self.distances) >= _HOPEFUL and self.best is None
 
     def found_multipliers(self) -> Multipliers:
         """Under which the bound was best: of each edge, and of each memory row, in the order of `rows`."""
@@ -158,6 +164,29 @@ class DualState:
         Fewer bytes cost less, so what bounds the cheapest choice under these does so under all of them.
         """
         self.messages.weigh({point: (_so_far(self.rows[point]), weight) for point, weight in self.multipliers.items()})
+
+    def press(self, deadline: float) -> None:
+        """Weigh memory as many times more as it takes for what messages round to to fit: by bisection of how many."""
+        if not any(self.best_multipliers.values()):
+            return
+        too_few, enough, times = 1.0, math.inf, 2.0
+        for _ in range(_PRESSES):
+            if self.is_over(deadline):
+                break
+            self.multipliers = {point: times * weight for point, weight in self.best_multipliers.items()}
+            self.weigh()
+            for _ in range(_PASSES):
+                _, choice = self.messages.iterate()
+            improved = self.messages.improve(choice)
+            self.offer(choice)
+            self.offer(improved)
+            if self.usage(improved).max() <= self.problem.limit:
+                enough = times
+            else:
+                too_few = times
+            times = 2 * times if math.isinf(enough) else math.sqrt(too_few * enough)
+        self.multipliers = dict(self.best_multipliers)
+        self.weigh()
 
     def repair(self, deadline: float) -> None:
         """Make some choices fit that nearly do, of those that cost less than the incumbent: to fit adds to that."""

@@ -1,0 +1,308 @@
+"""What lies in memory where values are recomputed or offloaded, as a function of strategies and keepings.
+
+That of the program in which each value is followed, behind the forward, by another one that all the rest of the step
+reads (`recompute_split`), and by all that might be recomputed. Of the first kind nothing depends on keepings; a second
+one is there from the end of the first if the value is held, from the recomputation if it is recomputed, and from the
+fetch if it is offloaded; what a recomputation needs beside that is there if it happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from passes.memory.liveness import Held, Interval, Liveness, OnLink
+from passes.memory.memory_tables import MemoryTables, differs
+from passes.memory.memory_usage import Item, Table
+from passes.planning.build_assignment import PlanningProblem
+from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
+from passes.recomputation.recompute_split import SplitSpace, split_space
+from passes.solver.assignment import Floats
+from passes.strategies.enumerate_strategies import Link, leaves_program, needs_of, specs_of
+from passes.strategies.price import local_bytes_of
+
+
+@dataclass
+class RecomputeMemory:
+    """See the module's docstring.
+
+    Args:
+        planning: the problem without recomputation.
+        options: what may be kept how.
+    """
+
+    planning: PlanningProblem
+    options: RecomputeOptions
+    spread: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    wholes: dict[str, Floats] = field(default_factory=dict)
+
+    def keepings_of(self, name: str) -> tuple[Keeping, ...]:
+        return self.options.of(self.planning.classes[name])
+
+    @cached_property
+    def split(self) -> SplitSpace:
+        return split_space(self.planning.space, self.options, self.planning.classes)
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        return self.planning.liveness.of(self.split.space)
+
+    @cached_property
+    def memory(self) -> MemoryTables:
+        return MemoryTables(self.split.space, self.planning.memory.transients)
+
+    def items(self) -> Iterator[Item]:
+        """What lies in memory, and under which options."""
+        for (name, result), interval in self.liveness.values.items():
+            if name in self.planning.classes:
+                yield self._item(interval, self.memory.of_value(name, result, self._copies(name)), (name,))
+        for kept in self.liveness.on_links:
+            if not self._is_of_view_again(kept):
+                yield self._on_link(kept)
+        for name, point in self.liveness.calls.items():
+            if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
+                yield self._item(Interval(point, point), self.memory.of_call(name), (name,))
+        for name in self.split.late:
+            yield from self._late_items(name)
+        for name in self._may_stay:
+            yield from self._copy_beside(name)
+
+    @cached_property
+    def _may_stay(self) -> frozenset[str]:
+        """Values of the forward of which it depends on keepings when they go: that may be held, and views."""
+        sites = self.planning.space.sites
+        forward = (name for name, site in sites.items() if site.phase == "forward" and not site.is_input)
+        return frozenset(name for name in forward if name in self.split.late or sites[name].is_alias)
+
+    def _copies(self, name: str) -> float:
+        ratio = self.liveness.state_bytes_per_parameter_byte
+        return 1 + ratio if name in self.liveness.parameters else 1.0
+
+    def _is_of_view_again(self, kept: OnLink) -> bool:
+        """Whether a link keeps the memory of a view that is recomputed, which is that of its second life."""
+        link = self.split.space.links[kept.link]
+        is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
+        return is_view and link.head in self.split.sources and kept.held in (Held.EITHER, Held.COPY)
+
+    def _on_link(self, kept: OnLink) -> Item:
+        link, held = self.split.space.links[kept.link], kept.held
+        if held is Held.LAST_RESHARD and (link.tail in self.split.sources or link.tail in self._may_stay):
+            held = Held.RESHARD
+        kept = dataclasses.replace(kept, held=held)
+        if held is Held.VALUE and link.tail in self.split.late:
+            return self._value_until_freed(kept, link)
+        table = self.memory.on_link(kept)
+        return self._item(kept.interval, table, (link.head,) if table.is_of_one else (link.tail, link.head))
+
+    def _value_until_freed(self, kept: OnLink, link: Link) -> Item:
+        """A value of the forward at its last use there, which its second life counts where it is held."""
+        freed = tuple(not self.options.holds(link.tail, keeping) for keeping in self.keepings_of(link.tail))
+        origin, want = self.split.origin(link.head)
+        there = tuple(want is None or keeping is want for keeping in self.keepings_of(origin))
+        variables = (self.planning.classes[link.tail], self.planning.classes[origin])
+        return self._item_under(kept.interval, self.memory.on_link(kept), variables, (freed, there))
+
+    def _late_items(self, name: str) -> Iterator[Item]:
+        """A value behind the forward, under each keeping."""
+        for keeping in self.keepings_of(name):
+            if keeping in AGAIN or self.options.holds(name, keeping):
+                is_owner = name not in self.viewed or keeping in OFFLOADED
+                yield from self._owned(name, keeping) if is_owner else self._seen(name, keeping)
+
+    def _owned(self, name: str, keeping: Keeping) -> Iterator[Item]:
+        """What lies in memory of its own behind the forward."""
+        there = tuple(kept is keeping for kept in self.keepings_of(name))
+        for result in range(len(self.planning.space.sites[name].results)):
+            interval = Interval(self._start(name, keeping), self._end(name, result))
+            if interval.birth <= interval.death:
+                table = self.memory.of_value(name, result)
+                yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
+
+    def _seen(self, name: str, keeping: Keeping) -> Iterator[Item]:
+        """What a view keeps in memory behind the forward: nothing while what it views is there anyway, then that."""
+        start, end = self._start(name, keeping), self.ends[name]
+        covered = min(end, self._end_of_viewed(self.viewed[name]))
+        if start <= covered:
+            yield self._view_item(Interval(start, covered), name, keeping, is_covered=True)
+        if max(start, covered + 1) <= end:
+            yield self._view_item(Interval(max(start, covered + 1), end), name, keeping, is_covered=False)
+
+    def _copy_beside(self, name: str) -> Iterator[Item]:
+        """The copy that a view is, at its last use in the forward: it goes meanwhile, unless what it views is held."""
+        link = self.viewed.get(name)
+        if link is None or self.planning.space.sites[link.tail].is_input:
+            return
+        start, end = self._start(name, Keeping.AS_READ), self.deaths[name, 0]
+        if start <= end:
+            interval = Interval(start, end)
+            table = self.memory.on_link(OnLink(self.planning.space.links.index(link), Held.COPY, interval))
+            yield self._item(interval, table, (link.tail, name))
+
+    @cached_property
+    def viewed(self) -> dict[str, Link]:
+        """The link from what is viewed into each view."""
+        sites = self.planning.space.sites
+        return {
+            link.head: link for link in self.planning.space.links if link.operand == 0 and sites[link.head].is_alias
+        }
+
+    @cached_property
+    def deaths(self) -> dict[tuple[str, int], int]:
+        """The last use of every value of the split space, by way of views included."""
+        links: dict[tuple[str, int], list[Link]] = defaultdict(list)
+        for link in self.split.space.links:
+            links[link.tail, link.result].append(link)
+        found: dict[tuple[str, int], int] = {}
+        for name, site in reversed(list(self.split.space.sites.items())):
+            for result in range(len(site.results)):
+                uses = [self._use(link, found) for link in links[name, result]]
+                found[name, result] = max(uses, default=self.liveness.calls.get(name, 0))
+        return found
+
+    def _use(self, link: Link, found: Mapping[tuple[str, int], int]) -> int:
+        head = self.split.space.sites[link.head]
+        if leaves_program(head, link):
+            return self.liveness.points - 1
+        if head.is_alias and link.operand == 0:
+            return max(found[link.head, result] for result in range(len(head.results)))
+        return self.liveness.calls[link.head]
+
+    def _end(self, name: str, result: int) -> int:
+        """Up to which point a value behind the forward is counted; from then on, its last reader says what is there."""
+        late = self.split.late[name], result
+        return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """Up to which point the memory of each value behind the forward is counted as that.
+
+        Of several views of it the one that is there last is alone then, and says itself what it keeps.
+        """
+        found: dict[str, int] = {}
+        for name in self.reaches:
+            *others, _ = 0, 0, *sorted(self.reaches[view] for view in self.views[name])
+            above = found.get(self.viewed[name].tail, 0) if name in self.viewed else 0
+            found[name] = max(self._last_end(name), *others, min(above, self.reaches[name]))
+        return found
+
+    @cached_property
+    def reaches(self) -> dict[str, int]:
+        """Up to which point each value, or what is a view of it, may be there behind the forward; in program order."""
+        found: dict[str, int] = {}
+        for name in reversed(list(self.planning.space.sites)):
+            if name in self.split.late:
+                found[name] = max(self._last_end(name), *(found[view] for view in self.views[name]), 0)
+        return dict(reversed(found.items()))
+
+    @cached_property
+    def views(self) -> dict[str, list[str]]:
+        """The views of each value that are followed behind the forward."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, link in self.viewed.items():
+            if name in self.split.late:
+                found[link.tail].append(name)
+        return found
+
+    def _last_end(self, name: str) -> int:
+        return max(self._end(name, result) for result in range(len(self.planning.space.sites[name].results)))
+
+    def _start(self, name: str, keeping: Keeping) -> int:
+        """From which point a value behind the forward is counted."""
+        if keeping in AGAIN:
+            return self.liveness.calls[self.split.again[name, keeping]]
+        return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
+
+    @cached_property
+    def reshard_points(self) -> dict[str, list[int]]:
+        """When the forward reads the values of a site."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for kept in self.liveness.on_links:
+            if kept.held in (Held.RESHARD, Held.LAST_RESHARD):
+                found[self.split.space.links[kept.link].tail].append(kept.interval.birth)
+        return found
+
+    def _end_of_viewed(self, link: Link) -> int:
+        """Up to which point the memory of what is viewed is there, if it is held or recomputed."""
+        if self.planning.space.sites[link.tail].is_input:
+            return self.liveness.points
+        return self.ends.get(link.tail, -1)
+
+    def _view_item(self, interval: Interval, name: str, keeping: Keeping, *, is_covered: bool) -> Item:
+        """What a view keeps under a keeping: the copy that it is of, or all of what it is a part of.
+
+        `is_covered`: whether the memory of what it views is counted as that.
+        """
+        link = self.viewed[name]
+        tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
+        moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
+        rows = []
+        for kept in self.keepings_of(link.tail):
+            is_of_it = tail.is_input or self.options.holds(link.tail, kept)
+            is_of_it = is_of_it or (kept in AGAIN and keeping in RECOMPUTED)
+            whole = self._own_bytes(link) if kept in OFFLOADED and is_of_it else self._whole_bytes(link)
+            rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
+        there = [other is keeping for other in self.keepings_of(name)]
+        sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
+        return Item(interval, Table(sizes), (self.planning.classes[link.tail], self.planning.classes[name]))
+
+    def _copy_bytes(self, name: str) -> Floats:
+        """Bytes of what a view is of as the view needs it, by its option."""
+        link, head = self.viewed[name], self.planning.space.sites[name]
+        value = self.planning.space.sites[link.tail].results[link.result]
+        return local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
+
+    def _own_bytes(self, link: Link) -> Floats:
+        """Bytes of what a link carries, by the option of its tail."""
+        tail = self.planning.space.sites[link.tail]
+        return local_bytes_of(tail.results[link.result], specs_of(tail, link.result), self.planning.space.mesh)
+
+    def _whole_bytes(self, link: Link) -> Floats:
+        """Bytes of the memory in which a link's value lies, by the option of its tail: of a part, the whole.
+
+        Wherever a reshard on the way decides whether it is still a part, it is.
+        """
+        above = self.viewed.get(link.tail)
+        if above is None:
+            return self._own_bytes(link)
+        if link.tail not in self.wholes:
+            site, needs = self.planning.space.sites[above.tail], needs_of(self.planning.space.sites[link.tail], above)
+            moved = differs(specs_of(site, above.result), needs, self.planning.space.mesh)
+            whole = np.where(moved, 0.0, 0.0 if site.is_input else self._whole_bytes(above)[:, None])
+            self.wholes[link.tail] = np.maximum(self._copy_bytes(link.tail), whole.max(axis=0))
+        return self.wholes[link.tail]
+
+    def _item(self, interval: Interval, table: Table, names: tuple[str, ...]) -> Item:
+        """An item of sites of the split space; what belongs to a recomputation is there if that happens."""
+        origins = [self.split.origin(name) for name in names]
+        there = tuple(tuple(kept is want or want is None for kept in self.keepings_of(name)) for name, want in origins)
+        return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
+
+    def _item_under(
+        self, interval: Interval, table: Table, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
+    ) -> Item:
+        """An item that is there under some keepings of its variables."""
+        key = (id(table), there)
+        if key not in self.spread:
+            self.spread[key] = _spread(table, there)
+        return Item(interval, self.spread[key], variables)
+
+
+def _spread(table: Table, there: tuple[tuple[bool, ...], ...]) -> Table:
+    """A table for each combination of keepings: as it is where it is there under all of them, and else nothing."""
+    if there == ((True,),) * len(there):
+        return table
+    counts = table.sizes.shape
+    present = np.ones((), dtype=bool)
+    for flags, count in zip(there, counts, strict=True):
+        present = np.logical_and.outer(present, np.repeat(flags, count))
+    tiled = np.tile(table.sizes, [len(flags) for flags in there])
+
+    def find(*options: int) -> float:
+        return table.at(*(option % count for option, count in zip(options, counts, strict=True)))
+
+    return Table(np.where(present, tiled, 0.0), find)

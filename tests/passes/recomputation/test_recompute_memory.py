@@ -1,0 +1,109 @@
+"""Memory by tables where values are recomputed: never less than that of the program that runs, and where it is that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
+from autoshard.testing.programs import programs
+from autoshard.tracing import trace
+from passes.planning.exact_memory import exact_peak
+from passes.planning.search import Search
+from passes.recomputation.recompute_problem import RecomputeProblem
+from passes.recomputation.with_again import with_again
+from passes.solver.dual_search import DualSearch
+from passes.solver.dual_state import DualState
+from passes.solver.search_control import SearchControl
+from tests.passes.blocks import problem_of, problem_of_drawn
+from tests.passes.recomputation.test_recompute_problem import joint
+
+LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})
+
+
+class Fused(nn.Module):
+    """Three parts of one product, of which two are used in places and one as it is, and all are read again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fused = nn.Linear(16, 3 * width, bias=False)
+        self.last = nn.Linear(width, 16, bias=False)
+        self.width = width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.fused(torch.tanh(x)).split(self.width, dim=-1)
+        halves = torch.cat((first[..., self.width // 2 :].sin(), first[..., : self.width // 2]), dim=-1)
+        mixed = halves.sin() * second.transpose(0, 1).exp().transpose(0, 1)
+        return self.last((mixed + third.sin()).exp()).square().mean()
+
+
+def fused_program(width: int = 16) -> Program:
+    with torch.device("meta"):
+        return trace(Fused(width), (torch.zeros(8, 8, 16),), {})
+
+
+@cache
+def fused(mesh: Mesh) -> RecomputeProblem:
+    return joint(problem_of(fused_program(), mesh))
+
+
+def plenty(problem: RecomputeProblem) -> float:
+    """Bytes that the fastest plan takes."""
+    return float(problem.planning.usage(Search()(problem.planning).choice).max())
+
+
+def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
+    """The choices that a search comes upon, which has a share of the memory that plenty of it would take."""
+    limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))
+    state = DualState(limited, problem.usage, problem.memory_row, SearchControl())
+    state.run(0.0, 8, math.inf)
+    return list(dict.fromkeys(choice for _, _, choice in state.cuts))
+
+
+def peaks(problem: RecomputeProblem, choice: tuple[int, ...]) -> tuple[float, float]:
+    """Bytes as tables count them, and as they are in the program that runs."""
+    running = with_again(problem.planning, problem.again(choice))
+    return float(problem.usage(choice).max()), exact_peak(running, problem.without_keepings(choice))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.8, 0.9])
+def test_parts_of_a_product_keep_all_of_it(share: float) -> None:
+    """Nothing that a search comes upon takes more than it counts, and often it takes just that."""
+    problem = fused(LINE)
+    found = [peaks(problem, choice) for choice in seen(problem, share)]
+    assert all(running <= counted for counted, running in found)
+    assert sum(running == counted for counted, running in found) >= 3
+
+
+def test_searches_apart_do_not_get_slower_with_memory() -> None:
+    """Without proof, and without the plan of a tighter limit to begin with."""
+    problem = fused(LINE)
+    search = DualSearch(most_parts=0, most_targets=0, time_limit_s=math.inf)
+    found = []
+    for share in (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95):
+        limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))
+        found.append(search(limited, problem.usage, problem.memory_row))
+    costs = [solution.cost for solution in found if solution is not None]
+    assert len(costs) == len(found)
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < 0.8 * costs[0]
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.data())
+def test_memory_of_drawn_programs(data: st.DataObject) -> None:
+    """The same of drawn programs, and on two axes."""
+    drawn = data.draw(programs(max_blocks=1))
+    problem = joint(problem_of_drawn(drawn, data.draw(st.sampled_from([LINE, SQUARE]))))
+    choices = seen(problem, data.draw(st.sampled_from([0.5, 0.7, 0.9])))
+    for counted, running in (peaks(problem, choice) for choice in choices):
+        assert running <= counted
