@@ -46,6 +46,7 @@ from passes.recomputation.recompute_problem import Again
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.with_again import with_again
 from passes.solver.assignment import Solution
+from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import ALL_PLANS, SearchControl
 from passes.strategies.elided import find_elided
 from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace, Site
@@ -164,6 +165,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     )
 
 
+@one_blas_thread()
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
     """The cheapest choice within the options that are `allowed`; nothing is recomputed where blocks are left out.
 

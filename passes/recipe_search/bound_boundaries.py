@@ -219,8 +219,15 @@ def _ways_of(floors: SectionFloors, share: float, *, is_whole: bool) -> tuple[Fl
 
 
 def _evening_weights(paths: Floats) -> Floats:
-    """Weights of paths, [paths, stages], that sum to one; with them all stages count alike, or nearly."""
-    weights = np.maximum(0.0, np.linalg.lstsq(paths.T, np.ones(paths.shape[1]), rcond=None)[0])
+    """Weights of paths, as many as stages, [paths, stages]: they sum to one, and all stages count alike, or nearly.
+
+    Any weights give a bound, so paths for which there are none such get equal ones.
+    """
+    equal = np.ones(len(paths))
+    try:
+        weights = np.maximum(0.0, np.linalg.solve(paths.T, equal))
+    except np.linalg.LinAlgError:
+        weights = equal
     return weights / weights.sum()
 
 

@@ -23,8 +23,8 @@ order, so the answer does not depend on the machine. Layouts are taken by rising
 its size, which rises with it. What is recomputed only adds to the step, and so does what is offloaded: where a layout
 is too slow without, it is left. (What is both may be faster than what is offloaded alone: less is copied.)
 
-There are many ways to share blocks out, most of them as good as each other. So sets of them wait until the best of all
-other recipes is known.
+There are many ways to share blocks out, most of them as good as each other. So only those with the lowest bound are
+split, not the deepest in turn.
 
 `Smallest` looks for the least memory in the same way. Stopped early, by its time budget or Ctrl-C, the search gives the
 best recipe that it priced, and the lowest bound of what is left.
@@ -45,6 +45,7 @@ from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
 from passes.recipe_search.recipe_objectives import Objective
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, Pipe, RecipeSpace, Sharding, Share
+from passes.solver.one_thread import one_blas_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Branch:
     objective: Objective
 
 
+@one_blas_thread()
 def search_recipes(
     branches: Sequence[Branch],
     memory_bytes: Callable[[Recipe], int],
@@ -136,6 +138,11 @@ class _Node:
     boundaries: Boundaries | None = None
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether it is of pipelines over ranks that are alike, whose blocks are not shared out evenly."""
+        return self.pipe is not None and self.pipe.uneven and not self.share
+
+    @property
     def depth(self) -> int:
         """How many steps of the choice are made."""
         stages = len(self.pipe.stage_blocks) if self.pipe else 0
@@ -171,7 +178,6 @@ class _Search:
         self.turn = 0
         self.best: tuple[float, tuple[object, ...], Recipe] | None = None
         self.bound, self.priced, self.nodes = 0.0, 0, 0
-        self.uneven: list[_Entry] = []
 
     def run(self, known: Recipe | None, known_objective: float | None) -> bool:
         """Search until the best recipe is found, or time is over; whether it is found."""
@@ -188,23 +194,11 @@ class _Search:
                 return False
             self._split_node(*self._next())
         self.bound = math.inf if self.best is None else self.best[0]
-        return self._look_at_uneven()
+        return True
 
     def _keep_known(self, known: Recipe, objective: float | None) -> None:
         found = self.branches[0].objective.price(known) if objective is None else objective
         self._keep(found, (math.inf,), known)
-
-    def _look_at_uneven(self) -> bool:
-        """Split sets of uneven boundaries that may have a better recipe; whether there was time for it."""
-        while self.uneven:
-            if self.best is not None and self.uneven[0][0] > self.best[0]:
-                self.uneven.clear()
-            elif self._is_over():
-                return False
-            else:
-                bound, *_, node = heapq.heappop(self.uneven)
-                self._split_boundaries(bound, node)
-        return True
 
     def _dive(self) -> None:
         """Split the deepest nodes, to have a recipe to show, and to leave out what is slower, before all are open."""
@@ -245,7 +239,7 @@ class _Search:
         """What is found so far."""
         objective, _, recipe = (math.inf, (), None) if self.best is None else self.best
         elapsed_s = time.monotonic() - self.start
-        bound = min(self.bound, objective, *(entry[0] for entry in self.uneven[:1]))
+        bound = min(self.bound, objective)
         return FoundRecipe(
             recipe, objective, bound, is_complete, was_interrupted, self.priced, self.nodes, elapsed_s
         )  # fmt: skip
@@ -283,6 +277,8 @@ class _Search:
         elif node.pipe is None:
             self._open_share(node, node.others)
             self._split_pipeline(bound, replace(node, others=()))
+        elif node.is_uneven:
+            self._split_boundaries(bound, node)
         elif node.sharding is None:
             for child in self._sharded(node):
                 self._push(node.branch.objective.recipe(self._recipe(child), node.pipe), child)
@@ -375,10 +371,8 @@ class _Search:
         node = replace(node, **choice) if choice else node
         number = next(self.numbers)
         entry = (bound, False, (-node.depth,), number, node)
-        if node.pipe is not None and node.pipe.uneven and not node.share:
-            heapq.heappush(self.uneven, entry)
-        else:
-            heapq.heappush(self.open, entry)
+        heapq.heappush(self.open, entry)
+        if not node.is_uneven:
             heapq.heappush(self.deep, (-node.depth, bound, number, node))
         return True
 

@@ -1,0 +1,24 @@
+"""NumPy's linear algebra has one thread while a search runs, and as many as before after it."""
+
+from __future__ import annotations
+
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from passes.solver.one_thread import one_blas_thread
+
+
+def threads() -> set[int]:
+    return {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+
+
+def test_there_is_one_thread_while_it_is_open() -> None:
+    """Of a function that it decorates, too; what was set before holds again, also where something is raised."""
+    with threadpool_limits(2, "blas"):
+        with one_blas_thread():
+            assert threads() == {1}
+        assert threads() == {2}
+        assert one_blas_thread()(threads)() == {1}
+        with pytest.raises(ValueError, match="of the search"), one_blas_thread():
+            raise ValueError("of the search")
+        assert threads() == {2}
