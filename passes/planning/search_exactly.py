@@ -202,8 +202,8 @@ def refuse(exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarr
 def _exact_search(
     exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float, share: float
 ) -> ExactSearch:
-    assert search.memory_limit_bytes is not None, "without a limit nothing is counted"
-    problem = dataclasses.replace(restrict(exact.assignment, allowed), limit=float(search.memory_limit_bytes))
+    limit = np.inf if search.memory_limit_bytes is None else float(search.memory_limit_bytes)
+    problem = dataclasses.replace(restrict(exact.assignment, allowed), limit=limit)
     now = time.monotonic()
     return ExactSearch(exact, problem, now + share * (deadline - now), search.control)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,6 +66,12 @@ class ProvePlan:
         room = self.planning.prices.cluster.host_bytes_per_device
         return bounded(better if room is None or better.host_bytes <= room else found, bound)
 
+    def without_keepings(self, found: JointSolution) -> JointSolution:
+        """The same of what fits as if memory were no object, with a bound of all: keepings cost nothing less there."""
+        if found.solution.lower_bound >= found.solution.cost * (1 - _ROUNDING):
+            return found
+        return replace(self, recompute=False)(found)
+
     def first(self) -> JointSolution | None:
         """What fits, where tables found nothing; None where nothing is found in time.
 
@@ -91,7 +97,7 @@ class ProvePlan:
         if planning.elided.sites or self.search.control.is_stopped or time.monotonic() >= self.end:
             return None
         options = self._options() if self.recompute else None
-        if not _is_open(_pairs(planning, options), found):
+        if not self._is_open(_pairs(planning, options), found):
             return None
         if options is None or not options.keepings:
             return ExactPlanning(planning)
@@ -100,6 +106,16 @@ class ProvePlan:
                 return ExactRecompute(build_recompute_problem(planning, options, deadline=self.end))
         except SearchStopped:
             return None
+
+    def _is_open(self, pairs: int, found: JointSolution | None) -> bool:
+        """Whether there is something to prove: of a small problem, or where memory is no object, it may be already.
+
+        Bounds are of all then.
+        """
+        if pairs > MOST_PAIRS_TO_PROVE:
+            return False
+        is_by_tables = pairs > MOST_PAIRS and self.search.memory_limit_bytes is not None
+        return is_by_tables or found is None or found.solution.lower_bound < found.solution.cost * (1 - _ROUNDING)
 
     def _options(self) -> RecomputeOptions:
         has_host = self.planning.prices.cluster.device.host_link is not None
@@ -125,13 +141,6 @@ def joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
         host_bytes(running, choice),
         float(problem.usage(found.choice).max()),
     )
-
-
-def _is_open(pairs: int, found: JointSolution | None) -> bool:
-    """Whether there is something to prove: of a small problem it may be proven already, and bounds are of all."""
-    if pairs > MOST_PAIRS_TO_PROVE:
-        return False
-    return pairs > MOST_PAIRS or found is None or found.solution.lower_bound < found.solution.cost * (1 - _ROUNDING)
 
 
 _SHARE = 0.5

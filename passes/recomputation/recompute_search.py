@@ -99,13 +99,12 @@ def _solve_jointly(
     end = time.monotonic() + search.time_budget_s
     prove = ProvePlan(planning, search, allowed, recompute, offload, end)
     if not recompute:
-        alone = partial(_alone, planning, search, allowed, start, end)
-        return alone() if search.memory_limit_bytes is None else _proven(prove, alone)
+        return _proven(prove, partial(_alone, planning, search, allowed, start, end))
     share = 1.0 if search.memory_limit_bytes is None else _SHARE_FREE
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, time_budget_s=share * search.time_budget_s)
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
-        return free
+        return prove.without_keepings(free)
     found = _proven(prove, partial(_where_memory_binds, planning, search, allowed, start, end, offload=offload))
     # neither strategies nor keepings cost less where memory is short
     return bounded(found, max(found.solution.lower_bound, free.solution.lower_bound))
