@@ -66,11 +66,13 @@ class LocalForm:
         graph: from the call's operands to its results.
         results: of each result the number of its storage: that of an operand, or, behind these, of one that is made.
         made: the bytes of those, by number.
+        reads: whether it reads each operand.
     """
 
     graph: fx.Graph
     results: tuple[int, ...]
     made: Mapping[int, int]
+    reads: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,8 @@ def _local_form(site: Site, strategy: Strategy, mesh: Mesh) -> LocalForm:
     else:
         found = tuple(numbers[0] for numbers in results)
     made = {number: storages.sizes[number] for number in dict.fromkeys(found) if number >= len(operands)}
-    return LocalForm(graph, found, made)
+    reads = tuple(bool(node.users) for node in graph.nodes if node.op == "placeholder")
+    return LocalForm(graph, found, made, reads)
 
 
 def _numbers_of_tensors(graph: fx.Graph, storage: Storage, count: int) -> tuple[int, ...]:

@@ -97,8 +97,4 @@ def _moments(planning: PlanningProblem, walk: Walk) -> Iterator[tuple[int, int]]
     for reshard in walk.handings:
         yield reshard.point, walk.handing.of_reshard(reshard.moved, freed=False)
     for call in walk.rewritten:
-        given = [operand.storage for operand in call.operands]
-        distinct = list(dict.fromkeys(given))
-        sizes = tuple(storage.size for storage in distinct)
-        gone = tuple(storage.death == call.point for storage in distinct)
-        yield call.point, transients.beside(call.form, tuple(map(distinct.index, given)), sizes, gone)
+        yield call.point, call.beside(transients)

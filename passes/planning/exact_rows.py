@@ -298,15 +298,12 @@ class _Terms:
     def _of_call(self, call: Rewritten) -> Iterator[_Term]:
         """A rewritten call, under this strategy; under others what it makes may not be there."""
         transients = self.planning.memory.transients
-        given = [operand.storage for operand in call.operands]
-        distinct = list(dict.fromkeys(given))
-        sizes = tuple(item.size for item in distinct)
-        gone = tuple(item.death == call.point for item in distinct)
-        size = transients.beside(call.form, tuple(map(distinct.index, given)), sizes, gone)
+        size = call.beside(transients)
         variable = self.planning.classes[call.site.name]
         facts = [self._facts_of(operand) for operand in call.operands]
         facts += [self._option_facts(variable)]
-        facts += [self._later_facts(item) for item, goes in zip(distinct, gone, strict=True) if not goes]
+        given = dict.fromkeys(operand.storage for operand in call.operands)
+        facts += [self._later_facts(item) for item in given if item.death > call.point]
         least = np.array([self._least_beside(call.site.name, option) for option in range(len(call.site.strategies))])
         yield self._of_one(call.site.name, least, {})
         yield from self._as_chosen(size - least[self.choice[variable]], *facts)

@@ -97,6 +97,14 @@ class Rewritten:
     point: int
     operands: tuple[Local, ...]
 
+    def beside(self, transients: Transients) -> int:
+        """Bytes beside operands that are there and results, see `Transients.beside`."""
+        given = [operand.storage for operand in self.operands]
+        distinct = list(dict.fromkeys(given))
+        sizes = tuple(storage.size if storage.death >= self.point else 0 for storage in distinct)
+        gone = tuple(storage.death == self.point for storage in distinct)
+        return transients.beside(self.form, tuple(map(distinct.index, given)), sizes, gone)
+
 
 @dataclass(slots=True)
 class Walk:
@@ -151,10 +159,12 @@ class Walk:
         """Operands are resharded; then the call makes storages for its results, or views what it is given."""
         point = self.planning.liveness.calls[site.name]
         operands = [self._arriving(index) for index in self.into[site.name]]
-        for index, operand in zip(self.into[site.name], operands, strict=True):
-            operand.storage.use(Use(point, index, operand.path))
         strategy = self.planning.strategy(site.name, self.choice)
         form = self.planning.memory.transients.local_form(site, strategy)
+        reads = [True] * len(operands) if form is None else form.reads
+        for index, operand, is_read in zip(self.into[site.name], operands, reads, strict=True):
+            if is_read or operand.storage.key == (index, "copy"):
+                operand.storage.use(Use(point, index, operand.path))
         if form is not None:
             self.rewritten.append(Rewritten(site, form, point, tuple(operands)))
             made = {number: self._made(site, number, size) for number, size in form.made.items()}

@@ -21,6 +21,7 @@ from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice
 from passes.planning.exact_memory import PARTS, exact_memory, exact_peak
+from passes.planning.exact_rows import ExactRows
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
 from tests.passes.lowered_memory import peak_bytes
 from tests.passes.prediction.test_segment_step import drawn_choice
@@ -78,6 +79,39 @@ def test_a_repeated_value_is_copied_before_it_is_reduced() -> None:
         choice.append(pairs.index(wanted[0]))
     plan = plan_of_choice(planning, choice, 0.0, None, h100s(LINE), PlanOptions())
     assert plan.predicted.peak_memory_bytes == lowered_bytes(program, plan)
+
+
+def test_what_a_split_call_does_not_read_is_not_held_for_it() -> None:
+    """Where the batch is split, the backward of batch norm finds mean and variance over all ranks itself."""
+    program = tracing.trace(Normed(), (torch.arange(16).reshape(4, 4),))
+    planning = problem_of(program, LINE)
+    split = ((P("x"), P("x"), P(), P(), P(), P()), (P("x"),))
+    choice = []
+    for name, *_ in planning.members:
+        pairs = [(found.inputs, found.outputs) for found in planning.space.sites[name].strategies]
+        whole = next(place for place, pair in enumerate(pairs) if {*pair[0], *pair[1]} <= {P()})
+        choice.append(pairs.index(split) if name == "native_batch_norm_backward" else whole)
+    plan = plan_of_choice(planning, choice, 0.0, None, h100s(LINE), PlanOptions())
+    assert plan.predicted.peak_memory_bytes == lowered_bytes(program, plan)
+    counted = ExactRows(planning, choice)
+    used = exact_memory(planning, choice).used()
+    for point in range(len(used)):
+        row = counted.at(point, planning.edge_between)
+        assert row.bytes_of(choice, planning.assignment.edges) == pytest.approx(used[point])
+
+
+class Normed(nn.Module):
+    """The mean of a normalised embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.position = nn.Embedding(4, 8)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens) + self.position(torch.arange(4))
+        return self.norm(h.flatten(0, 1)).unflatten(0, (4, 4)).mean()
 
 
 class Summed(nn.Module):
