@@ -84,7 +84,8 @@ class Search:
     Args:
         memory_limit_bytes: per rank, or None for no limit.
         time_budget_s: seconds for all rounds together.
-        tolerance, max_rounds, most_parts, most_targets: of the search of large problems, see `DualSearch`.
+        tolerance, max_rounds, most_parts, most_targets: of the search of large problems, see `DualSearch`; without
+            targets memory is weighed more only until something fits.
         says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
         is_exact: whether small problems are solved exactly where memory binds, too.
         control: told how it goes, and may stop it.
@@ -131,7 +132,8 @@ class Search:
         def search(start: Sequence[Sequence[int]]) -> Solution | None:
             left_s = max(0.0, deadline - time.monotonic())
             by_duals = DualSearch(
-                self.tolerance, self.max_rounds, left_s, self.most_parts, self.most_targets, self.control
+                self.tolerance, self.max_rounds, left_s, self.most_parts, self.most_targets,
+                presses=self.most_targets > 0, control=self.control,
             )  # fmt: skip
             return by_duals(problem, planning.usage, planning.memory_row, start)
 

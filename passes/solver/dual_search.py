@@ -14,9 +14,10 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    come next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
    that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
-4. Where memory binds: weigh it more, until what messages round to fits. Take the choices of least Lagrangian that do
-   not fit and cost less than the best that does, and change in each the variable that costs least per byte that it
-   saves at the peak, until it fits. Then improve the best choice one variable at a time.
+4. Where memory binds: weigh it more, until what messages round to fits; where something does already, that may be left
+   out. Take the choices of least Lagrangian that do not fit and cost less than the best that does, and change in each
+   the variable that costs least per byte that it saves at the peak, until it fits. Then improve the best choice one
+   variable at a time.
 5. Where bound and choice are still apart: ask whether anything costs less than a target between them (`ask_below`).
 6. Where they still are, as too much may cost less: part the problem, and search its parts (`branch_duals`).
 """
@@ -44,6 +45,7 @@ class DualSearch:
         time_limit_s: seconds at most.
         most_parts: times that the problem is parted at most, see `branch_duals`.
         most_targets: targets at most, see `ask_below`.
+        presses: whether memory is weighed more although something fits.
         control: told how it goes; may stop it after any round, repair or change.
     """
 
@@ -52,6 +54,7 @@ class DualSearch:
     time_limit_s: float = 60.0
     most_parts: int = 0
     most_targets: int = 0
+    presses: bool = True
     control: SearchControl = field(default_factory=SearchControl)
 
     def __call__(
@@ -72,7 +75,8 @@ class DualSearch:
         ends = [start_s + share * self.time_limit_s for share in _SHARES]
         state.run(self.tolerance, self.max_rounds, ends[0])
         if state.gap() > self.tolerance:
-            state.press(ends[1])
+            if self.presses or state.best is None:
+                state.press(ends[1])
             state.repair(ends[1])
         state.polish(ends[2])
         ask_below(state, self.tolerance, self.most_targets, ends[3])
