@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,9 +137,12 @@ class Costs:
             least[rank, begins] = np.maximum(self.of(rank, begins, ends), least[rank + 1, ends]).min(axis=1)
         return least
 
-    def within(self, greatest: float) -> NDArray[np.bool_]:
-        """Whether a load may be part of a way to share blocks out whose greatest cost is no larger, [loads]."""
-        least, found = self.least(), np.zeros(len(self.loads.counts), dtype=bool)
+    def within(self, greatest: float, least: Floats) -> NDArray[np.bool_]:
+        """Whether a load may be part of a way to share blocks out whose greatest cost is no larger, [loads].
+
+        `least`: as `least` has it.
+        """
+        found = np.zeros(len(self.loads.counts), dtype=bool)
         begins = np.arange(len(self.loads.before)) == 0
         for rank in range(len(self.ranks)):
             may = begins[:, None] & (np.maximum(self.of(rank), least[rank + 1]) <= greatest)
@@ -288,11 +291,12 @@ def fastest_boundaries(
 
     def may_be_better() -> NDArray[np.bool_]:
         paths = path_costs(0.0)
-        least = paths.least()[:1, 0]
-        found = paths.within(_NEAR * float(least[0]))
-        share, most = longer_step(products_s, float(bound(least, 0.0)[0]), cluster, rate)
+        least = paths.least()
+        found = paths.within(_NEAR * float(least[0, 0]), least)
+        share, most = longer_step(products_s, float(bound(least[:1, 0], 0.0)[0]), cluster, rate)
         if enough < ROUNDING * most:
-            found &= path_costs(share).within(enough / ROUNDING - model.step_overhead_s)
+            faster = path_costs(share)
+            found &= faster.within(enough / ROUNDING - model.step_overhead_s, faster.least())
         return found
 
     near = may_be_better() if work_of else np.zeros(len(loads.counts), dtype=bool)
@@ -307,10 +311,14 @@ def fastest_boundaries(
                     ranks[:, near] += least
         return found
 
-    def at(shares: Floats) -> Floats:
-        return bound(costs(float(shares[0])).least()[:1, 0], float(shares[0]))
+    @cache
+    def step_at(share: float) -> Floats:
+        return bound(costs(share).least()[:1, 0], share)
 
-    share, most = longer_step(products_s, float(at(np.zeros(1))[0]), cluster, rate)
+    def at(shares: Floats) -> Floats:
+        return step_at(float(shares[0]))
+
+    share, most = longer_step(products_s, float(step_at(0.0)[0]), cluster, rate)
     fastest = costs(share)
     floor = float(step_floors(at, products_s, cluster, rate)[0])
     return Boundaries(

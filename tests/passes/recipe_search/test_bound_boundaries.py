@@ -51,7 +51,7 @@ def test_the_least_greatest_cost_and_who_is_within_another_are_those_of_trying_a
     assert costs.least()[0, 0] == min(ways.values())
     greatest = data.draw(st.sampled_from([0.0, 2.0, 4.0, 5.0]))
     some = {place for way, cost in ways.items() if cost <= greatest for place in way.places}
-    assert set(np.nonzero(costs.within(greatest))[0].tolist()) == some
+    assert set(np.nonzero(costs.within(greatest, costs.least()))[0].tolist()) == some
 
 
 class _Way(NamedTuple):
