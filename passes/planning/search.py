@@ -46,9 +46,6 @@ _SHARE_AT_FIRST, _SHARE_DUALS = 0.15, 0.6
 _SHARE_EXACT = 0.7
 """The part of the time in which small problems are solved as if memory were no object, where duality has the rest."""
 
-_ROUNDING = 1e-8
-"""Part of the objective by which a solver may be wrong."""
-
 
 class Searchable(Protocol):
     """What is searched: a `PlanningProblem`, or a `RecomputeProblem`."""
@@ -163,7 +160,7 @@ class Search:
         found, bound = rounds.cheapest()
         if found is None and bound == np.inf:
             raise self._nothing_fits(planning, problem)
-        if found is not None and found.lower_bound >= found.cost * (1 - _ROUNDING):
+        if found is not None and found.is_optimal:
             return found
         logger.info("exact search takes some effort, or was stopped; searching by duality")
         known = [*start, found.choice] if found is not None else start

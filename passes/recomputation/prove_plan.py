@@ -68,7 +68,7 @@ class ProvePlan:
 
     def without_keepings(self, found: JointSolution) -> JointSolution:
         """The same of what fits as if memory were no object, with a bound of all: keepings cost nothing less there."""
-        if found.solution.lower_bound >= found.solution.cost * (1 - _ROUNDING):
+        if found.solution.is_optimal:
             return found
         return replace(self, recompute=False)(found)
 
@@ -115,7 +115,7 @@ class ProvePlan:
         if pairs > MOST_PAIRS_TO_PROVE:
             return False
         is_by_tables = pairs > MOST_PAIRS and self.search.memory_limit_bytes is not None
-        return is_by_tables or found is None or found.solution.lower_bound < found.solution.cost * (1 - _ROUNDING)
+        return is_by_tables or found is None or not found.solution.is_optimal
 
     def _options(self) -> RecomputeOptions:
         has_host = self.planning.prices.cluster.device.host_link is not None
@@ -145,9 +145,6 @@ def joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
 
 _SHARE = 0.5
 """The part of the time that is left which is spent so: what was found is there, and few plans are proven later."""
-
-_ROUNDING = 1e-8
-"""Part of the objective by which a solver may be wrong."""
 
 
 def _pairs(planning: PlanningProblem, options: RecomputeOptions | None) -> int:

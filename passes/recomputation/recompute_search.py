@@ -203,7 +203,7 @@ def _solve(
 
     wide = problem.widen(allowed)
     exact = _exactly(ExactRecompute(problem), search, wide, deadline)
-    if exact is not None and _is_optimal(exact):
+    if exact is not None and exact.is_optimal:
         return joint(problem, exact), exact.lower_bound
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
@@ -255,14 +255,6 @@ def _is_hopeless(problem: Searchable, search: Search, allowed: Mapping[int, np.n
     return not found or float(problem.usage(found).max()) > limit
 
 
-def _is_optimal(found: Solution) -> bool:
-    return found.lower_bound >= found.cost * (1 - _ROUNDING)
-
-
-_ROUNDING = 1e-8
-"""Part of the objective by which a solver may be wrong."""
-
-
 def _cheaper(found: JointSolution | None, other: JointSolution) -> JointSolution:
     """What was found, unless another solution is cheaper."""
     return other if found is None or other.solution.cost < found.solution.cost else found
@@ -279,7 +271,7 @@ def _alone(
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
     exact = None if planning.elided.sites else _exactly(ExactPlanning(planning), search, allowed, deadline)
-    if exact is not None and _is_optimal(exact):
+    if exact is not None and exact.is_optimal:
         return JointSolution(planning, exact)
 
     def attempt(limit: float, until: float) -> JointSolution:
