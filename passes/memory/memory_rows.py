@@ -31,8 +31,9 @@ def _row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) 
             variables[item.variables[0]].append(item)
         else:
             edges[edge_between[item.variables]].append(item)
-    so_far = MemoryRow(0.0, _Bytes(variables, finds=False), _Bytes(edges, finds=False))
-    return MemoryRow(0.0, _Bytes(variables), _Bytes(edges), so_far)
+    held = dict(variables), dict(edges)
+    so_far = MemoryRow(0.0, *(_Bytes(of, finds=False) for of in held))
+    return MemoryRow(0.0, *map(_Bytes, held), so_far)
 
 
 @dataclass(frozen=True, slots=True)

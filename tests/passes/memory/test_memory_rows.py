@@ -35,3 +35,12 @@ def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
     for choice in choices:
         assert row.bytes_of(choice, EDGES) == row.so_far.bytes_of(choice, EDGES) == usage(choice)[point]
     assert row_at(usage, point, {}) is row
+
+
+def test_a_row_says_nothing_of_variables_and_edges_that_hold_nothing() -> None:
+    """Neither a row nor what is known of it so far; searches ask for the bytes of variables that may have none."""
+    row = row_at(MemoryUsage.of(1, []), 0, {})
+    assert row.so_far is not None
+    for found in (row, row.so_far):
+        assert found.variables.get(0) is None
+        assert found.edges.get(0) is None
