@@ -23,6 +23,7 @@ from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, Output
 from autoshard.tracing.calling import Call
 from autoshard.tracing.joint import JointGraph
 from autoshard.tracing.lazy_module import lazy_module
+from autoshard.tracing.operand_types import refuse_unlike_types
 from autoshard.tracing.provenance import attribute_nodes
 from autoshard.tracing.simplify import Copier
 
@@ -41,8 +42,8 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
     """The program of a traced call.
 
     Raises:
-        TraceError: the model changes an input or a parameter in place, or uses a random operator that is
-            not reproducible on every mesh.
+        TraceError: the model changes an input or a parameter in place, uses a random operator that is not
+            reproducible on every mesh, or multiplies matrices of unlike types.
     """
     graph = joint.graph_module.graph
     attribute_nodes(graph)
@@ -57,6 +58,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
             copier.copy(node)
     program = _finish(copier, slots, results, joint, call)
     _check_operators(program)
+    refuse_unlike_types(program)
     return program
 
 
