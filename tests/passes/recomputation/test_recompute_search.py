@@ -39,8 +39,9 @@ def problem() -> PlanningProblem:
 
 
 @cache
-def plan_within(budget: float | None, *, recompute: bool = True) -> Plan:
-    options = PlanOptions(memory_budget=budget, recompute=recompute, with_baselines=False)
+def plan_within(budget: float | None, *, recompute: bool = True, seconds: float = 300.0) -> Plan:
+    """A plan, proven where one idle core needs up to 15 s, on a machine that is busy with other things too."""
+    options = PlanOptions(memory_budget=budget, recompute=recompute, with_baselines=False, time_budget_s=seconds)
     return plan_program(program(), LINE, h100s(LINE), options)
 
 
@@ -192,10 +193,10 @@ def test_a_plan_before_that_does_not_fit_or_is_not_of_the_program_is_left() -> N
 def test_what_cannot_fit_is_said() -> None:
     """With the smallest budget that would do, all recomputation that there is considered."""
     with pytest.raises(DoesNotFitError) as caught:
-        plan_within(0.05 * largest())
+        plan_within(0.05 * largest(), seconds=30.0)
     smallest = caught.value.smallest_bytes
     assert 0.05 * largest() < smallest < 0.7 * largest()
-    assert plan_within(float(smallest)).predicted.peak_memory_bytes <= smallest
+    assert plan_within(float(smallest), seconds=30.0).predicted.peak_memory_bytes <= smallest
 
 
 def test_time_and_flops_of_recomputation() -> None:
