@@ -31,9 +31,9 @@ def _row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) 
             variables[item.variables[0]].append(item)
         else:
             edges[edge_between[item.variables]].append(item)
-    held = dict(variables), dict(edges)
-    so_far = MemoryRow(0.0, *(_Bytes(of, finds=False) for of in held))
-    return MemoryRow(0.0, *map(_Bytes, held), so_far)
+    of_one, of_two = dict(variables), dict(edges)
+    so_far = MemoryRow(0.0, _Bytes(of_one, finds=False), _Bytes(of_two, finds=False))
+    return MemoryRow(0.0, _Bytes(of_one), _Bytes(of_two), so_far)
 
 
 @dataclass(frozen=True, slots=True)
