@@ -43,6 +43,7 @@ class PlanAlternatives:
     options: PlanOptions
     forecast: Callable[[Plan, str], WhyNot]
     _planning: list[PlanningProblem] = field(default_factory=list, repr=False)
+    _kernels_of: list[tuple[Plan, Kernels]] = field(default_factory=list, repr=False)
 
     def explain(self, plan: Plan, name: str) -> Explanation:
         """See `Plan.explain`."""
@@ -71,12 +72,15 @@ class PlanAlternatives:
         )
 
     def _kernels(self, plan: Plan) -> Kernels:
-        """The kernels that the plan is priced with, or would run with `backend="triton"`."""
+        """The kernels that the plan is priced with, or would run with `backend="triton"`; of one plan found once."""
         known = plan.predicted.kernels
         if known.uses:
             return known
-        program = prepare_for(self.program, plan)
-        return kernels_of(plan, program, self.cluster, self.problem().elided.site_counts())
+        if not self._kernels_of or self._kernels_of[0][0] is not plan:
+            program = prepare_for(self.program, plan)
+            found = kernels_of(plan, program, self.cluster, self.problem().elided.site_counts())
+            self._kernels_of[:] = [(plan, found)]
+        return self._kernels_of[0][1]
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
         """See `Plan.why_not`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,8 @@ import autoshard
 from autoshard import Cluster, Mesh, P
 from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.plan import Plan
+from passes.pipeline import kernels_of
+from passes.questions import explain
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=1, devices_per_node=4), Mesh({"data": 2, "model": 2})
 
@@ -107,3 +111,16 @@ def test_mistakes() -> None:
         plan.explain("tables.weight")
     with pytest.raises(NotAvailableError, match=r"Call autoshard.plan with the model"):
         Plan.from_json(plan.to_json()).explain("table.weight")
+
+
+def test_kernels_of_a_plan_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many values are explained; of another plan they are found anew."""
+    asked: list[Plan] = []
+    monkeypatch.setattr(explain, "kernels_of", lambda plan, *others: (asked.append(plan), kernels_of(plan, *others))[1])
+    tokens = torch.randint(0, 50, (4, 8))
+    first = autoshard.plan(Model(16, 1), CLUSTER, mesh=Mesh({"data": 4}), example_inputs=(tokens,))
+    other = dataclasses.replace(first, nodes=dict(first.nodes))
+    answers = [plan.explain("table.weight") for plan in (first, first, other)]
+    assert [plan is first for plan in asked] == [True, False]
+    assert answers[0] == answers[1]
+    assert answers[0].kernels == answers[2].kernels
