@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from passes.memory.memory_usage import Item, MemoryUsage
 from passes.solver.assignment import Floats, MemoryRow
 
@@ -24,6 +27,7 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
 
 def _row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
     """The memory row of items that are in memory at once; `edge_between` as in `row_at`."""
+    items = list(items)
     variables: dict[int, list[Item]] = defaultdict(list)
     edges: dict[int, list[Item]] = defaultdict(list)
     for item in items:
@@ -33,7 +37,12 @@ def _row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) 
             edges[edge_between[item.variables]].append(item)
     of_one, of_two = dict(variables), dict(edges)
     so_far = MemoryRow(0.0, _Bytes(of_one, finds=False), _Bytes(of_two, finds=False))
-    return MemoryRow(0.0, _Bytes(of_one), _Bytes(of_two), so_far)
+
+    def find(masks: Sequence[NDArray[np.bool_]]) -> None:
+        for item in items:
+            item.find_among(masks)
+
+    return MemoryRow(0.0, _Bytes(of_one), _Bytes(of_two), so_far, find)
 
 
 @dataclass(frozen=True, slots=True)

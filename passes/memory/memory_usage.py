@@ -56,6 +56,16 @@ class Table:
         """All entries, 0 where they are not known."""
         return self.sizes if self.find is None else np.nan_to_num(self.sizes, nan=0.0)
 
+    def find_among(self, masks: Sequence[_Mask], *, is_diagonal: bool) -> None:
+        """Find the entries of options that masks leave; `is_diagonal`: one variable decides as row and as column."""
+        if self.find is None:
+            return
+        unknown = np.isnan(self.sizes)
+        for axis, mask in enumerate(masks[: unknown.ndim]):
+            unknown &= mask if unknown.ndim == 1 else np.expand_dims(mask, 1 - axis)
+        for options in np.argwhere(unknown & np.eye(len(unknown), dtype=bool) if is_diagonal else unknown).tolist():
+            self.at(*options)
+
     def least(self, masks: Sequence[_Mask | None], *, is_diagonal: bool) -> float:
         """The least entry of the options that masks leave, all of them for None; 0 if some are not known.
 
@@ -84,6 +94,11 @@ class Item:
     def is_of_one(self) -> bool:
         """Whether one variable decides, be it as row and as column."""
         return self.table.is_of_one or self.variables[0] == self.variables[-1]
+
+    def find_among(self, masks: Sequence[_Mask]) -> None:
+        """Find the sizes under options that masks leave, by variable."""
+        of_own = [masks[variable] for variable in self.variables]
+        self.table.find_among(of_own, is_diagonal=self.is_of_one and not self.table.is_of_one)
 
     def sizes(self, *, finds: bool) -> Floats:
         """Bytes of one such by option, or pair of options; `finds`: those that are not known are found, else 0."""

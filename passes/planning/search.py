@@ -23,10 +23,10 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.text import format_bytes
 from passes.memory.liveness import Liveness
-from passes.planning.row_search import RowSearch
 from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.solver.dual_search import DualSearch
 from passes.solver.least_peak import LeastPeak, PeakSearch
+from passes.solver.row_search import RowSearch
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
 from passes.solver.solve_milp import WHATEVER_IT_TAKES, Effort, solve_milp
@@ -83,6 +83,7 @@ class Search:
         time_budget_s: seconds for all rounds together.
         tolerance, max_rounds, most_parts, most_targets: of the search of large problems, see `DualSearch`; without
             targets memory is weighed more only until something fits.
+        fineness: part of the tolerance up to which the best of all choices seen is taken where memory binds.
         says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
         is_exact: whether small problems are solved exactly where memory binds, too.
         control: told how it goes, and may stop it.
@@ -94,6 +95,7 @@ class Search:
     max_rounds: int = 100
     most_parts: int = 12
     most_targets: int = 40
+    fineness: float = 1.0
     says_smallest: bool = True
     is_exact: bool = True
     control: SearchControl = dataclasses.field(default_factory=SearchControl)
@@ -126,24 +128,23 @@ class Search:
     ) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
 
-        def search(start: Sequence[Sequence[int]]) -> Solution | None:
-            left_s = max(0.0, deadline - time.monotonic())
-            by_duals = DualSearch(
-                self.tolerance, self.max_rounds, left_s, self.most_parts, self.most_targets,
-                presses=self.most_targets > 0, control=self.control,
-            )  # fmt: skip
-            return by_duals(problem, planning.usage, planning.memory_row, start)
+        rough: list[Sequence[int]] = []
 
-        solution = search(start)
-        if solution is not None:
-            return solution
-        hopeless = np.inf if self.says_smallest else problem.limit
-        # a few rounds, even of a search that is stopped: it is to give something that fits
-        frugal = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
-        if not frugal or planning.usage(frugal).max() > problem.limit:
-            raise self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else None)
-        solution = search([frugal])
-        assert solution is not None, "the frugal choice fits"
+        def frugal() -> Sequence[int]:
+            # a few rounds, even of a search that is stopped: it is to give something that fits
+            hopeless = np.inf if self.says_smallest else problem.limit
+            rough.append(choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless))
+            return rough[0]
+
+        is_thorough = self.most_targets > 0
+        merges_above = self.fineness * self.tolerance if is_thorough else math.inf
+        by_duals = DualSearch(
+            self.tolerance, self.max_rounds, max(0.0, deadline - time.monotonic()), self.most_parts, self.most_targets,
+            presses=is_thorough, merges_above=merges_above, control=self.control,
+        )  # fmt: skip
+        solution = by_duals(problem, planning.usage, planning.memory_row, start, frugal)
+        if solution is None:
+            raise self.does_not_fit(planning, float(planning.usage(rough[0]).max()) if rough and rough[0] else None)
         return solution
 
     def _exactly(

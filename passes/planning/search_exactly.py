@@ -22,10 +22,10 @@ import numpy as np
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import memory_of
 from passes.planning.exact_rows import ExactRows
-from passes.planning.row_search import RowSearch
 from passes.planning.search import Search, Searchable, restrict
 from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.solver.least_peak import Counted, LeastPeak, PeakSearch
+from passes.solver.row_search import RowSearch
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
 

@@ -87,7 +87,7 @@ def fitting(
 _ATTEMPTS = 6
 """Searches until one fits."""
 
-_SHARE_ATTEMPT = 0.5
+_SHARE_ATTEMPT = 0.75
 """Part of the time left that a search may take, so that another one can follow where what it finds does not fit."""
 
 

@@ -101,7 +101,9 @@ def _solve_jointly(
     if not recompute:
         return _proven(prove, partial(_alone, planning, search, allowed, start, end))
     share = 1.0 if search.memory_limit_bytes is None else _SHARE_FREE
-    unlimited = dataclasses.replace(search, memory_limit_bytes=None, time_budget_s=share * search.time_budget_s)
+    unlimited = dataclasses.replace(
+        search, memory_limit_bytes=None, time_budget_s=share * search.time_budget_s, fineness=_FINENESS
+    )
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
         return prove.without_keepings(free)
@@ -209,7 +211,8 @@ def _solve(
 
     def attempt(limit: float, until: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
-        return joint(problem, _within(limit, until, search)(problem, wide, start))
+        finely = dataclasses.replace(_within(limit, until, search), fineness=_FINENESS)
+        return joint(problem, finely(problem, wide, start))
 
     frugal = partial(_frugal, problem, search, wide, partial(joint, problem))
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
@@ -323,6 +326,9 @@ def _by(deadline: float, search: Search) -> Search:
     """The search within what is left of the time."""
     return dataclasses.replace(search, time_budget_s=max(0.0, deadline - time.monotonic()))
 
+
+_FINENESS = 0.1
+"""What is recomputed costs little: plans that differ by tens of kilobytes are within the tolerance of each other."""
 
 _ROUNDS = 12
 """Rounds of quick searches: for a solution without recomputation to start from, and for a cheap one that is frugal."""

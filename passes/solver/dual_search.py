@@ -10,20 +10,24 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
 
 1. Pass messages; round; improve the rounding one variable at a time. Keep the cheapest choice that fits.
 2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The multipliers that are
-   best under all cuts (Kelley, "The Cutting-Plane Method", 1960), averaged with the best ones so far (Wentges, 1997),
-   come next. A program point gets a multiplier when it first is a peak over the limit.
+   best under all cuts (Kelley, "The Cutting-Plane Method", 1960), and not too far above the best so far (Marsten, Hogan
+   and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975), averaged with these (Wentges, 1997), come
+   next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
    that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
 4. Where memory binds: weigh it more, until what messages round to fits; where something does already, that may be left
    out. Take the choices of least Lagrangian that do not fit and cost less than the best that does, and change in each
    the variable that costs least per byte that it saves at the peak, until it fits. Then improve the best choice one
    variable at a time.
-5. Where bound and choice are still apart: ask whether anything costs less than a target between them (`ask_below`).
-6. Where they still are, as too much may cost less: part the problem, and search its parts (`branch_duals`).
+5. Before that, where they are still apart: take the best of all choices seen (`merge_choices`). Where nothing fits so
+   far, one of a small peak is asked for, if that finds nothing, and rounds go on.
+6. Where bound and choice are still apart: ask whether anything costs less than a target between them (`ask_below`).
+7. Where they still are, as too much may cost less: part the problem, and search its parts (`branch_duals`).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +36,7 @@ from passes.solver.ask_below import ask_below
 from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.branch_duals import branch
 from passes.solver.dual_state import DualState, Usage
+from passes.solver.merge_choices import merge
 from passes.solver.search_control import SearchControl
 
 
@@ -46,6 +51,7 @@ class DualSearch:
         most_parts: times that the problem is parted at most, see `branch_duals`.
         most_targets: targets at most, see `ask_below`.
         presses: whether memory is weighed more although something fits.
+        merges_above: relative gap above which the best of all choices seen is taken, see `merge_choices`.
         control: told how it goes; may stop it after any round, repair or change.
     """
 
@@ -55,10 +61,16 @@ class DualSearch:
     most_parts: int = 0
     most_targets: int = 0
     presses: bool = True
+    merges_above: float = math.inf
     control: SearchControl = field(default_factory=SearchControl)
 
     def __call__(
-        self, problem: Assignment, usage: Usage, row_at: Callable[[int], MemoryRow], start: Sequence[Sequence[int]] = ()
+        self,
+        problem: Assignment,
+        usage: Usage,
+        row_at: Callable[[int], MemoryRow],
+        start: Sequence[Sequence[int]] = (),
+        frugal: Callable[[], Sequence[int]] | None = None,
     ) -> Solution | None:
         """The cheapest choice found that fits, with a proven bound; None if none was found.
 
@@ -67,22 +79,38 @@ class DualSearch:
             usage: bytes in use at every point.
             row_at: the memory row of a point.
             start: choices to begin with, e.g. of known recipes.
+            frugal: asked for a choice of a small peak, or nothing, where none is found that fits.
         """
         state = DualState(problem, usage, row_at, self.control)
         for choice in start:
             state.offer(choice)
         start_s = time.monotonic()
         ends = [start_s + share * self.time_limit_s for share in _SHARES]
-        state.run(self.tolerance, self.max_rounds, ends[0])
-        if state.gap() > self.tolerance:
-            if self.presses or state.best is None:
-                state.press(ends[1])
+        finely = min(self.tolerance, self.merges_above)
+        state.run(finely, self.max_rounds, ends[0])
+        if state.gap() > finely and (self.presses or state.best is None):
+            state.press(ends[1])
+        if state.best is None:
+            self._find_any(state, frugal, ends)
+        if state.gap() > finely:
             state.repair(ends[1])
-        state.polish(ends[2])
-        ask_below(state, self.tolerance, self.most_targets, ends[3])
-        branch(state, self.tolerance, self.most_parts, ends[3])
+        if state.gap() > self.merges_above:
+            merge(state, self.merges_above, ends[2])
+        state.polish(ends[3])
+        ask_below(state, self.tolerance, self.most_targets, ends[4])
+        branch(state, self.tolerance, self.most_parts, ends[4])
         return state.solution()
 
+    def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None, ends: Sequence[float]) -> None:
+        """Find something that fits; rounds go on with it, as it says how dear bytes are at most."""
+        if self.merges_above < math.inf:
+            merge(state, self.merges_above, ends[2])
+        choice = frugal() if state.best is None and frugal is not None else ()
+        if choice:
+            state.offer(choice)
+        if state.best is not None and state.gap() > self.tolerance:
+            state.run(self.tolerance, self.max_rounds, ends[1])
 
-_SHARES = (0.55, 0.7, 0.8, 1.0)
-"""Until when rounds, repairs, single changes, and targets and branching go on, as parts of the time."""
+
+_SHARES = (0.5, 0.6, 0.9, 0.95, 1.0)
+"""Until when rounds, repairs, merging, single changes, and targets and branching go on, as parts of the time."""

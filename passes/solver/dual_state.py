@@ -51,6 +51,8 @@ class DualState:
     best_cost: float = np.inf
     bound: float = -np.inf
     distances: list[float] = field(default_factory=list)
+    reach: float = 0.03
+    is_far: bool = False
 
     def __post_init__(self) -> None:
         self.messages = Messages(self.problem)
@@ -104,11 +106,17 @@ class DualState:
             bound = max(bound, raw - self._offset())
         self.offer(choice)
         self.offer(self.messages.improve(choice))
+        self._set_reach(bound > self.bound)
         if bound > self.bound:
             self.bound, self.best_multipliers = bound, dict(self.multipliers)
         self.distances.append(self.best_cost / self.bound - 1 if self.bound > 0 else np.inf)
         if np.isfinite(self.problem.limit):
             self._move_multipliers()
+
+    def _set_reach(self, is_better: bool) -> None:
+        """How far the next multipliers may be from the best, after these were as far as they might."""
+        if self.is_far:
+            self.reach *= _FURTHER if is_better else 1 / _FURTHER
 
     def has_stalled(self) -> bool:
         """Whether bound and incumbent have hardly come nearer over the last rounds, though something fits.
@@ -153,8 +161,9 @@ class DualState:
             return
         points = sorted(self.rows)
         slack = np.array([used[points] - self.problem.limit for _, used, _ in self.cuts])
-        ideal = _best_multipliers(np.array([cost for cost, _, _ in self.cuts]), slack)
         previous = np.array([self.best_multipliers.get(point, 0.0) for point in points])
+        costs = np.array([cost for cost, _, _ in self.cuts])
+        ideal, self.is_far = _best_multipliers(costs, slack, previous, self.reach)
         self.multipliers = dict(zip(points, (0.5 * (previous + ideal)).tolist(), strict=True))
         self.weigh()
 
@@ -163,7 +172,7 @@ class DualState:
 
         Fewer bytes cost less, so what bounds the cheapest choice under these does so under all of them.
         """
-        self.messages.weigh({point: (_so_far(self.rows[point]), weight) for point, weight in self.multipliers.items()})
+        self.messages.weigh({point: (self.rows[point].known(), weight) for point, weight in self.multipliers.items()})
 
     def press(self, deadline: float) -> None:
         """Weigh memory as many times more as it takes for what messages round to to fit: by bisection of how many."""
@@ -205,7 +214,7 @@ class DualState:
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
             row = self.row(peak)
-            for variable, option in self._savings(_so_far(row), choice, float(used[peak] - self.problem.limit)):
+            for variable, option in self._savings(row.known(), choice, float(used[peak] - self.problem.limit)):
                 changed = (*choice[:variable], option, *choice[variable + 1 :])
                 after = self.usage(changed)
                 if after[peak] < used[peak] and after.max() <= used.max():
@@ -269,22 +278,30 @@ _PATIENCE = 8
 _HOPEFUL = 24
 """Rounds in which something must be found that fits."""
 
+_FURTHER = 3.0
+"""How many times larger the reach is after a better bound, or smaller after a worse one. As long as nothing was seen
+that fits, cuts know no end of multipliers; and what messages round to under far too large ones is good at nothing."""
+
+_NEAREST = 1.0
+"""Part of the largest multiplier by which others may be above the best, however near the reach is."""
+
 _POINTS_WEIGHED = 16
 """Most program points that get a multiplier: 3 in a training step of 139 nodes whose memory binds. The bound is true
 without one, and what is over the limit there is repaired or left out."""
 
 
-def _so_far(row: MemoryRow) -> MemoryRow:
-    return row.so_far or row
+def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:
+    """The multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value].
 
-
-def _best_multipliers(costs: Floats, slack: Floats) -> Floats:
-    """The multipliers, per byte, that maximise the least cut: a linear program over [multipliers, value]."""
+    None is above the previous one by more than `reach`, in the cost of the dearest choice for the most bytes by which
+    any is over the limit or below it, or by more than a part of the largest; also whether one is above by as much.
+    """
     unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
-    count = slack.shape[1]
+    count, before = slack.shape[1], previous * unit_bytes / unit_cost
+    most = before + max(reach, _NEAREST * float(before.max()))
     program = highspy.Highs()
     program.setOptionValue("output_flag", False)
-    program.addVars(count + 1, np.append(np.zeros(count), -np.inf), np.append(1e3 * np.ones(count), np.inf))
+    program.addVars(count + 1, np.append(np.zeros(count), -np.inf), np.append(most, np.inf))
     program.changeColCost(count, 1.0)
     places = np.arange(count + 1, dtype=np.int32)
     for cost, row in zip(costs / unit_cost, slack / unit_bytes, strict=True):
@@ -292,4 +309,4 @@ def _best_multipliers(costs: Floats, slack: Floats) -> Floats:
     program.changeObjectiveSense(highspy.ObjSense.kMaximize)
     program.run()
     found = np.array(program.getSolution().col_value)[:count]
-    return np.maximum(found, 0.0) * unit_cost / unit_bytes
+    return np.maximum(found, 0.0) * unit_cost / unit_bytes, bool((found >= most).any())

@@ -68,6 +68,15 @@ class SearchControl:
         finally:
             self.is_building = False
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within, nothing is shown: what bounds a part of a problem does not bound the whole."""
+        show, self.show = self.show, None
+        try:
+            yield
+        finally:
+            self.show = show
+
     def note(self, best: float, lower_bound: float) -> None:
         """Show how the search stands."""
         if self.show is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import product
 
 import numpy as np
@@ -35,6 +36,25 @@ def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
     for choice in choices:
         assert row.bytes_of(choice, EDGES) == row.so_far.bytes_of(choice, EDGES) == usage(choice)[point]
     assert row_at(usage, point, {}) is row
+
+
+@given(st.data())
+def test_a_row_finds_the_bytes_of_options_that_are_left_alone(data: st.DataObject) -> None:
+    """Of choices of these it is the usage, of others no more, and what only others need is not found."""
+    drawn = data.draw(st.lists(items(1), max_size=5))
+    usage = MemoryUsage.of(1, [item for item, _ in drawn])
+    row = row_at(usage, 0, {pair: number for number, pair in enumerate(PAIRS)})
+    masks = [np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in OPTIONS]
+    before = [np.isnan(item.table.sizes) for item, _ in drawn]
+    among = row.among(masks)
+    for (item, _), was_unknown in zip(drawn, before, strict=True):
+        left = reduce(np.logical_and.outer, (masks[variable] for variable in item.variables))
+        assert np.array_equal(np.isnan(item.table.sizes) & ~left, was_unknown & ~left)
+    for choice in product(*(range(count) for count in OPTIONS)):
+        is_left = all(mask[option] for mask, option in zip(masks, choice, strict=True))
+        known = among.bytes_of(choice, EDGES)
+        used = usage(choice)[0]
+        assert known == used if is_left else known <= used
 
 
 def test_a_row_says_nothing_of_variables_and_edges_that_hold_nothing() -> None:

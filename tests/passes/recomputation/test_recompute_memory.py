@@ -64,7 +64,7 @@ def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
     """The choices that a search comes upon, which has a share of the memory that plenty of it would take."""
     limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))
     state = DualState(limited, problem.usage, problem.memory_row, SearchControl())
-    state.run(0.0, 8, math.inf)
+    state.run(0.0, 16, math.inf)
     return list(dict.fromkeys(choice for _, _, choice in state.cuts))
 
 
@@ -86,7 +86,7 @@ def test_parts_of_a_product_keep_all_of_it(share: float) -> None:
 def test_searches_apart_do_not_get_slower_with_memory() -> None:
     """Without proof, and without the plan of a tighter limit to begin with."""
     problem = fused(LINE)
-    search = DualSearch(most_parts=0, most_targets=0, time_limit_s=math.inf)
+    search = DualSearch(most_parts=0, most_targets=0, time_limit_s=math.inf, merges_above=1e-4)
     found = []
     for share in (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95):
         limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))
