@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError
 from autoshard.tracing.provenance import line_of_error
@@ -36,6 +37,14 @@ class NamedModel:
     model: nn.Module
     inputs: tuple[Any, ...] | Mapping[str, Any]
 
+    def to(self, dtype: torch.dtype) -> NamedModel:
+        """The same with floating-point parameters and inputs of a type."""
+
+        def cast(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        return NamedModel(self.model.to(dtype), pytree.tree_map(cast, self.inputs))
+
 
 def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | None = None) -> NamedModel:
     """Build the model that `reference` names.
@@ -44,7 +53,7 @@ def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | Non
         reference: "path/to/file.py:build", "package.module:build", or "hf:CONFIG".
         batch: sequences per step over the whole cluster.
         seq: tokens per sequence.
-        dtype: of floating-point parameters; None: those of the function's model, float32 for a config.
+        dtype: of floating-point parameters and inputs; None: those of the function's model, float32 for a config.
 
     Raises:
         ModelReferenceError: nothing of that name, or it does not return a model with example inputs.
@@ -52,7 +61,7 @@ def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | Non
     build = _build_from_config if reference.startswith("hf:") else _build_from_function
     with torch.device("meta"):
         named = build(reference, {"batch": batch, "seq": seq})
-    return named if dtype is None else NamedModel(named.model.to(dtype), named.inputs)
+    return named if dtype is None else named.to(dtype)
 
 
 def _build_from_function(reference: str, sizes: Mapping[str, int]) -> NamedModel:
