@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError
+from autoshard.tracing.calling import cast_floats
 from autoshard.tracing.provenance import line_of_error
 
 
@@ -39,11 +39,7 @@ class NamedModel:
 
     def to(self, dtype: torch.dtype) -> NamedModel:
         """The same with floating-point parameters and inputs of a type."""
-
-        def cast(leaf: Any) -> Any:
-            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-        return NamedModel(self.model.to(dtype), pytree.tree_map(cast, self.inputs))
+        return NamedModel(self.model.to(dtype), cast_floats(self.inputs, dtype))
 
 
 def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | None = None) -> NamedModel:

@@ -18,6 +18,7 @@ from autoshard.runtime.traced_step import find_loss
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.rounding import nudge
 from autoshard.testing.whole_step import MakeOptimizer, WholeStep
+from autoshard.tracing.calling import cast_floats
 from autoshard.tracing.precision import run_in_precision
 
 
@@ -141,11 +142,7 @@ def in_type(model: nn.Module, dtype: torch.dtype | None, training: Training) -> 
     same = copy.deepcopy(model)
     if dtype is None:
         return same, training
-
-    def convert(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    args, kwargs = pytree.tree_map(convert, (training.args, dict(training.kwargs)))
+    args, kwargs = cast_floats((training.args, dict(training.kwargs)), dtype)
     return same.to(dtype), replace(training, args=args, kwargs=kwargs)
 
 

@@ -31,6 +31,15 @@ _PLAIN = (
 )  # fmt: skip
 
 
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    """Nested values, of which tensors of a floating-point type are of another one."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(cast, values)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of a model, taken apart.

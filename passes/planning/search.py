@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -128,13 +128,11 @@ class Search:
     ) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
 
-        rough: list[Sequence[int]] = []
-
+        @cache
         def frugal() -> Sequence[int]:
             # a few rounds, even of a search that is stopped: it is to give something that fits
             hopeless = np.inf if self.says_smallest else problem.limit
-            rough.append(choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless))
-            return rough[0]
+            return choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
 
         is_thorough = self.most_targets > 0
         merges_above = self.fineness * self.tolerance if is_thorough else math.inf
@@ -144,7 +142,7 @@ class Search:
         )  # fmt: skip
         solution = by_duals(problem, planning.usage, planning.memory_row, start, frugal)
         if solution is None:
-            raise self.does_not_fit(planning, float(planning.usage(rough[0]).max()) if rough and rough[0] else None)
+            raise self.does_not_fit(planning, float(planning.usage(frugal()).max()) if frugal() else None)
         return solution
 
     def _exactly(

@@ -27,6 +27,10 @@ _REPAIRS = 3
 _PRESSES = 8
 """Times that memory is weighed more to find choices that fit."""
 
+_REACH = 0.03
+"""How far above the best the first multipliers may be, in the unit of `_best_multipliers`. A choice: it adapts
+(`_FURTHER`)."""
+
 _PASSES = 4
 """Message passes between two moves of the multipliers."""
 
@@ -51,7 +55,7 @@ class DualState:
     best_cost: float = np.inf
     bound: float = -np.inf
     distances: list[float] = field(default_factory=list)
-    reach: float = 0.03
+    reach: float = _REACH
     is_far: bool = False
 
     def __post_init__(self) -> None:

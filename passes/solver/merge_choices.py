@@ -6,7 +6,7 @@ they agree on is mostly right; where they differ, a mixed-integer program decide
 1. Of each variable keep the options that any choice seen has, and forbid the others.
 2. Solve the rest with memory rows as they are needed (`row_search`), for what is cheaper than a target not far above
    the bound; where nothing is found, than ones farther above, and at last than the incumbent.
-3. Add the options that cost least more by what messages say (`Slacks`), a few for each variable, and solve again.
+3. Add the options that cost least more by what messages say (`slacks_under`), a few for each variable, and solve again.
 
 That a tour which is best among the edges of some good ones is better than each is known of the travelling salesman
 (Cook and Seymour, "Tour Merging via Branch-Decomposition", 2003), and of mixed-integer programs, where most of what
