@@ -64,6 +64,12 @@ def pipeline_times(pipeline: Pipeline) -> PipelineTimes:
     return PipelineTimes(total, parts, *_held(run.graph, pipeline.stages), len(run.ends))
 
 
+def pipeline_time(pipeline: Pipeline) -> float:
+    """The time of one step alone, as `pipeline_times` has it; errors likewise."""
+    run = _run(*_graph(pipeline), pipeline)
+    return finish_step(pipeline, run.graph.owners.tolist(), *_rank_ends(run, pipeline), ()).total_s
+
+
 def _graph(pipeline: Pipeline) -> tuple[ScheduleGraph, Window, int]:
     """A graph of few micro-batches, its steady state, and how many periods are left out of it."""
     schedule, ranks, micro_batches = pipeline.schedule, pipeline.ranks, pipeline.micro_batches
@@ -184,25 +190,31 @@ def _parts(run: _Run, pipeline: Pipeline) -> tuple[float, tuple[RankTimes, ...]]
     graph, ends, durations, owners = run.graph, run.ends, run.durations, run.graph.owners.tolist()
     counts = np.ones(len(ends))
     counts[run.place - run.length : run.place] += run.repeats
-    later = ends.copy()
-    later[run.place :] += run.repeats * run.repeat_s
     slots = graph.slots
 
     def by_rank(seconds: Floats) -> list[float]:
         return np.bincount(graph.slot_ranks, seconds * counts[slots], graph.ranks).tolist()
 
-    gathers, free, reduced = ([0.0] * graph.ranks for _ in range(3))
+    gathers = [0.0] * graph.ranks
     for rank, (join, slot) in zip(owners, graph.gathers.tolist(), strict=True):
         gathers[rank] += float(ends[slot] - durations[slot] - ends[join])
+    known = zip(by_rank(durations[slots]), by_rank(_exposed(graph, ends, durations)), gathers, strict=True)
+    end = finish_step(pipeline, owners, *_rank_ends(run, pipeline), tuple(known))
+    return end.total_s, end.ranks
+
+
+def _rank_ends(run: _Run, pipeline: Pipeline) -> tuple[list[float], list[float]]:
+    """By rank, when its last slot and its last reduction ended, the last period repeated."""
+    graph, left_s = run.graph, run.repeats * run.repeat_s
+    free, reduced = ([0.0] * graph.ranks for _ in range(2))
     for slot, stage in sorted((slot, stage) for stage, slot in enumerate(graph.lasts.tolist())):
-        rank, end, seconds = owners[stage], float(later[slot]), pipeline.stages[stage].reduce_s
+        end, seconds = float(run.ends[slot] + left_s * (slot >= run.place)), pipeline.stages[stage].reduce_s
+        rank = int(graph.owners[stage])
         free[rank] = end
         if seconds > 0:
-            start = end - float(durations[slot])
+            start = end - float(run.durations[slot])
             _, reduced[rank] = reduction(seconds, reduced[rank], start, end, pipeline.buckets)
-    known = zip(by_rank(durations[slots]), by_rank(_exposed(graph, ends, durations)), gathers, strict=True)
-    end = finish_step(pipeline, owners, free, reduced, tuple(known))
-    return end.total_s, end.ranks
+    return free, reduced
 
 
 def _exposed(graph: ScheduleGraph, ends: Floats, durations: Floats) -> Floats:

@@ -14,7 +14,9 @@ takes. A step of T seconds is no shorter than any of them, so for weights y(r) >
 
     T >= sum_q (sum_r y(r) A(r, q)) (blocks of q) >= sum over blocks of min_q sum_r y(r) A(r, q).
 
-Weights are best where all ranks q count alike, which they are made to do for all blocks together.
+Weights are best where all ranks q count alike, which they are made to do for all blocks together. Of schedules that do
+not cut backwards in two, A(r, q) does not depend on sections: T >= K sum_q (what stage q takes), K the least
+sum_r y(r) A(r, q) of all q.
 
 *Clock.* On a device with a power limit a step runs products the faster the longer it is. So parts of a set are bounded
 by their costs at the clock of steps somewhat longer than the set's bound, but by no more than what such a step takes at
@@ -45,7 +47,7 @@ from passes.recipe_search.bound_recipes import (
     step_floors,
     turning_hops,
 )
-from passes.recipe_search.pipe_shapes import PipeShapes, passed_blocks
+from passes.recipe_search.pipe_shapes import PipeShapes, missed_turns, passed_blocks
 from passes.sections.fold_program import AFTER, BEFORE
 
 FIRST, MIDDLE, LAST = range(3)
@@ -53,7 +55,7 @@ FIRST, MIDDLE, LAST = range(3)
 
 _NOWHERE = -1
 
-_NEAR = 1.1
+_NEAR = 1.05
 """How much longer than the best one a way to share blocks out may be for its ends to be looked at."""
 
 
@@ -79,19 +81,29 @@ class StageLoads:
 def stage_loads(names: tuple[str, ...], blocks: tuple[str, ...]) -> StageLoads:
     """The loads of a model's stages; `names` is the order of sections."""
     passed = passed_blocks(names, blocks)
-    counts = np.stack([passed[None] - passed[:, None]] * 3)
-    counts[FIRST, ..., names.index(BEFORE)] += 1
-    counts[LAST, ..., names.index(AFTER)] += 1
-    begins, ends = np.indices(counts.shape[1:3])
+    begins, ends = np.indices((len(passed), len(passed)))
     allowed = np.stack([(begins == 0) & (ends >= begins), ends > begins, ends == len(blocks)])
-    distinct, which = np.unique(counts[allowed], axis=0, return_inverse=True)
+    kind, begin, end = np.nonzero(allowed)
+    counts = passed[end] - passed[begin]
+    counts[kind == FIRST, names.index(BEFORE)] += 1
+    counts[kind == LAST, names.index(AFTER)] += 1
+    _, first, which = np.unique(_numbered(counts), return_index=True, return_inverse=True)
     places = np.full(allowed.shape, _NOWHERE)
-    places[allowed] = which.ravel()
-    has = np.zeros((len(places), len(distinct)), dtype=bool)
-    has[np.nonzero(allowed)[0], which.ravel()] = True
+    places[allowed] = which
+    has = np.zeros((len(places), len(first)), dtype=bool)
+    has[kind, which] = True
     before = passed.copy()
     before[:, names.index(BEFORE)] += 1
-    return StageLoads(distinct, has, places, before)
+    return StageLoads(counts[first], has, places, before)
+
+
+def _numbered(counts: Floats) -> NDArray[np.int64]:
+    """A number for each row of whole numbers, the same for equal ones alone, [rows]."""
+    base = int(counts.max()) + 1
+    number = np.zeros(len(counts), dtype=np.int64)
+    for column in counts.T.astype(np.int64):
+        _, number = np.unique(number * base + column, return_inverse=True)
+    return number
 
 
 def _kind(rank: int, ranks: int) -> int:
@@ -184,21 +196,14 @@ def uneven_floor(
         recipe: one of the recipes.
         cluster, model: what it is priced for.
     """
-    micro_batches, is_whole = recipe.micro_batches, bool(shapes.is_whole[0, 0])
+    is_whole, ranks = bool(shapes.is_whole[0, 0]), shapes.counts.shape[1]
     counts = shapes.counts[0].sum(axis=0)
-    ways = [np.zeros((2, shapes.counts.shape[1]))]
-    if shapes.alternates[0, 0]:
-        missed = shapes.missed(micro_batches)
-        ways.append(np.where(np.isnan(missed), 0.0, [np.full(len(missed), 2.0), missed]))
-
     whole, entering, there = (float(counts @ part) for part in _ways_of(floors, 0.0, is_whole=is_whole))
-    ranks = np.arange(shapes.counts.shape[1])
-    behind, before = (ranks[:, None] < ranks).astype(float), (ranks[:, None] > ranks).astype(float)
+    before, behind = _before(ranks), _before(ranks).T
     weighted = []
-    for trips, fewer in ways:
-        paths = np.diag(micro_batches - fewer) * whole + before * entering + behind * trips[:, None] * there
-        weights = _evening_weights(paths)
-        weighted.append(((micro_batches - fewer) * weights, weights @ before, (trips * weights) @ behind))
+    for own, trips in _path_turns(ranks, recipe.micro_batches, alternates=bool(shapes.alternates[0, 0])):
+        weights = _evening_weights(np.diag(own) * whole + before * entering + trips[:, None] * behind * there)
+        weighted.append((own * weights, weights @ before, (trips * weights) @ behind))
 
     def at(shares: Floats) -> Floats:
         each = np.array(_ways_of(floors, float(shares[0]), is_whole=is_whole))
@@ -207,6 +212,35 @@ def uneven_floor(
 
     rate = floors.gain_rate if is_whole else 1.0
     return float(step_floors(at, mean_products(floors, shapes, recipe), cluster, rate)[0])
+
+
+@lru_cache(maxsize=1024)
+def whole_turns(ranks: int, micro_batches: int, *, alternates: bool) -> float:
+    """K of "Without a table": how often a step is as long as a micro-batch's way through all stages and back, at least.
+
+    Of schedules with whole backwards and one stage on each rank; `alternates`: that run both in turn.
+    """
+    turns = []
+    for own, trips in _path_turns(ranks, micro_batches, alternates=alternates):
+        paths = np.diag(own) + _before(ranks) + trips[:, None] * _before(ranks).T
+        turns.append(float((_evening_weights(paths) @ paths).min()))
+    return max(turns)
+
+
+def _path_turns(ranks: int, micro_batches: int, *, alternates: bool) -> list[tuple[Floats, Floats]]:
+    """By kind of path: turns of each rank's own stage on it, and trips to the last rank and back, [ranks] each."""
+    nothing = np.zeros(ranks)
+    plain = (nothing + micro_batches, nothing)
+    if not alternates:
+        return [plain]
+    missed = missed_turns(ranks, micro_batches)
+    return [plain, (micro_batches - np.nan_to_num(missed), np.where(np.isnan(missed), 0.0, 2.0))]
+
+
+def _before(ranks: int) -> Floats:
+    """Whether the second rank comes before the first, [ranks, ranks]."""
+    places = np.arange(ranks)
+    return (places[:, None] > places).astype(float)
 
 
 def _ways_of(floors: SectionFloors, share: float, *, is_whole: bool) -> tuple[Floats, Floats, Floats]:
@@ -248,7 +282,7 @@ def fastest_boundaries(
     shapes: PipeShapes,
     send_s: float,
     recipe: Recipe,
-    work_of: EndWorkOf | None,
+    work_of: EndWorkOf,
     cluster: Cluster,
     model: StepModel,
     *,
@@ -261,8 +295,8 @@ def fastest_boundaries(
         fits: whether a rank has the memory for a load, [ranks, loads].
         shapes: of one of the pipelines.
         send_s: of a hand-over.
-        recipe: the recipe, but for its boundaries.
-        work_of: its ends; None: before them.
+        recipe: the recipe, but for its boundaries and sharding.
+        work_of: the ends under each of its shardings.
         cluster, model: what it is priced for.
         enough: a price; of what is surely above, bounds may be without ends.
     """
@@ -272,7 +306,7 @@ def fastest_boundaries(
     refused = np.where(fits, 0.0, np.inf) + sends_s[:, None]
     latency, latency_gain = latencies(floors, shapes, send_s)
     is_whole, total = bool(shapes.is_whole[0, 0]), shapes.counts[0].sum(axis=0)
-    missed = shapes.missed(recipe.micro_batches)[:, None] if shapes.alternates[0, 0] else None
+    missed = missed_turns(len(fits), recipe.micro_batches)[:, None] if shapes.alternates[0, 0] else None
     more_sends_s = 0.0 if missed is None else turning_hops(missed, overlaps=recipe.overlap_pipeline) * send_s
 
     def path_costs(share: float) -> Costs:
@@ -299,8 +333,8 @@ def fastest_boundaries(
             found &= faster.within(enough / ROUNDING - model.step_overhead_s, faster.least())
         return found
 
-    near = may_be_better() if work_of else np.zeros(len(loads.counts), dtype=bool)
-    ends = ends_of(floors, loads.counts[near], work_of) if work_of and near.any() else None
+    near = may_be_better()
+    ends = ends_of(floors, loads.counts[near], work_of) if near.any() else None
 
     def costs(share: float) -> Costs:
         found = path_costs(share)

@@ -32,8 +32,8 @@ from cost_models.schedule_orders import admits, most_in_flight, stage_ranks
 from cost_models.step import StepModel
 from passes.recipe_search.bound_memory import whole_bytes
 from passes.recipe_search.bound_recipes import ROUNDING, EndWorkOf, Floats, SectionFloors, ends_of
+from passes.recipe_search.known_pipes import Share, schedules
 from passes.recipe_search.pipe_shapes import PipeShapes
-from passes.recipe_search.recipe_space import Share, schedules
 from passes.recipes.pipeline_stages import name_of_schedule
 from passes.sections.fold_program import AFTER, BEFORE
 

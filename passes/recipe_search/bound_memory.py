@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
 from passes.recipe_search.bound_recipes import ROUNDING, Floats
-from passes.recipe_search.pipe_shapes import PipeShapes, held_by, pipe_shapes
-from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Pipe, may_be_uneven
+from passes.recipe_search.known_pipes import may_be_uneven
+from passes.recipe_search.pipe_shapes import PipeShapes, even_counts
+from passes.recipe_search.recipe_space import KEEPINGS, Keeping
 from passes.recipes.price_memory import is_offloaded, kept_bytes, state_bytes
 from passes.recipes.recipe_groups import Groups
 from passes.sections.fold_program import AFTER, BEFORE
@@ -41,10 +42,20 @@ _PARTS = 8
 _KINDS = {keeping: Recipe(recompute=keeping.recompute, offload=keeping.offload) for keeping in KEEPINGS}
 
 
-def memory_floors(sections: Mapping[str, SectionSizes], shapes: PipeShapes, recipe: Recipe, groups: Groups) -> Floats:
-    """Bounds on the memory of the fullest rank of each pipeline, bytes: all but what the update needs."""
-    held = held_by(shapes.pipes, recipe.micro_batches)
-    return rank_floors(sections, shapes.counts, held, recipe, groups).max(axis=1)
+def memory_floors(shapes: PipeShapes, states: Floats, passing: Floats) -> Floats:
+    """Bounds on the memory of the fullest rank of each pipeline, bytes: all but what the update needs.
+
+    Args:
+        shapes: of the pipelines.
+        states: bytes of each section's parameters with gradients and state, [shardings, sections].
+        passing: bytes of all else on each rank, see `passing_bytes`, [pipes, ranks].
+
+    Returns:
+        [shardings, pipes].
+    """
+    pipes, ranks, sections = shapes.counts.shape
+    held = (shapes.counts.reshape(-1, sections) @ states.T).reshape(pipes, ranks, -1)
+    return whole_bytes((held + passing[..., None]).max(axis=1)).T
 
 
 def rank_floors(
@@ -58,52 +69,63 @@ def rank_floors(
         held: micro-batches that each rank holds at its peak, [...].
         recipe, groups: what is kept, and how many ranks share.
     """
+    dense, expert = (
+        sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
+    )
+    states = np.array([dense * size.parameters + expert * size.expert_parameters for size in sections.values()])
+    return whole_bytes(counts @ states + passing_bytes(sections, counts, held, recipe))
+
+
+def passing_bytes(sections: Mapping[str, SectionSizes], counts: Floats, held: Floats, recipe: Recipe) -> Floats:
+    """What such ranks hold but for parameters, gradients and state, bytes, at least; arguments as of `rank_floors`."""
 
     def largest(values: Iterable[float]) -> Floats:
         return ((counts > 0) * np.array(list(values), dtype=float)).max(axis=-1)
 
-    states, kept = _section_bytes(sections, recipe, groups)
-    passing = held * (counts @ kept)
+    passing = held * (counts @ _kept_bytes(sections, recipe))
     passing += largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
     passing += largest(buffer_bytes(price, name, recipe) for name, price in sections.items())
     passing += largest(price.workspace_bytes for price in sections.values())
-    return whole_bytes(counts @ states + passing)
+    return passing
 
 
-def _section_bytes(sections: Mapping[str, SectionSizes], recipe: Recipe, groups: Groups) -> tuple[Floats, Floats]:
-    """Bytes of sections' parameters with gradients and state, and of what a micro-batch keeps, [sections] each."""
-    dense, expert = (
-        sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
-    )
-    states = [dense * size.parameters + expert * size.expert_parameters for size in sections.values()]
-    kept = [held_bytes(size, name, recipe) for name, size in sections.items()]
-    return np.array(states, dtype=float), np.array(kept, dtype=float)
+def _kept_bytes(sections: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
+    """Bytes that a micro-batch keeps of sections, [sections]."""
+    return np.array([held_bytes(size, name, recipe) for name, size in sections.items()], dtype=float)
 
 
-def uneven_memory_floor(
-    sections: Mapping[str, SectionSizes], whole: Floats, held: Floats, recipe: Recipe, groups: Groups
-) -> float:
-    """Bound on the memory of the fullest rank however blocks are shared out, bytes; see the module's docstring.
+def uneven_memory_floors(
+    sections: Mapping[str, SectionSizes], whole: Floats, held: Floats, states: Floats, recipe: Recipe
+) -> Floats:
+    """Bounds on the memory of the fullest rank however blocks are shared out, bytes; see the module's docstring.
 
     Args:
         sections: what they keep and hold.
         whole: how often the model has each, [sections].
-        held: h(r), micro-batches that each rank holds at its peak, [ranks].
-        recipe, groups: what is kept, and how many ranks share.
+        held: h(r), micro-batches that each rank holds at its peak, by schedule, [pipes, ranks].
+        states: see `memory_floors`, [shardings, sections].
+        recipe: what is kept.
+
+    Returns:
+        [shardings, pipes].
     """
-    states, kept = _section_bytes(sections, recipe, groups)
-    weights = 1.0 / (states @ whole + held * (kept @ whole))
-    each = (weights[:, None] * (states + held[:, None] * kept)).min(axis=0)
+    kept, held = _kept_bytes(sections, recipe), held[..., None]
+    states = states[:, None, None]
+    each = states + held * kept
+    weights = 1.0 / (each @ whole)
+    least = (weights[..., None] * each).min(axis=2)
     workspace = min(size.workspace_bytes for size in sections.values())
-    return float(whole_bytes((whole @ each) / weights.sum() + workspace))
+    return whole_bytes((least @ whole) / weights.sum(axis=2) + workspace)
 
 
 @dataclass(frozen=True, slots=True)
 class PipeRanks:
     """The ranks of pipelines of several sizes, one pipeline after the other.
 
+    Without those that have no more of any section than one before them, which holds as many micro-batches or more.
+
     Args:
-        counts: how often each rank has each section, [ranks of all].
+        counts: how often each rank has each section, [ranks of all, sections].
         held: micro-batches that each holds if there are so many, at least, [ranks of all].
         sizes: ranks of its pipeline, [ranks of all].
         first: where each pipeline begins, [pipes].
@@ -120,32 +142,31 @@ class PipeRanks:
 @lru_cache(maxsize=1024)
 def pipe_ranks(names: tuple[str, ...], blocks: tuple[str, ...], sizes: tuple[int, ...]) -> PipeRanks:
     """Those of all pipelines of some sizes, whatever their schedule; `names` is the order of sections."""
-    tables = [table for size in sizes for table in _rank_counts(names, blocks, size)]
-    ranks = [len(table) for table in tables]
-    begins = np.cumsum([0, *ranks])[:-1]
-    one_each = dict(zip(reversed(ranks), reversed(begins.tolist()), strict=True))
+    known = {size: _leading_ranks(names, blocks, size) for size in sizes}
+    pipes = [(size, *leading) for size, every in known.items() for leading in every]
+    kept = [len(held) for _, _, held in pipes]
+    first = np.cumsum([0, *kept])[:-1]
+    one_each = np.cumsum([0, *map(len, known.values())])[:-1]
+    uneven = [begin for size, begin in zip(known, first[one_each], strict=True) if may_be_uneven(len(blocks), size)]
     return PipeRanks(
-        np.concatenate(tables),
-        np.concatenate([np.arange(count, 0.0, -1.0) for count in ranks]),
-        np.repeat(ranks, ranks).astype(float),
-        begins,
-        np.array([begin for count, begin in one_each.items() if may_be_uneven(len(blocks), count)], dtype=np.intp),
+        np.concatenate([counts for _, counts, _ in pipes]),
+        np.concatenate([held for _, _, held in pipes]),
+        np.repeat([float(size) for size, _, _ in pipes], kept),
+        first,
+        np.array(uneven, dtype=np.intp),
     )
 
 
 @lru_cache(maxsize=1024)
-def _rank_counts(names: tuple[str, ...], blocks: tuple[str, ...], size: int) -> tuple[Floats, ...]:
-    """How often the ranks of each pipeline of a size have each section, [ranks, sections]; equal ones once."""
-    if size == 1:
-        return (pipe_shapes(names, blocks, (Pipe(),)).counts[0],)
-    pipes = []
-    for split_ends in (False, True):
-        most = (len(blocks) + 2 * split_ends) // size
-        pipes += [Pipe(size, "zero-bubble", virtual, split_ends) for virtual in range(1, most + 1)]
-        pipes += [Pipe(size, "zbv", 2, split_ends)] if most >= 2 else []
-    counts = pipe_shapes(names, blocks, tuple(pipes)).counts
-    v_shaped = np.array([pipe.schedule == "zbv" for pipe in pipes])
-    return tuple(np.unique(np.concatenate([counts, counts[v_shaped, ::-1]]), axis=0))
+def _leading_ranks(names: tuple[str, ...], blocks: tuple[str, ...], size: int) -> list[tuple[Floats, Floats]]:
+    """Of each even pipeline of a size, those ranks before which none has as many of all sections: counts, and held."""
+    counts, is_v = even_counts(names, blocks, size)
+    both = np.concatenate([counts, counts[is_v, ::-1]])
+    tables = np.array(list({table.tobytes(): table for table in both}.values()))
+    has_all = (tables[:, :, None] >= tables[:, None]).all(axis=3)  # [pipes, other, rank]
+    leading = np.asarray(~(has_all & np.triu(np.ones((size, size), dtype=bool), 1)).any(axis=1))
+    held = np.arange(size, 0.0, -1.0)
+    return [(table[kept], held[kept]) for table, kept in zip(tables, leading, strict=True)]
 
 
 def again_bytes(size: SectionSizes, name: str, recompute: str) -> int:
@@ -174,19 +195,18 @@ def layout_memory_floors(
     *,
     whole: Floats | None,
 ) -> Floats:
-    """Bounds on the memory of the recipes of a layout, by sharding and what becomes of blocks' values, bytes.
+    """Bounds on the memory of the recipes of a layout, by what becomes of blocks' values, bytes.
 
     Args:
         sections: what they keep and hold.
         ranks: of the pipelines that the recipes have.
         recipe: one of the recipes.
-        states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [shardings,
-            ranks of all].
+        states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [ranks of all].
         keepings: what may become of blocks' values.
         whole: how often the model has each section, [sections], where blocks may be shared out unevenly; else None.
 
     Returns:
-        [shardings, keepings].
+        [keepings].
     """
     micro_batches = recipe.batch / recipe.micro_batch * recipe.context * recipe.tensor * ranks.sizes / recipe.devices
     dense, expert, workspace = (
@@ -203,36 +223,36 @@ def layout_memory_floors(
         buffers = [[buffer_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
         passing += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
     held_states = states[0] * (ranks.counts @ dense) + states[1] * (ranks.counts @ expert)
-    floors = held_states[:, :, None] + (passing + (has * workspace).max(axis=1)[:, None])
-    least = np.maximum.reduceat(floors, ranks.first, axis=1).min(axis=1)
+    floors = passing + (held_states + (has * workspace).max(axis=1))[:, None]
+    least = np.maximum.reduceat(floors, ranks.first).min(axis=0)
     if whole is not None and len(ranks.uneven):
-        dense_state, expert_state = (values[:, ranks.uneven, None] for values in states)
+        dense_state, expert_state = (values[ranks.uneven, None] for values in states)
         each = dense_state * dense + expert_state * expert
         sizes, micro = ranks.sizes[ranks.uneven], micro_batches[ranks.uneven]
         uneven = _uneven_floors(whole, each, kept, sizes, micro) + workspace.min()
-        least = np.minimum(least, uneven.min(axis=1))
+        least = np.minimum(least, uneven.min(axis=0))
     return whole_bytes(least)
 
 
 def _uneven_floors(whole: Floats, states: Floats, kept: Floats, sizes: Floats, micro_batches: Floats) -> Floats:
-    """Bounds where blocks are shared out in any way (see the module's docstring), [shardings, sizes, keepings].
+    """Bounds where blocks are shared out in any way (see the module's docstring), [sizes, keepings].
 
     Args:
         whole: how often the model has each section, [sections].
-        states, kept: bytes of a section, [shardings, sizes, sections], and for a micro-batch, [sections, keepings].
+        states, kept: bytes of a section, [sizes, sections], and for a micro-batch, [sections, keepings].
         sizes, micro_batches: ranks of each pipeline, and how many micro-batches it runs, [sizes].
     """
     state, keeps = (states @ whole)[..., None], whole @ kept
     ranks = np.arange(sizes.max())
     held = np.minimum(sizes[:, None] - ranks, micro_batches[:, None])
-    weights = 1.0 / (state[:, :, None] + np.maximum(held, 0.0)[:, :, None] * keeps)
-    total = (weights * (held > 0)[:, :, None]).sum(axis=2)
+    weights = 1.0 / (state[:, None] + np.maximum(held, 0.0)[..., None] * keeps)
+    total = (weights * (held > 0)[..., None]).sum(axis=1)
     most = np.minimum(sizes, micro_batches)[:, None]
     ends = [
-        (states[..., None] + turns[:, :, None] * kept) / (state + turns * keeps)[:, :, None]
+        (states[..., None] + turns[..., None] * kept) / (state + turns * keeps)[:, None]
         for turns in (np.minimum(most, 1.0), most)
     ]
-    return (whole[:, None] * np.minimum(*ends)).sum(axis=2) / total
+    return (whole[:, None] * np.minimum(*ends)).sum(axis=1) / total
 
 
 def whole_bytes(floors: Floats) -> Floats:

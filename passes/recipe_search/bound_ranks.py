@@ -3,6 +3,9 @@
 This is the second of `bound_recipes`. Where a section exchanges parameters or gradients for g seconds beside work of c,
 each micro-batch's pass takes `StepModel.beside` of the two, and what adds gradients up comes after it. Without g, c is
 alike in many recipes: one table bounds all of a layout.
+
+Where memory leaves only schedules of one stage on each rank with whole backwards, ranks wait for each other, however
+blocks are shared out (`bound_boundaries`, "Without a table"): the mean is taken so much longer.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
+from passes.recipe_search.bound_boundaries import whole_turns
 from passes.recipe_search.bound_recipes import Floats, SectionFloors, step_floors
+from passes.recipe_search.known_pipes import PipeSet, schedule_of
+from passes.recipes.pipeline_stages import WHOLE_BACKWARDS
 from passes.sections.fold_program import AFTER
 
 
@@ -48,6 +55,41 @@ def whole_blocks(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int) ->
     name, count = Counter(blocks).most_common(1)[0]
     with_end = np.arange(count + 1.0)
     return WholeBlocks(with_end, np.ceil((count - with_end) / (ranks - 1)), names.index(name), names.index(AFTER))
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How long steps are at least, in ways of a micro-batch through the whole model and back.
+
+    Args:
+        least: micro-batches over pipeline ranks, or more where all schedules leave ranks idle, [recipes] or one for
+            all; infinite without a schedule.
+        is_whole: whether no schedule cuts backwards in two, likewise.
+    """
+
+    least: Floats | float
+    is_whole: NDArray[np.bool_] | bool
+
+
+def turns_within(pipes: PipeSet, micro_batches: int, fits: NDArray[np.bool_]) -> Turns:
+    """Those of recipes that may have some of several pipelines of as many ranks: `fits`, [recipes, pipes]."""
+    least, cuts = _pipe_turns(pipes, micro_batches)
+    return Turns(np.where(fits, least, np.inf).min(axis=1), np.asarray(~(fits & cuts).any(axis=1)))
+
+
+@lru_cache(maxsize=1024)
+def _pipe_turns(pipes: PipeSet, micro_batches: int) -> tuple[Floats, NDArray[np.bool_]]:
+    """Of each pipeline, or set of them, and whether it cuts backwards in two, [pipes]."""
+    names = [schedule_of(pipe) for pipe in pipes]
+    mean = micro_batches / pipes[0].pipeline
+    cuts = [name not in WHOLE_BACKWARDS for name in names]
+    least = [
+        mean
+        if cut or pipe.virtual_stages > 1
+        else max(mean, whole_turns(pipe.pipeline, micro_batches, alternates=name == "1F1B"))
+        for name, cut, pipe in zip(names, cuts, pipes, strict=True)
+    ]
+    return np.array(least), np.array(cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +144,10 @@ def mean_floors(
     exchanges: Sequence[Floats],
     counts: Floats,
     whole: WholeBlocks | None,
+    turns: Turns,
     recipe: Recipe,
     cluster: Cluster,
     model: StepModel,
-    *,
-    is_whole: bool,
 ) -> Floats:
     """Bounds on the price of a step, before its ends: the mean of ranks, whole blocks, and latency, [recipes].
 
@@ -114,9 +155,9 @@ def mean_floors(
         floors, exchanges: see `exchanging`.
         counts: how often the model has each section, [sections].
         whole: how many of them the fullest ranks have, if that counts.
+        turns: of the schedules that the recipes may have.
         recipe: one of the recipes.
         cluster, model: what it is priced for.
-        is_whole: whether no schedule cuts backwards in two.
     """
     each = exchanging(floors, exchanges, recipe, model)
     latency = np.array([counts @ (item.work - item.delayed) for item in floors])
@@ -124,12 +165,11 @@ def mean_floors(
 
     def at(shares: Floats) -> Floats:
         seconds = each.at(shares)
-        busy_s = seconds @ counts / recipe.pipeline
+        busy_s = turns.least * (seconds @ counts)
         if whole is not None:
-            busy_s = np.maximum(busy_s, whole.floor(seconds))
-        longest = np.maximum(recipe.micro_batches * busy_s, latency - shares * latency_gain)
-        return longest + model.step_overhead_s
+            busy_s = np.maximum(busy_s, recipe.micro_batches * whole.floor(seconds))
+        return np.maximum(busy_s, latency - shares * latency_gain) + model.step_overhead_s
 
-    turns = recipe.micro_batches / recipe.pipeline
-    rates = np.array([item.gain_rate for item in floors]) if is_whole else 1.0
-    return step_floors(at, turns * float(counts @ floors[0].products), cluster, rates)
+    mean = recipe.micro_batches / recipe.pipeline
+    rates = np.where(turns.is_whole, [item.gain_rate for item in floors], 1.0)
+    return step_floors(at, mean * float(counts @ floors[0].products), cluster, rates)

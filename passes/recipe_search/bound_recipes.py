@@ -55,7 +55,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.step import StepModel
-from passes.recipe_search.pipe_shapes import Floats, PipeShapes
+from passes.recipe_search.pipe_shapes import Floats, PipeShapes, missed_turns
 from passes.recipes.price_ends import EndWork
 from passes.recipes.price_recipe import SectionPasses, copies_time, section_products, section_time
 from passes.recipes.recipe_groups import Groups
@@ -88,6 +89,7 @@ class SectionFloors:
         adding: the part of `backward`, and of `delayed`, that adds gradients up.
         products: seconds of products and attention in both.
         dense, expert, tensors: parameters, see `price_ends.RankLoad`.
+        gain_rate: the greatest part of a pass that an infinitely fast clock takes off.
     """
 
     forward: Floats
@@ -101,6 +103,7 @@ class SectionFloors:
     dense: Floats
     expert: Floats
     tensors: Floats
+    gain_rate: float
 
     @property
     def work(self) -> Floats:
@@ -111,13 +114,6 @@ class SectionFloors:
     def gain(self) -> Floats:
         """What an infinitely fast clock takes off both."""
         return self.forward_gain + self.backward_gain
-
-    @property
-    def gain_rate(self) -> float:
-        """The greatest part of a pass that such a clock takes off."""
-        passes = np.append(self.forward, self.backward)
-        gains = np.append(self.forward_gain, self.backward_gain)
-        return min(1.0, float(np.divide(gains, passes, out=np.zeros_like(gains), where=passes > 0.0).max()))
 
 
 class SectionFloor(NamedTuple):
@@ -167,8 +163,11 @@ def section_floor(
 
 def stack_floors(floors: Sequence[SectionFloor]) -> SectionFloors:
     """Those of all sections."""
-    columns = np.array(floors).T
-    return SectionFloors(**dict(zip(SectionFloor._fields, columns, strict=True)))
+    passes = ((each.forward, each.forward_gain) for each in floors)
+    backwards = ((each.backward, each.backward_gain) for each in floors)
+    rates = [gain / seconds for seconds, gain in chain(passes, backwards) if seconds > 0.0]
+    columns = dict(zip(SectionFloor._fields, np.array(floors).T, strict=True))
+    return SectionFloors(**columns, gain_rate=min(1.0, max(rates, default=0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ def rank_paths(
         seconds, gain = seconds + np.where(is_longer, more, 0.0), gain + np.where(is_longer, more_gain, 0.0)
     if not shapes.alternates.any():
         return Paths(seconds, gain)
-    missed = shapes.missed(micro_batches)
+    missed = missed_turns(shapes.counts.shape[1], micro_batches)
     later = shapes.counts[:, ::-1].cumsum(axis=1)[:, ::-1] - shapes.counts
 
     def turning(forward: Floats, backward: Floats) -> Floats:
@@ -245,7 +244,7 @@ def _until_first_backward(
 
 
 def turning_hops(missed: Floats, *, overlaps: bool) -> Floats:
-    """Hand-overs on the way of others, less those that a rank waits for meanwhile, see `PipeShapes.missed`."""
+    """Hand-overs on the way of others, less those that a rank waits for meanwhile, see `missed_turns`."""
     return 4.0 * missed if overlaps else 4.0 * missed - 2.0 * (missed + 1)
 
 
@@ -305,6 +304,10 @@ class Ends:
     forward_gain: Floats
     backward_gain: Floats
 
+    def apart(self) -> Ends:
+        """Of one pipeline, each sharding for itself, as if they were pipelines."""
+        return replace(self, reduce_s=self.reduce_s.T, gather_s=self.gather_s.T, update_s=self.update_s.T)
+
     def least(self, shares: Floats, recipe: Recipe, model: StepModel) -> Floats:
         """What the sharding that waits least waits, [pipes]; see `price_ends.end_times`."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
@@ -351,6 +354,8 @@ def path_floors(
     work_of: EndWorkOf,
     cluster: Cluster,
     model: StepModel,
+    *,
+    apart: bool = False,
 ) -> Floats:
     """Bounds on the price of a step with its ends, those of the rank with the longest path, [pipes].
 
@@ -360,15 +365,17 @@ def path_floors(
         recipe: one of those that are bounded; they differ in sharding and pipeline.
         work_of: the ends under each sharding.
         cluster, model: what it is priced for.
+        apart: of one pipeline, those of each sharding instead, [shardings].
     """
     ranks = paths.seconds.argmax(axis=1)
     pipes = np.arange(len(ranks))
     ends = ends_of(floors, shapes.counts[pipes, ranks], work_of)
+    ends = ends.apart() if apart else ends
     seconds, gain = paths.seconds[pipes, ranks], paths.gain[pipes, ranks]
     latency, latency_gain = latencies(floors, shapes, send_s)
 
     def at(shares: Floats) -> Floats:
-        shares = np.broadcast_to(shares, seconds.shape)
+        shares = np.broadcast_to(shares, len(ends.reduce_s))
         path = seconds - shares * gain + ends.least(shares, recipe, model)
         return np.maximum(path, latency - shares * latency_gain) + model.step_overhead_s
 

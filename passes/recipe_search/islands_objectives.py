@@ -1,6 +1,6 @@
 """What is minimised on several islands of a joined cluster: the time of a step, or how full the fullest device is.
 
-Pipelines over islands are a set of each share of the blocks (`recipe_space.island_shares`), never an open one: bounds
+Pipelines over islands are a set of each share of the blocks (`known_pipes.island_shares`), never an open one: bounds
 are those of `bound_islands`.
 """
 
@@ -16,8 +16,10 @@ import numpy as np
 from autoshard.ir.recipe import Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
 from passes.recipe_search.islands_pricer import IslandsPricer
-from passes.recipe_search.recipe_objectives import Bound
-from passes.recipe_search.recipe_space import Keeping, Pipe, Share, island_shares
+from passes.recipe_search.known_pipes import Pipe, PipeSet, Share, island_shares
+from passes.recipe_search.recipe_objectives import Bound, PipesOf
+from passes.recipe_search.recipe_pricer import Kind
+from passes.recipe_search.recipe_space import Keeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +51,18 @@ class IslandsFastest:
         """See `recipe_objectives.Objective`."""
         return self.pricer.ranks_floors(recipe, tuple(shares)).tolist()
 
-    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
+    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
         """See `recipe_objectives.Objective`."""
-        return [self._pipeline(recipe, tuple(shares)) for recipe in recipes]
+        return [self._pipeline(recipe, groups, tuple(shares)) for recipe, groups in kinds]
 
-    def _pipeline(self, recipe: Recipe, known: tuple[Share, ...]) -> Sequence[float]:
+    def _pipeline(self, recipe: Recipe, groups: Sequence[int | None], known: tuple[Share, ...]) -> Sequence[float]:
         fits = self.pricer.share_fullness(recipe, known, self.limits) <= 1.0
         if not fits.any():
             return [math.inf] * len(known)
-        return np.where(fits, self.pricer.share_floors(recipe, known), math.inf).tolist()
+        gathers = len(groups) <= 1
+        return np.where(fits, self.pricer.share_floors(recipe, known, gathers=gathers), math.inf).tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
         fits = self.pricer.fullness(recipe, pipes, self.limits) <= 1.0
         bounds = np.full(len(pipes), math.inf)
@@ -68,16 +71,20 @@ class IslandsFastest:
             bounds[fits] = self.pricer.path_floors(list(shardings), fitting)
         return bounds.tolist()
 
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        assert not pipes, "pipelines over islands are not open"
+        return []
+
+    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
         """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
+    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
-        raise AssertionError("pipelines over islands are not open")
+        return [self._recipe(recipe, pipe) for recipe in recipes]
 
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `recipe_objectives.Objective`."""
+    def _recipe(self, recipe: Recipe, pipe: Pipe) -> float:
         fits = self.pricer.fits(recipe, self.limits)
         return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
 
@@ -114,25 +121,27 @@ class IslandsSmallest:
         """See `recipe_objectives.Objective`."""
         return [0.0] * len(shares)
 
-    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
+    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
         """See `recipe_objectives.Objective`."""
-        return [self.pricer.share_fullness(recipe, tuple(shares), self.limits).tolist() for recipe in recipes]
+        return [self.pricer.share_fullness(recipe, tuple(shares), self.limits).tolist() for recipe, _ in kinds]
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
         return self.pricer.fullness(recipe, pipes, self.limits).tolist()
 
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
+        """See `recipe_objectives.Objective`."""
+        assert not pipes, "pipelines over islands are not open"
+        return []
+
+    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
         """See `recipe_objectives.Objective`."""
         raise AssertionError("pipelines over islands are not open")
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
+    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""
-        raise AssertionError("pipelines over islands are not open")
-
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """See `recipe_objectives.Objective`."""
-        return self.price(recipe) if self.pricer.fits(recipe, [math.inf] * len(self.limits)) else math.inf
+        limits = [math.inf] * len(self.limits)
+        return [self.price(recipe) if self.pricer.fits(recipe, limits) else math.inf for recipe in recipes]
 
     def price(self, recipe: Recipe) -> float:
         """See `recipe_objectives.Objective`."""

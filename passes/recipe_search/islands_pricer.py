@@ -23,9 +23,9 @@ from passes.recipe_search.bound_islands import (
 )
 from passes.recipe_search.bound_memory import held_bytes, rank_floors, whole_bytes
 from passes.recipe_search.bound_recipes import EndWorkOf, Floats
+from passes.recipe_search.known_pipes import Pipe, Share
 from passes.recipe_search.pipe_shapes import held_by, pipe_shapes
 from passes.recipe_search.recipe_pricer import RecipePricer
-from passes.recipe_search.recipe_space import Pipe, Share
 from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.place_islands import Placement, alone, place_islands
 from passes.recipes.price_islands import PlacedStep

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.schedule_orders import V_SHAPED, in_flight_table
-from passes.recipe_search.recipe_space import Pipe, schedule_of
+from passes.recipe_search.known_pipes import Pipe, schedule_of
 from passes.recipes.pipeline_stages import WHOLE_BACKWARDS
 from passes.sections.fold_program import AFTER, BEFORE
 
@@ -59,11 +60,6 @@ class PipeShapes:
         kinds = (self.is_whole[mask], self.swaps[mask], self.alternates[mask], self.virtual[mask], self.in_rounds[mask])
         return PipeShapes(counts, before, sends, pipes, *kinds, self.first[mask], self.last[mask])
 
-    def missed(self, micro_batches: int) -> Floats:
-        """How many micro-batches of a rank the way of others takes ("Turning" above), [ranks]; NaN where m <= P - r."""
-        missed = np.arange(self.counts.shape[1] - 1.0, -1.0, -1.0)
-        return np.where(missed + 1 < micro_batches, missed, np.nan)
-
     def waits(self, micro_batches: int) -> Floats:
         """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""
         last = self.counts.shape[1] - 1
@@ -76,6 +72,12 @@ class PipeShapes:
         """Hand-overs on each rank's path, those beside computation left out if they overlap it, [pipes, ranks]."""
         hops = (1 + self.is_whole) * np.arange(float(self.counts.shape[1]))
         return hops if overlaps else hops + self.waits(micro_batches)
+
+
+def missed_turns(ranks: int, micro_batches: int) -> Floats:
+    """Micro-batches of a rank that others' way takes ("Turning" in `bound_recipes`), [ranks]; NaN where m <= P - r."""
+    missed = np.arange(ranks - 1.0, -1.0, -1.0)
+    return np.where(missed + 1 < micro_batches, missed, np.nan)
 
 
 @lru_cache(maxsize=4096)
@@ -99,46 +101,118 @@ def _by_schedule(pipes: tuple[Pipe, ...]) -> Mapping[str, tuple[NDArray[np.int64
 @lru_cache(maxsize=1024)
 def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> PipeShapes:
     """The shapes of pipelines of as many ranks; `names` is the order of sections, `blocks` the model's."""
-    ranks, sections, passed = pipes[0].pipeline, len(names), passed_blocks(names, blocks)
-    is_v, is_whole, swaps = np.zeros((3, len(pipes)), dtype=bool)
+    is_v, is_whole, swaps = np.zeros((3, len(pipes), 1), dtype=bool)
     for schedule, (places, _) in _by_schedule(pipes).items():
         is_v[places] = schedule in V_SHAPED
         is_whole[places] = schedule in WHOLE_BACKWARDS
         swaps[places] = schedule == "1F1B"
-    of, stage, ends = _stage_ends(pipes, len(blocks))
+    stages = _stages_in(names, blocks, pipes, is_v.ravel().tolist())
+    virtual = np.array([[pipe.virtual_stages] for pipe in pipes])
+    alternates = (virtual == 1) & np.array([[pipe.schedule in _ALTERNATE] for pipe in pipes])
+    return PipeShapes(
+        stages.counts, stages.before, stages.sends, pipes, is_whole, swaps, alternates,
+        virtual.astype(float), (virtual > 1) & ~is_v, stages.first, stages.last,
+    )  # fmt: skip
+
+
+_UNEVEN = -1
+
+
+class _Way(NamedTuple):
+    """What decides where sections lie in a pipeline; `stage_blocks` where they are not shared out evenly."""
+
+    virtual_stages: int
+    split_ends: bool
+    is_v: bool
+    stage_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Parts of `PipeShapes`, by way, [ways, ranks, sections], and `sends`, [ways, ranks]."""
+
+    counts: Floats
+    before: Floats
+    first: Floats
+    last: Floats
+    sends: Floats
+
+
+def _stages_in(names: tuple[str, ...], blocks: tuple[str, ...], pipes: Sequence[Pipe], is_v: Sequence[bool]) -> _Stages:
+    """Those of pipelines of as many ranks."""
+    ranks = pipes[0].pipeline
+    ways = [
+        _Way(pipe.virtual_stages, pipe.split_ends, v_shaped, pipe.stage_blocks)
+        for pipe, v_shaped in zip(pipes, is_v, strict=True)
+    ]
+    even = _even_ways(ranks, len(blocks))
+    places = [even.get(way, _UNEVEN) for way in ways]
+    if _UNEVEN in places:
+        return _stages(names, blocks, ranks, ways)
+    table = _even_stages(names, blocks, ranks)
+    parts = (table.counts, table.before, table.first, table.last, table.sends)
+    return _Stages(*(part[places] for part in parts))
+
+
+@lru_cache(maxsize=256)
+def _even_ways(ranks: int, blocks: int) -> Mapping[_Way, int]:
+    """All ways to share blocks out evenly over so many ranks, numbered."""
+    found: list[_Way] = []
+    for split_ends in (False, True):
+        most = (blocks + 2 * split_ends) // ranks
+        found += [_Way(virtual, split_ends, False) for virtual in range(1, most + 1)]
+        found += [_Way(2, split_ends, True)] if most >= 2 else []
+    return {way: place for place, way in enumerate(found)}
+
+
+def even_counts(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int) -> tuple[Floats, NDArray[np.bool_]]:
+    """How often ranks have each section, by way to share blocks out evenly, and which of these are V-shaped.
+
+    [ways, ranks, sections] and [ways].
+    """
+    ways = _even_ways(ranks, len(blocks))
+    return _even_stages(names, blocks, ranks).counts, np.array([way.is_v for way in ways])
+
+
+@lru_cache(maxsize=256)
+def _even_stages(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int) -> _Stages:
+    """Those of all ways to share blocks out evenly."""
+    return _stages(names, blocks, ranks, list(_even_ways(ranks, len(blocks))))
+
+
+def _stages(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int, ways: Sequence[_Way]) -> _Stages:
+    """Those of some ways."""
+    sections, passed = len(names), passed_blocks(names, blocks)
+    is_v = np.array([way.is_v for way in ways])
+    of, stage, ends = _stage_ends(ranks, ways, len(blocks))
     is_first, is_last = stage == 0, np.append(stage[1:] == 0, True)
     begins = np.where(is_first, 0, np.roll(ends, 1))
     held = passed[ends] - passed[begins]
     held[is_first, names.index(BEFORE)] += 1
     held[is_last, names.index(AFTER)] += 1
     owners = np.where(is_v[of] & (stage >= ranks), 2 * ranks - 1 - stage, stage % ranks)
-    counts, sends = np.zeros((len(pipes), ranks, sections)), np.zeros((len(pipes), ranks))
-    np.add.at(counts, (of, owners), held)
+    places, size = of * ranks + owners, len(ways) * ranks
+    counts = np.stack([np.bincount(places, each, size) for each in held.T], axis=1).astype(float)
     (handed,) = np.nonzero(~is_last[:-1] & (owners[1:] != owners[:-1]))
-    for places in (handed, handed + 1):
-        np.add.at(sends, (of[places], owners[places]), 1.0)
-    is_before = stage < ranks
-    before = passed[begins[is_before]].reshape(counts.shape)
+    sends = np.bincount(places[handed], minlength=size) + np.bincount(places[handed + 1], minlength=size)
+    shape, is_before = (len(ways), ranks, sections), stage < ranks
+    before = passed[begins[is_before]].reshape(shape)
     before[:, 1:, names.index(BEFORE)] += 1
-    virtual = np.array([[pipe.virtual_stages] for pipe in pipes])
-    alternates = (virtual == 1) & np.array([[pipe.schedule in _ALTERNATE] for pipe in pipes])
-    ends_of_ranks = (held[part].reshape(counts.shape) for part in (is_before, stage >= (virtual[of, 0] - 1) * ranks))
-    return PipeShapes(
-        counts, before, sends, pipes, is_whole[:, None], swaps[:, None], alternates,
-        virtual.astype(float), (virtual > 1) & ~is_v[:, None], *ends_of_ranks,
-    )  # fmt: skip
+    virtual = np.array([way.virtual_stages for way in ways])
+    first, last = (held[part].reshape(shape) for part in (is_before, stage >= (virtual[of] - 1) * ranks))
+    return _Stages(counts.reshape(shape), before, first, last, sends.astype(float).reshape(shape[:2]))
 
 
-def _stage_ends(pipes: Sequence[Pipe], blocks: int) -> tuple[NDArray[np.int64], ...]:
-    """By stage of one pipeline after the other: the pipeline, the stage's number, and blocks up to its end."""
-    stages, split = np.array([(pipe.pipeline * pipe.virtual_stages, pipe.split_ends) for pipe in pipes]).T
-    first, of = np.cumsum(stages) - stages, np.repeat(np.arange(len(pipes)), stages)
+def _stage_ends(ranks: int, ways: Sequence[_Way], blocks: int) -> tuple[NDArray[np.int64], ...]:
+    """By stage of one way after the other: the way, the stage's number, and blocks up to its end."""
+    stages, split = np.array([(ranks * way.virtual_stages, way.split_ends) for way in ways]).T
+    first, of = np.cumsum(stages) - stages, np.repeat(np.arange(len(ways)), stages)
     stage = np.arange(len(of)) - first[of]
     bounds = np.rint((stage + 1) * (blocks + 2 * split)[of] / stages[of]).astype(np.int64)
     ends = np.minimum(bounds - split[of], blocks)  # as `pipeline_stages.even_blocks`
-    for place, pipe in enumerate(pipes):
-        if pipe.uneven:
-            ends[first[place] : first[place] + stages[place]] = np.cumsum(pipe.stage_blocks)
+    for place, way in enumerate(ways):
+        if way.stage_blocks:
+            ends[first[place] : first[place] + stages[place]] = np.cumsum(way.stage_blocks)
     return of, stage, ends
 
 

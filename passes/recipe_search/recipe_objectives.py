@@ -13,11 +13,15 @@ import numpy as np
 
 from autoshard.ir.recipe import Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
-from passes.recipe_search.recipe_pricer import RecipePricer
-from passes.recipe_search.recipe_space import Keeping, Pipe, Share
+from passes.recipe_search.known_pipes import Pipe, PipeSet, Share
+from passes.recipe_search.recipe_pricer import Kind, RecipePricer
+from passes.recipe_search.recipe_space import Keeping
 
 Bound = Callable[[], float]
 """A bound that is found when it is asked for."""
+
+PipesOf = Callable[[Share], PipeSet]
+"""The pipelines that recipes may have whose islands have such shares of the blocks."""
 
 
 class Objective(Protocol):
@@ -42,33 +46,37 @@ class Objective(Protocol):
         """
         ...
 
-    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
-        """Those of some pipeline ranks that also exchange shards as one of the recipes or another, or do not.
+    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
+        """Those of some pipeline ranks that also exchange shards as one kind or another, or do not.
 
-        Each by the islands' blocks.
+        Each by the islands' blocks, with which they may have such pipelines.
         """
         ...
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """Those that also have one pipeline or another, each of the recipe's size, none of them open.
 
         `recipe` shards most; `shardings` are its like with each sharding that they may have.
         """
         ...
 
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Those that also have a pipeline of an open one; the recipe is one of those that shard most."""
+    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
+        """Those that also have a pipeline of an open one or another; the recipe is one of those that shard most."""
         ...
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
-        """Of the recipe with each pipeline of an open one; without its ends, of all that gather as it does.
+    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
+        """Of recipes that also have one sharding or another, with each pipeline of an open one.
 
-        Without, the recipe is the one that shards most. Bounds of what surely has more than `enough` may be loose.
+        `recipe` shards most; `shardings` are its like with each. Bounds of what surely has more than `enough` may be
+        loose.
         """
         ...
 
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Of the recipe, whose pipeline is `pipe`."""
+    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
+        """Of each recipe: they differ in sharding, and their pipeline is `pipe`.
+
+        What surely has more than `enough` need not be infinite.
+        """
         ...
 
     def price(self, recipe: Recipe) -> float:
@@ -109,36 +117,44 @@ class Fastest:
         """See `Objective`."""
         return [self.pricer.ranks_floor(recipe)]
 
-    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
+    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
         """See `Objective`."""
-        fits = self.pricer.pipeline_memory_floors(recipes, uneven=self.has_uneven) <= self.memory_limit
-        bounds = np.full(len(recipes), math.inf)
-        if fits.any():
-            bounds[fits] = self.pricer.mean_floors(list(compress(recipes, fits)))
-        return bounds[:, None].tolist()
+        recipes = [recipe for recipe, _ in kinds]
+        bounds = np.full((len(kinds), len(shares)), math.inf)
+        for column, share in zip(bounds.T, shares, strict=True):
+            pipes = pipes_of(share)
+            fits = self.pricer.memory_floors(recipes, pipes) <= self.memory_limit
+            some = np.asarray(fits.any(axis=1))
+            if some.any():
+                column[some] = self.pricer.mean_floors(list(compress(kinds, some)), pipes, fits[some])
+        return bounds.tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
-        fits = self.pricer.memory_floors(recipe, pipes) <= self.memory_limit
+        fits = self.pricer.memory_floors([recipe], pipes)[0] <= self.memory_limit
         bounds = np.full(len(pipes), math.inf)
         if fits.any():
             bounds[fits] = self.pricer.path_floors(list(shardings), pipes, fits)
         return bounds.tolist()
 
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
-        if self.pricer.uneven_memory_floor(recipe, pipe) > self.memory_limit:
-            return math.inf
-        return self.pricer.uneven_floor(recipe, pipe)
+        fits = self.pricer.memory_floors([recipe], pipes)[0] <= self.memory_limit
+        return [
+            self.pricer.uneven_floor(recipe, pipe) if fit else math.inf for pipe, fit in zip(pipes, fits, strict=True)
+        ]
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
+    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
         """See `Objective`."""
-        return self.pricer.fastest_boundaries(recipe, pipe, self.memory_limit, has_ends=has_ends, enough=enough)
+        return self.pricer.fastest_boundaries(recipe, shardings, pipe, self.memory_limit, enough=enough)
 
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `Objective`."""
-        fits = self.pricer.fits(recipe, self.memory_limit)
-        return float(self.pricer.path_floors([recipe], [pipe])[0]) if fits else math.inf
+        floors = self.pricer.recipe_floors(recipes, pipe).tolist()
+        return [
+            floor if floor > enough or self.pricer.fits(recipe, self.memory_limit) else math.inf
+            for floor, recipe in zip(floors, recipes, strict=True)
+        ]
 
     def price(self, recipe: Recipe) -> float:
         """See `Objective`."""
@@ -169,25 +185,27 @@ class Smallest:
         """See `Objective`."""
         return [0.0]
 
-    def pipelines(self, recipes: Sequence[Recipe], shares: Sequence[Share]) -> Sequence[Sequence[float]]:
+    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
         """See `Objective`."""
-        return self.pricer.pipeline_memory_floors(recipes, uneven=self.has_uneven)[:, None].tolist()
+        recipes = [recipe for recipe, _ in kinds]
+        floors = [self.pricer.memory_floors(recipes, pipes_of(share)) for share in shares]
+        return np.transpose([each.min(axis=1, initial=math.inf) for each in floors]).tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: Sequence[Pipe]) -> Sequence[float]:
+    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
-        return self.pricer.memory_floors(recipe, pipes).tolist()
+        return self.pricer.memory_floors([recipe], pipes)[0].tolist()
 
-    def uneven(self, recipe: Recipe, pipe: Pipe) -> float:
+    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
-        return self.pricer.uneven_memory_floor(recipe, pipe)
+        return self.pricer.memory_floors([recipe], pipes)[0].tolist()
 
-    def boundaries(self, recipe: Recipe, pipe: Pipe, *, has_ends: bool, enough: float) -> Boundaries:
+    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
         """See `Objective`."""
         return self.pricer.smallest_boundaries(recipe, pipe)
 
-    def recipe(self, recipe: Recipe, pipe: Pipe) -> float:
+    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `Objective`."""
-        return self.price(recipe) if self.pricer.fits(recipe, math.inf) else math.inf
+        return [self.price(recipe) if self.pricer.fits(recipe, math.inf) else math.inf for recipe in recipes]
 
     def price(self, recipe: Recipe) -> float:
         """See `Objective`."""

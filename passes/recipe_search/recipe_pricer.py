@@ -26,11 +26,12 @@ from passes.recipe_search.bound_memory import (
     PipeRanks,
     layout_memory_floors,
     memory_floors,
+    passing_bytes,
     pipe_ranks,
-    rank_floors,
-    uneven_memory_floor,
+    uneven_memory_floors,
+    whole_bytes,
 )
-from passes.recipe_search.bound_ranks import WholeBlocks, mean_floors, whole_blocks
+from passes.recipe_search.bound_ranks import Turns, WholeBlocks, mean_floors, turns_within, whole_blocks
 from passes.recipe_search.bound_recipes import (
     Floats,
     SectionFloor,
@@ -40,8 +41,9 @@ from passes.recipe_search.bound_recipes import (
     section_floor,
     stack_floors,
 )
-from passes.recipe_search.pipe_shapes import PipeShapes, pipe_shapes
-from passes.recipe_search.recipe_space import Keeping, Pipe, divisors, schedule_of
+from passes.recipe_search.known_pipes import Pipe, PipeSet, schedule_of
+from passes.recipe_search.pipe_shapes import PipeShapes, held_by, pipe_shapes
+from passes.recipe_search.recipe_space import Keeping, divisors
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
 from passes.recipes.price_ends import EndWork, end_work
 from passes.recipes.price_memory import host_bytes, memory_price, state_bytes
@@ -51,15 +53,19 @@ from passes.recipes.price_recipe import (
     section_passes,
     send_time,
     sharded_time,
-    step_price,
+    step_time,
 )
-from passes.recipes.recipe_groups import Groups, recipe_groups
+from passes.recipes.recipe_groups import Groups, recipe_groups, shard_ranks
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import CountedModel
 from passes.sections.price_sections import EXPERT, SectionPrice, SectionSizes
 
 _GATHERS = 3
 """The ZeRO stage that gathers parameters for each micro-batch."""
+
+
+Kind = tuple[Recipe, tuple[int | None, ...]]
+"""Recipes that differ in what ZeRO shards over: that which shards most, and all sizes of groups (`zero_group`)."""
 
 
 @dataclass
@@ -82,8 +88,9 @@ class RecipePricer:
     _single: dict[tuple[object, ...], SectionFloor] = field(default_factory=dict)
     _passes: dict[tuple[object, ...], SectionPasses] = field(default_factory=dict)
     _adds_faster: dict[bool, bool] = field(default_factory=dict)
-    _least_state: float | None = None
+    _states: dict[tuple[int, int, str], float] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    _beside_state: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
     _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
     _times: dict[Recipe, float] = field(default_factory=dict)
@@ -112,8 +119,8 @@ class RecipePricer:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
         if recipe not in self._times:
             sections, stages = self.sections(recipe), self.stages(recipe)
-            price = step_price(sections, stages, recipe, self.groups(recipe), self.cluster, self.model)
-            self._times[recipe] = price.time_s
+            groups = self.groups(recipe)
+            self._times[recipe] = step_time(sections, stages, recipe, groups, self.cluster, self.model)
         return self._times[recipe]
 
     def memory_bytes(self, recipe: Recipe) -> int:
@@ -149,10 +156,12 @@ class RecipePricer:
 
         `uneven`: whether blocks may be shared out unevenly.
         """
-        ranks, state = self._pipe_ranks(first, most), self._state(first)
+        ranks, sizes = self._pipe_ranks(first, most), self.sizes(first)
+        state = self._state(_GATHERS, 1, first)
         shares = (first.tensor, first.expert * first.expert_tensor)
-        dense, expert = (state * share * ranks.sizes[None] / first.devices for share in shares)
-        return self._memory_floors(first, ranks, (dense, expert), keepings, uneven=uneven)[0]
+        dense, expert = (state * share * ranks.sizes / first.devices for share in shares)
+        whole = self._counts_of(tuple(sizes)) if uneven else None
+        return layout_memory_floors(sizes, ranks, first, (dense, expert), keepings, whole=whole)
 
     def _pipe_ranks(self, first: Recipe, most: int) -> PipeRanks:
         """The ranks of the pipelines of a layout, with those of the first or more, to `most`."""
@@ -163,45 +172,18 @@ class RecipePricer:
         )
         return pipe_ranks(tuple(self.sizes(first)), self.counted.blocks, pipes)
 
-    def _memory_floors(
-        self,
-        first: Recipe,
-        ranks: PipeRanks,
-        states: tuple[Floats, Floats],
-        keepings: Sequence[Keeping],
-        *,
-        uneven: bool,
-    ) -> Floats:
-        """Bounds on the memory of recipes of a layout with certain pipelines, see `bound_memory`."""
-        sizes = self.sizes(first)
-        whole = self._counts_of(tuple(sizes)) if uneven else None
-        return layout_memory_floors(sizes, ranks, first, states, keepings, whole=whole)
+    def _section_states(self, sizes: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
+        """Bytes of sections' parameters with gradients and state on each rank, [sections]."""
+        dense, expert = (self._state(recipe.zero, count, recipe) for count in shard_ranks(recipe))
+        return np.array([dense * size.parameters + expert * size.expert_parameters for size in sizes.values()])
 
-    def _state(self, recipe: Recipe) -> float:
-        """Bytes of a parameter with its gradient and state where they are sharded most."""
-        if self._least_state is None:
-            sharded = replace(recipe, zero=_GATHERS, whole_tensors=False)
-            self._least_state = sum(state_bytes(1.0, 1, sharded).values())
-        return self._least_state
-
-    def pipeline_memory_floors(self, recipes: Sequence[Recipe], *, uneven: bool) -> Floats:
-        """Bounds on the memory of all recipes with the pipeline ranks of one, and that gather as it does, [recipes].
-
-        It is of those that shard most of them; the recipes differ in sharding.
-        """
-        first = recipes[0]
-        ranks = self._pipe_ranks(first, first.pipeline)
-        states = np.array([self._states(recipe) for recipe in recipes])[:, :, None] * np.ones(len(ranks.sizes))
-        keeping = Keeping(first.recompute, first.offload)
-        return self._memory_floors(first, ranks, (states[:, 0], states[:, 1]), [keeping], uneven=uneven)[:, 0]
-
-    def _states(self, recipe: Recipe) -> tuple[float, float]:
-        """Bytes of a parameter with its gradient and state on each rank, and of one of experts."""
-        groups = self.groups(recipe)
-        dense, expert = (
-            sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
-        )
-        return dense, expert
+    def _state(self, zero: int, shards: int, recipe: Recipe) -> float:
+        """Bytes of a parameter with its gradient and state, sharded so; all else is alike in a search."""
+        key = (zero, shards, recipe.offload)
+        if key not in self._states:
+            sharded = replace(recipe, zero=zero, whole_tensors=False)
+            self._states[key] = sum(state_bytes(1.0, shards, sharded).values())
+        return self._states[key]
 
     def layout_floor(self, first: Recipe, most: int) -> float:
         """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
@@ -244,22 +226,23 @@ class RecipePricer:
             )
         return self._adds_faster[key]
 
-    def mean_floors(self, recipes: Sequence[Recipe]) -> Floats:
-        """Bounds on the step of recipes under any schedule, before the ends: the mean of ranks, and latency, [recipes].
+    def mean_floors(self, kinds: Sequence[Kind], pipes: PipeSet, fits: NDArray[np.bool_]) -> Floats:
+        """Bounds on the step of recipes under any schedule that fits, before the ends, see `bound_ranks`, [kinds].
 
-        With what they gather, over their pipeline ranks, of which each has whole blocks; they differ in sharding.
+        With what they gather, over their pipeline ranks. `fits`: whether each kind may have one pipeline or another of
+        that size, [kinds, pipes]; it may have one at least.
         """
+        recipes = [recipe for recipe, _ in kinds]
         first = recipes[0]
         by_zero = {recipe.zero: recipe for recipe in recipes}  # all that counts without what is gathered
         alone = {zero: self.section_floors(recipe, gathers=False) for zero, recipe in by_zero.items()}
         floors = [alone[recipe.zero] for recipe in recipes]
-        exchanges = [self.exchanges(recipe) for recipe in recipes]
-        whole = self._whole_blocks(first)
-        counts, is_whole = self._counts(first), first.pipeline == 1
-        return mean_floors(floors, exchanges, counts, whole, first, self.cluster, self.model, is_whole=is_whole)
+        exchanges = [self.exchanges(*kind) for kind in kinds]
+        turns, whole = turns_within(pipes, first.micro_batches, fits), self._whole_blocks(first)
+        return mean_floors(floors, exchanges, self._counts(first), whole, turns, first, self.cluster, self.model)
 
     def _mean_floor(self, recipe: Recipe, *, shares_blocks: bool) -> float:
-        """The same without what is gathered.
+        """The same without what is gathered, whatever fits.
 
         `shares_blocks`: over its pipeline ranks, of which each has whole blocks; without, it is that of all recipes of
         as many devices whose micro-batches take as long.
@@ -267,9 +250,8 @@ class RecipePricer:
         floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
         whole = self._whole_blocks(recipe) if shares_blocks else None
         nothing = np.zeros((2, len(counts)))
-        is_whole = shares_blocks and recipe.pipeline == 1
-        found = mean_floors([floors], [nothing], counts, whole, recipe, self.cluster, self.model, is_whole=is_whole)
-        return float(found[0])
+        turns = Turns(recipe.micro_batches / recipe.pipeline, shares_blocks and recipe.pipeline == 1)
+        return float(mean_floors([floors], [nothing], counts, whole, turns, recipe, self.cluster, self.model)[0])
 
     def _whole_blocks(self, recipe: Recipe) -> WholeBlocks | None:
         """How many blocks the fullest of its pipeline ranks have; None where there is one rank, or no block."""
@@ -277,68 +259,70 @@ class RecipePricer:
             return None
         return whole_blocks(tuple(self.sections(recipe)), self.counted.blocks, recipe.pipeline)
 
-    def exchanges(self, recipe: Recipe) -> Floats:
-        """What a micro-batch exchanges of parameters and gradients, [2, sections]."""
-        return self._gathers(recipe) if recipe.reduces_each else np.zeros((2, len(self.sections(recipe))))
+    def exchanges(self, recipe: Recipe, zero_groups: tuple[int | None, ...]) -> Floats:
+        """Least seconds in which a micro-batch gathers parameters, and again with reducing gradients, [2, sections].
 
-    def _gathers(self, recipe: Recipe) -> Floats:
-        """Seconds of gathering sections' parameters in the forward, and again with reducing after, [2, sections]."""
-        key = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
+        `zero_groups`: the sizes of groups that the recipe may shard over.
+        """
+        if not recipe.reduces_each:
+            return np.zeros((2, len(self.sections(recipe))))
+        key = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, zero_groups)
         if key not in self._sharded:
-            groups = self.groups(recipe)
-            times = [
-                sharded_time(price, recipe, groups, self.cluster, self.model)
-                for price in self.sections(recipe).values()
-            ]
-            self._sharded[key] = np.array(times).T
+            of_groups = [self._gathers(replace(recipe, zero_group=group)) for group in zero_groups]
+            self._sharded[key] = np.minimum.reduce(of_groups)
         return self._sharded[key]
 
-    def path_floors(
-        self, recipes: Sequence[Recipe], pipes: Sequence[Pipe], mask: NDArray[np.bool_] | None = None
-    ) -> Floats:
+    def _gathers(self, recipe: Recipe) -> Floats:
+        groups, sections = self.groups(recipe), self.sections(recipe).values()
+        return np.array([sharded_time(price, recipe, groups, self.cluster, self.model) for price in sections]).T
+
+    def path_floors(self, recipes: Sequence[Recipe], pipes: PipeSet, mask: NDArray[np.bool_] | None = None) -> Floats:
         """Bounds on the step of recipes that differ in sharding, with each pipeline that a mask leaves.
 
         They are those of longest paths and their ends.
         """
+        shapes = self._shapes(recipes[0], pipes)
+        return self._path_floors(recipes, shapes if mask is None else shapes.where(mask))
+
+    def recipe_floors(self, recipes: Sequence[Recipe], pipe: Pipe) -> Floats:
+        """The same of each of some recipes that differ in sharding, and whose pipeline is `pipe`, [recipes]."""
+        return self._path_floors(recipes, self._shapes(recipes[0], PipeSet([pipe])), apart=True)
+
+    def _path_floors(self, recipes: Sequence[Recipe], shapes: PipeShapes, *, apart: bool = False) -> Floats:
         recipe = recipes[0]
-        floors, shapes = self.section_floors(recipe), self._shapes(recipe, tuple(pipes))
-        shapes = shapes if mask is None else shapes.where(mask)
+        floors = self.section_floors(recipe)
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
         paths = rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
 
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
             return [self.end_work(dense, expert, tensors, each) for each in recipes]
 
-        return path_floors(floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model)
+        return path_floors(
+            floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model, apart=apart
+        )  # fmt: skip
 
     def uneven_floor(self, recipe: Recipe, pipe: Pipe) -> float:
         """Bound on the step of all recipes that gather as one does, with each pipeline of an open one."""
-        shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
+        shapes = self._shapes(recipe, PipeSet([_any_boundaries(pipe, len(self.counted.blocks))]))
         return uneven_floor(self.section_floors(recipe), shapes, recipe, self.cluster, self.model)
 
-    def uneven_memory_floor(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Bound on the memory of a recipe with each pipeline of an open one."""
-        sizes = self.sizes(recipe)
-        held = np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
-        return uneven_memory_floor(sizes, self._counts_of(tuple(sizes)), held, recipe, self.groups(recipe))
-
     def fastest_boundaries(
-        self, recipe: Recipe, pipe: Pipe, memory_limit: float, *, has_ends: bool, enough: float
+        self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, memory_limit: float, *, enough: float
     ) -> Boundaries:
-        """Bounds on the step of a recipe with each pipeline of an open one that fits, with its ends or before them.
+        """Bounds on the step of recipes that differ in sharding, with each pipeline of an open one that fits.
 
-        Of what surely takes more than `enough`, they may be before its ends.
+        `recipe` shards most of them. Of what surely takes more than `enough`, they may be before the ends.
         """
         loads, memory = self._stage_memory(recipe, pipe)
 
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
-            return [self.end_work(dense, expert, tensors, recipe)]
+            return [self.end_work(dense, expert, tensors, each) for each in shardings]
 
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
-        shapes = self._shapes(recipe, (_any_boundaries(pipe, len(self.counted.blocks)),))
+        shapes = self._shapes(recipe, PipeSet([_any_boundaries(pipe, len(self.counted.blocks))]))
         return fastest_boundaries(
             self.section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe,
-            work_of if has_ends else None, self.cluster, self.model, enough=enough,
+            work_of, self.cluster, self.model, enough=enough,
         )  # fmt: skip
 
     def smallest_boundaries(self, recipe: Recipe, pipe: Pipe) -> Boundaries:
@@ -349,8 +333,9 @@ class RecipePricer:
         """What the stages of an open pipeline may have, and bounds on the memory that takes, [ranks, loads]."""
         sizes = self.sizes(recipe)
         loads = stage_loads(tuple(sizes), self.counted.blocks)
-        held = np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
-        return loads, rank_floors(sizes, loads.counts, held[:, None], recipe, self.groups(recipe))
+        held = self._held(recipe, pipe)[:, None]
+        passing = passing_bytes(sizes, loads.counts, held, recipe)
+        return loads, whole_bytes(loads.counts @ self._section_states(sizes, recipe) + passing)
 
     def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
         """What a rank with so many parameters does once per step."""
@@ -361,10 +346,35 @@ class RecipePricer:
             self._ends[key] = end_work(dense, expert, tensors, recipe, groups, self.cluster, self.model)
         return self._ends[key]
 
-    def memory_floors(self, recipe: Recipe, pipes: Sequence[Pipe]) -> Floats:
-        """Bounds on the memory of a recipe with each of some pipelines of its size."""
-        shapes = self._shapes(recipe, tuple(pipes))
-        return memory_floors(self.sizes(recipe), shapes, recipe, self.groups(recipe))
+    def memory_floors(self, recipes: Sequence[Recipe], pipes: PipeSet) -> Floats:
+        """Bounds on the memory of recipes that differ in sharding, with each of some pipelines of their size.
+
+        Of open pipelines, on that of all of the set. [recipes, pipes].
+        """
+        first = recipes[0]
+        sizes = self.sizes(first)
+        states = np.array([self._section_states(sizes, recipe) for recipe in recipes])
+        floors = np.empty((len(recipes), len(pipes)))
+        if pipes.closed:
+            closed = self._shapes(first, pipes.closed)
+            floors[:, ~pipes.is_open] = memory_floors(closed, states, self._passing(first, closed))
+        if pipes.open:
+            held, whole = [self._held(first, pipe) for pipe in pipes.open], self._counts_of(tuple(sizes))
+            floors[:, pipes.is_open] = uneven_memory_floors(sizes, whole, np.array(held), states, first)
+        return floors
+
+    def _passing(self, recipe: Recipe, shapes: PipeShapes) -> Floats:
+        """What ranks hold but for parameters and their state, with each of some pipelines, [pipes, ranks]."""
+        key = (_layout_of(recipe), recipe.recompute, recipe.offload, shapes.pipes)
+        if key not in self._beside_state:
+            held = held_by(shapes.pipes, recipe.micro_batches)
+            self._beside_state[key] = passing_bytes(self.sizes(recipe), shapes.counts, held, recipe)
+        return self._beside_state[key]
+
+    @staticmethod
+    def _held(recipe: Recipe, pipe: Pipe) -> Floats:
+        """Micro-batches that ranks with one stage each hold at their peak, [ranks]."""
+        return np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
 
     def section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
         """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
@@ -411,7 +421,7 @@ class RecipePricer:
         """A group of one rank."""
         return recipe_groups(Recipe(data=self.cluster.size), self.cluster).tensor
 
-    def _shapes(self, recipe: Recipe, pipes: tuple[Pipe, ...]) -> PipeShapes:
+    def _shapes(self, recipe: Recipe, pipes: PipeSet) -> PipeShapes:
         """Where sections lie in pipelines."""
         return pipe_shapes(tuple(self.sections(recipe)), self.counted.blocks, pipes)
 

@@ -33,13 +33,20 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import combinations_with_replacement, pairwise, product
+from itertools import compress, product
 from typing import Any, NamedTuple
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import RECOMPUTE, Recipe
-from cost_models.schedule_orders import admits, stage_ranks
-from passes.recipes.pipeline_stages import even_blocks, island_blocks, name_of_schedule
+from passes.recipe_search.known_pipes import (
+    Pipe,
+    PipeSet,
+    Share,
+    even_ways,
+    island_pipes,
+    island_shares,
+    known_pipes,
+)
 from passes.sections.price_model import CountedModel, RecipeKind
 
 SEARCHED = (
@@ -47,12 +54,6 @@ SEARCHED = (
     "virtual_stages", "split_ends", "stage_blocks", "micro_batch", "recompute", "offload", "zero", "zero_group",
 )  # fmt: skip
 """The fields of a recipe that the space chooses."""
-
-_MOST_WAYS = 1000
-"""Where there are more ways to share blocks out over stages, they are shared out evenly."""
-
-Share = tuple[int, ...]
-"""How many blocks each island has."""
 
 Only = Mapping[str, Collection[object]]
 """Fields and the values that they may have."""
@@ -87,38 +88,6 @@ class Keeping(NamedTuple):
 
 
 KEEPINGS = tuple(Keeping(recompute, offload) for offload in ("none", "activations") for recompute in RECOMPUTE)
-
-
-class Pipe(NamedTuple):
-    """A pipeline, or a set of them; `schedule` is "" for a single rank.
-
-    `uneven`: blocks are shared out in another way than evenly, to each stage as many as `stage_blocks` says; where that
-    is shorter than the pipeline, this is the set of all pipelines that begin so.
-    """
-
-    pipeline: int = 1
-    schedule: str = ""
-    virtual_stages: int = 1
-    split_ends: bool = False
-    uneven: bool = False
-    stage_blocks: tuple[int, ...] = ()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this is a set of pipelines."""
-        return self.uneven and len(self.stage_blocks) < self.pipeline
-
-
-class Pipes(NamedTuple):
-    """Pipelines of a number of ranks: `closed`, one each, and `open`, sets of them."""
-
-    closed: tuple[Pipe, ...]
-    open: tuple[Pipe, ...]
-
-
-def schedule_of(pipe: Pipe) -> str:
-    """The name of a pipeline's schedule in `cost_models.schedule_orders`."""
-    return name_of_schedule(pipe.schedule or None, pipe.virtual_stages)
 
 
 class Sharding(NamedTuple):
@@ -157,7 +126,7 @@ class RecipeSpace:
     islands: tuple[int, ...] = ()
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
-    _by_ranks: dict[tuple[int, int, Share], Pipes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _allowed: dict[PipeSet, PipeSet] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_replicas: dict[int, tuple[Sharding, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -250,35 +219,33 @@ class RecipeSpace:
     def _island_ranks(self, ranks: int) -> tuple[int, ...]:
         return tuple(size * ranks // self.devices for size in self.islands)
 
-    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> Pipes:
+    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> PipeSet:
         """Pipelines of so many ranks, whose islands have such shares of the blocks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
-        key = (ranks, micro_batches, share)
-        if key not in self._by_ranks:
-            self._by_ranks[key] = self._allowed_pipes(*key)
-        return self._by_ranks[key]
-
-    def _allowed_pipes(self, ranks: int, micro_batches: int, share: Share) -> Pipes:
         known = self._known_pipes(ranks, micro_batches, share)
+        if known not in self._allowed:
+            self._allowed[known] = self._allowed_of(known)
+        return self._allowed[known]
+
+    def _allowed_of(self, known: PipeSet) -> PipeSet:
+        """Those of some pipelines that no restriction forbids; the same set where it forbids none."""
         schedules = {each for each in {pipe.schedule for pipe in known} if self._allows("schedule", each or None)}
         virtual = {each for each in {pipe.virtual_stages for pipe in known} if self._allows("virtual_stages", each)}
         splits = {each for each in (False, True) if self._allows("split_ends", each)}
         kinds = {False: self._allows("stage_blocks", None), True: self.has_uneven}
-        allowed = [
-            pipe
-            for pipe in known
-            if pipe.schedule in schedules
+        is_allowed = [
+            pipe.schedule in schedules
             and pipe.virtual_stages in virtual
             and pipe.split_ends in splits
             and kinds[pipe.uneven]
+            for pipe in known
         ]
-        closed, several = (tuple(pipe for pipe in allowed if pipe.is_open is each) for each in (False, True))
-        return Pipes(closed, several)
+        return known if all(is_allowed) else PipeSet(compress(known, is_allowed))
 
-    def _known_pipes(self, ranks: int, micro_batches: int, share: Share) -> tuple[Pipe, ...]:
+    def _known_pipes(self, ranks: int, micro_batches: int, share: Share) -> PipeSet:
         if self.islands:
             return island_pipes(self._island_ranks(ranks), micro_batches, share)
-        return _pipes(ranks, micro_batches, len(self.counted.blocks))
+        return known_pipes(ranks, micro_batches, len(self.counted.blocks))
 
     @property
     def has_uneven(self) -> bool:
@@ -292,7 +259,7 @@ class RecipeSpace:
         least, most = min(stage, after, 1), left - max(0, after - 1)
         counts = range(least, most + 1) if after else (left,)
         found = [pipe._replace(stage_blocks=(*pipe.stage_blocks, count)) for count in counts]
-        even = _even(blocks, pipe.pipeline)
+        even = even_ways(blocks, pipe.pipeline)
         return [
             each
             for each in found
@@ -362,7 +329,7 @@ class RecipeSpace:
             for layout in layouts:
                 for keeping, ranks in product(self.keepings(layout), self.pipelines(layout)):
                     shares = self.shares(ranks)
-                    known = (pipe for share in shares for pipes in self.pipes(layout, ranks, share) for pipe in pipes)
+                    known = (pipe for share in shares for pipe in self.pipes(layout, ranks, share))
                     pipes = (each for pipe in known for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
                         yield self.recipe(layout, keeping, pipe, sharding)
@@ -372,92 +339,6 @@ class RecipeSpace:
 def _fields_of(recipe: Recipe) -> Mapping[str, Any]:
     """The fields of a recipe by name: of those that have them alike, `dataclasses.replace` asks for each again."""
     return {item.name: getattr(recipe, item.name) for item in fields(recipe)}
-
-
-@lru_cache(maxsize=4096)
-def _pipes(ranks: int, micro_batches: int, blocks: int) -> tuple[Pipe, ...]:
-    """Pipelines of so many ranks whose schedule admits so many micro-batches."""
-    if ranks == 1:
-        return (Pipe(),)
-    found: list[Pipe] = []
-    least = dict(reversed(schedules(2)))
-    runs = {
-        schedule
-        for schedule, virtual in least.items()
-        if admits(name_of_schedule(schedule, virtual), ranks, micro_batches, virtual)
-    }  # with more virtual stages, too
-    for split_ends in (False, True):
-        most = (blocks + 2 * split_ends) // ranks
-        known = [(schedule, virtual) for schedule, virtual in schedules(most) if schedule in runs and virtual <= most]
-        found += [Pipe(ranks, schedule, virtual, split_ends) for schedule, virtual in known]
-    if may_be_uneven(blocks, ranks):
-        known = ("gpipe", "1f1b", "zero-bubble")
-        pipes = [Pipe(ranks, schedule, uneven=True) for schedule in known]
-        found += [pipe for pipe in pipes if admits(schedule_of(pipe), ranks, micro_batches)]
-    return tuple(found) if blocks else ()
-
-
-def schedules(most: int) -> list[tuple[str, int]]:
-    """Schedules with their virtual stages, to so many."""
-    shapes = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
-    shapes += [("interleaved-1f1b", virtual) for virtual in range(2, most + 1)]
-    return shapes + [("zero-bubble", virtual) for virtual in range(1, most + 1)]
-
-
-@lru_cache(maxsize=256)
-def island_shares(blocks: int, ranks: tuple[int, ...]) -> tuple[Share, ...]:
-    """All ways to share blocks out over islands with so many pipeline ranks, of which all but the ends have one."""
-    last = len(ranks) - 1
-    least = [count - (place in (0, last)) for place, count in enumerate(ranks)]
-    free = blocks - sum(least)
-    if free < 0:
-        return ()
-    cuts = (
-        pairwise((0, *inner, free)) for inner in combinations_with_replacement(range(free + 1), last)
-    )  # what each has over its least
-    return tuple(tuple(low + after - before for low, (before, after) in zip(least, cut, strict=True)) for cut in cuts)
-
-
-@lru_cache(maxsize=4096)
-def island_pipes(ranks: tuple[int, ...], micro_batches: int, share: Share) -> tuple[Pipe, ...]:
-    """Pipelines over islands with so many ranks, whose schedule admits so many micro-batches, by the islands' blocks.
-
-    Names for the same thing are left out.
-    """
-    total, blocks = sum(ranks), sum(share)
-    of_ranks = [place for place, count in enumerate(ranks) for _ in range(count)]
-    found: dict[Pipe, None] = {}
-    for split_ends in (False, True):
-        for schedule, virtual in schedules((blocks + 2) // total):
-            name = name_of_schedule(schedule, virtual)
-            if not admits(name, total, micro_batches, virtual):
-                continue
-            owners = [of_ranks[rank] for rank in stage_ranks(name, total, virtual)]
-            counts = island_blocks(owners, share, split_ends=split_ends)
-            if all(counts[1:-1]) and min(counts) >= 0:
-                found[_named(schedule, total, virtual, counts)] = None
-    return tuple(found)
-
-
-def _named(schedule: str, ranks: int, virtual: int, counts: tuple[int, ...]) -> Pipe:
-    """The pipeline whose stages have so many blocks."""
-    blocks, stages = sum(counts), ranks * virtual
-    for split_ends in (False, True):
-        if stages <= blocks + 2 * split_ends and counts == even_blocks(blocks, stages, split_ends=split_ends):
-            return Pipe(ranks, schedule, virtual, split_ends)
-    return Pipe(ranks, schedule, virtual, uneven=True, stage_blocks=counts)
-
-
-def may_be_uneven(blocks: int, ranks: int) -> bool:
-    """Whether blocks may be shared out unevenly: on two ranks or more, all but the ends with a block, in few ways."""
-    return ranks > 1 and 0 < math.comb(blocks + 1, ranks - 1) <= _MOST_WAYS
-
-
-@lru_cache(maxsize=1024)
-def _even(blocks: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """How blocks are shared out evenly: what has no need of `stage_blocks`."""
-    kinds = [split_ends for split_ends in (False, True) if stages <= blocks + 2 * split_ends]
-    return tuple(even_blocks(blocks, stages, split_ends=split_ends) for split_ends in kinds)
 
 
 @lru_cache(maxsize=1024)

@@ -6,16 +6,15 @@ for the time of a step under a memory limit (`recipe_objectives.Fastest`; bounds
 1. a layout and what is recomputed or offloaded: the mean of ranks, or a micro-batch's latency, without sharding or
    ends; left out unpriced where the stages of a full rank exceed the memory limit with any pipeline
    (`passes.recipe_search.bound_memory`);
-2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 and -3, over which group): the mean
-   again, with that, or what the fullest rank takes as each has whole blocks; left out where its stages, with that
-   sharding, exceed the limit;
+2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 or -3, then over which group): the mean
+   again, with that, or what the fullest rank takes as each has whole blocks; so much longer where all schedules whose
+   stages, with that sharding, do not exceed the limit leave ranks idle; left out where there are none;
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
    those and the micro-batches that it holds do. Where blocks are not shared out evenly, the least of all ways
-   (`passes.recipe_search.bound_boundaries`);
+   (`passes.recipe_search.bound_boundaries`), then with the blocks of each stage, one stage after the other;
 4. with the sharding, one recipe: the same with its own ends; left out if its memory exceeds the limit, which is
    exact: the micro-batches that a schedule holds do not depend on times;
-5. where blocks are not shared out evenly, with the blocks of each stage, one stage after the other;
-6. priced (`passes.recipes.price_recipe`).
+5. priced (`passes.recipes.price_recipe`).
 
 The node with the lowest bound is split next, and in turn the deepest one, for a recipe to show soon. Once a priced
 recipe has the lowest bound it is the best. Of equal ones it is the one with the least memory, then the first in a fixed
@@ -38,13 +37,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
+from passes.recipe_search.known_pipes import Pipe, Share
 from passes.recipe_search.recipe_objectives import Objective
-from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, Pipe, RecipeSpace, Sharding, Share
+from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, RecipeSpace, Sharding
 from passes.solver.one_thread import one_blas_thread
 
 
@@ -122,8 +123,9 @@ def search_recipes(
 class _Node:
     """A set of recipes: as much of the choice as is made.
 
-    `exchanges`: ZeRO-2 or -3, None where it is neither; `share`: blocks of each island; `others`: shares that are no
-    better, by rising bound, opened when this one is split; `boundaries`: of an open pipeline, once they are bounded.
+    `exchanges`: ZeRO-2 or -3, None where it is neither; that which shards most of `kind`, over groups of one size or
+    another; `share`: blocks of each island; `others`: shares that are no better, by rising bound, opened when this one
+    is split; `boundaries`: of an open pipeline, once they are bounded.
     """
 
     branch: Branch
@@ -131,6 +133,7 @@ class _Node:
     keeping: Keeping
     ranks: int = 0
     exchanges: Sharding | None = None
+    kind: tuple[Sharding, ...] = ()
     share: Share = ()
     others: tuple[tuple[float, Share], ...] = ()
     pipe: Pipe | None = None
@@ -274,27 +277,40 @@ class _Search:
         """Open a node's children."""
         if not node.ranks:
             self._split_layout(node)
+        elif len(node.kind) > 1:
+            self._split_kind(node)
         elif node.pipe is None:
             self._open_share(node, node.others)
             self._split_pipeline(bound, replace(node, others=()))
-        elif node.is_uneven:
-            self._split_boundaries(bound, node)
+        elif node.pipe.is_open:
+            self._split_boundaries(bound, node, node.pipe)
         elif node.sharding is None:
-            for child in self._sharded(node):
-                self._push(node.branch.objective.recipe(self._recipe(child), node.pipe), child)
+            self._split_shardings(bound, node, node.pipe)
         else:
             self._price(node)
 
     def _split_layout(self, node: _Node) -> None:
-        space, objective = node.branch.space, node.branch.objective
+        space = node.branch.space
         for ranks in space.pipelines(node.layout):
             shares = self._promising_shares(replace(node, ranks=ranks))
             shardings = space.shardings(node.layout, ranks) if shares else []
-            kinds = dict.fromkeys(_exchanges(sharding) for sharding in shardings)
-            children = [replace(node, ranks=ranks, exchanges=exchanges) for exchanges in kinds]
-            known = objective.pipelines([self._recipe(child) for child in children], shares) if children else ()
-            for child, bounds in zip(children, known, strict=True):
-                self._open_share(child, sorted(zip(bounds, shares, strict=True)))
+            self._open_kinds(replace(node, ranks=ranks), _kinds(shardings), shares)
+
+    def _split_kind(self, node: _Node) -> None:
+        """Open each of the ways to exchange shards that a node leaves open."""
+        self._open_share(node, node.others)
+        self._open_kinds(replace(node, others=()), [(sharding,) for sharding in node.kind], [node.share])
+
+    def _open_kinds(self, node: _Node, kinds: Sequence[tuple[Sharding, ...]], shares: Sequence[Share]) -> None:
+        """Open a node with each kind of exchanges: as one or another of some shardings, or, without any, none."""
+        if not (kinds and shares):
+            return
+        children = [replace(node, kind=kind, exchanges=_most_sharded(kind) if kind else None) for kind in kinds]
+        asked = [(self._recipe(child), tuple(item.group or None for item in child.kind)) for child in children]
+        pipes_of = partial(node.branch.space.pipes, node.layout, node.ranks)
+        known = node.branch.objective.pipelines(asked, shares, pipes_of)
+        for child, bounds in zip(children, known, strict=True):
+            self._open_share(child, sorted(zip(bounds, shares, strict=True)))
 
     def _promising_shares(self, node: _Node) -> list[Share]:
         """Shares of the blocks with which a node's pipeline ranks may be no worse than the best recipe."""
@@ -312,7 +328,8 @@ class _Search:
 
     def _split_pipeline(self, bound: float, node: _Node) -> None:
         objective, recipe = node.branch.objective, self._recipe(node)
-        closed, several = node.branch.space.pipes(node.layout, node.ranks, node.share)
+        pipes = node.branch.space.pipes(node.layout, node.ranks, node.share)
+        closed = pipes.closed
         if closed:
             shardings = (self._recipe(child) for child in self._sharded(node))
             bounds = objective.schedules(recipe, shardings, closed)
@@ -321,37 +338,26 @@ class _Search:
             self.nodes += len(closed) - len(hopeful)
             for pipe_bound, pipe in hopeful:
                 self._push(pipe_bound, node, pipe=pipe)
-        for pipe in several:
-            self._push(max(bound, objective.uneven(recipe, pipe)), node, pipe=pipe)
+        for least, pipe in zip(objective.uneven(recipe, pipes.open), pipes.open, strict=True):
+            self._push(max(bound, least), node, pipe=pipe)
 
-    def _split_boundaries(self, bound: float, node: _Node) -> None:
-        """Open a set of pipelines with each sharding, then with the blocks of one stage after the other."""
-        assert node.pipe is not None, "an open pipeline"
-        if not node.pipe.is_open:
-            self._price(node)
-        elif node.boundaries is None:
-            self._bound_boundaries(bound, node, node.pipe, has_ends=False)
-        elif node.sharding is None:
-            for child in self._sharded(node):
-                self._bound_boundaries(bound, child, node.pipe, has_ends=True)
-        else:
-            self._split_stage(bound, node, node.pipe)
-
-    def _bound_boundaries(self, bound: float, node: _Node, pipe: Pipe, *, has_ends: bool) -> None:
-        recipe = self._recipe(node)
-        boundaries = node.branch.objective.boundaries(recipe, pipe, has_ends=has_ends, enough=self._enough)
-        self._push(max(bound, boundaries.floor), node, boundaries=boundaries)
-
-    def _split_stage(self, bound: float, node: _Node, open_pipe: Pipe) -> None:
-        assert node.boundaries is not None, "the sharding is chosen"
+    def _split_boundaries(self, bound: float, node: _Node, open_pipe: Pipe) -> None:
+        """Bound the parts of a set of pipelines, then open it with the blocks of one stage after the other."""
+        if node.boundaries is None:
+            shardings = [self._recipe(child) for child in self._sharded(node)]
+            found = node.branch.objective.boundaries(self._recipe(node), shardings, open_pipe, enough=self._enough)
+            self._push(max(bound, found.floor), node, boundaries=found)
+            return
         bounds = node.boundaries.next_stage(open_pipe.stage_blocks)
         for pipe in node.branch.space.next_stages(open_pipe):
-            least = max(bound, float(bounds[pipe.stage_blocks[-1]]))
-            if pipe.is_open or self._is_hopeless(least):
-                self._push(least, node, pipe=pipe)
-            else:
-                child = replace(node, pipe=pipe)
-                self._push(max(least, node.branch.objective.recipe(self._recipe(child), pipe)), child)
+            self._push(max(bound, float(bounds[pipe.stage_blocks[-1]])), node, pipe=pipe)
+
+    def _split_shardings(self, bound: float, node: _Node, pipe: Pipe) -> None:
+        children = self._sharded(node)
+        recipes = [self._recipe(child) for child in children]
+        bounds = node.branch.objective.recipes(recipes, pipe, enough=self._enough)
+        for child, least in zip(children, bounds, strict=True):
+            self._push(max(bound, least), child)
 
     def _sharded(self, node: _Node) -> list[_Node]:
         """A node with each sharding that it may have."""
@@ -404,6 +410,18 @@ class _Search:
 def _exchanges(sharding: Sharding) -> Sharding | None:
     """What decides the exchanges of each micro-batch."""
     return sharding if sharding.zero >= 2 else None
+
+
+def _kinds(shardings: Sequence[Sharding]) -> list[tuple[Sharding, ...]]:
+    """Shardings that exchange for each micro-batch, by their ZeRO stage; an empty kind where others do not."""
+    stages = dict.fromkeys(item.zero for item in shardings if _exchanges(item))
+    silent = [()] if any(_exchanges(item) is None for item in shardings) else []
+    return [*silent, *(tuple(item for item in shardings if item.zero == zero) for zero in stages)]
+
+
+def _most_sharded(kind: Sequence[Sharding]) -> Sharding:
+    """That of shardings of one ZeRO stage whose groups are largest."""
+    return max(kind, key=lambda sharding: sharding.group or math.inf)
 
 
 def _any_pipe(ranks: int) -> Pipe:

@@ -6,18 +6,21 @@ The first stage also has what comes before the blocks, the last what comes after
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import most_in_flight, stage_ranks
-from cost_models.schedule_times import pipeline_times
+from cost_models.schedule_times import pipeline_time, pipeline_times
 from cost_models.stages import Pipeline, StageTimes
 from passes.sections.fold_program import AFTER, BEFORE
+
+Found = TypeVar("Found")
 
 _SCHEDULES = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
@@ -148,10 +151,22 @@ def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, flo
         RecipeError: the schedule does not take so many micro-batches or virtual stages.
     """
     if recipe.pipeline == 1:
+        return stages_time(stages, recipe), 0.0, (1.0,)
+    return _pipeline_of(stages, recipe, _run_pipeline)
+
+
+def stages_time(stages: Sequence[StageTimes], recipe: Recipe) -> float:
+    """Seconds of the pipeline alone; see `run_stages`."""
+    if recipe.pipeline == 1:
         (only,) = stages
-        return recipe.micro_batches * (only.forward_s + only.backward_s), 0.0, (1.0,)
+        return recipe.micro_batches * (only.forward_s + only.backward_s)
+    return _pipeline_of(stages, recipe, _pipeline_time)
+
+
+def _pipeline_of(stages: Sequence[StageTimes], recipe: Recipe, asked: Callable[[Pipeline], Found]) -> Found:
+    """What is asked of a recipe's pipeline. Raises RecipeError, see `run_stages`."""
     try:
-        return _run_pipeline(
+        return asked(
             Pipeline(
                 schedule_name(recipe),
                 tuple(stages),
@@ -162,6 +177,9 @@ def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, flo
         )
     except CostArgumentError as error:
         raise RecipeError(f"pipeline={recipe.pipeline}, virtual_stages={recipe.virtual_stages}: {error}") from error
+
+
+_pipeline_time = lru_cache(maxsize=4096)(pipeline_time)
 
 
 @lru_cache(maxsize=4096)

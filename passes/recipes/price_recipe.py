@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from autoshard.ir.recipe import Recipe
@@ -23,7 +24,7 @@ from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from cost_models.step import StepModel
-from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, run_stages
+from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, run_stages, stages_time
 from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times
 from passes.recipes.price_memory import block_bytes
 from passes.recipes.price_phases import PhaseTime, phase_time
@@ -199,11 +200,27 @@ def step_price(
     model: StepModel,
 ) -> StepPrice:
     """The time of a step; on a device with a power limit, at the clock that the step leaves products."""
-    first = _step_price(sections, stages, recipe, groups, cluster, model)
-    if cluster.device.matmul.units == 1:
-        return first
-    duty = min(1.0, products_time(sections, stages, recipe, model) / first.time_s)
-    return _step_price(sections, stages, recipe, groups, cluster, model.at_speed(power_limit().speed(duty)))
+    return _at_its_clock(_Step(sections, stages, recipe, groups, cluster, model)).price()
+
+
+def step_time(
+    sections: Mapping[str, SectionPrice],
+    stages: Sequence[Stage],
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+) -> float:
+    """The same without where it goes: seconds."""
+    return _at_its_clock(_Step(sections, stages, recipe, groups, cluster, model)).time_s()
+
+
+def _at_its_clock(step: _Step) -> _Step:
+    if step.cluster.device.matmul.units == 1:
+        return step
+    products_s = products_time(step.sections, step.stages, step.recipe, step.model)
+    speed = power_limit().speed(min(1.0, products_s / step.time_s()))
+    return replace(step, model=step.model.at_speed(speed))
 
 
 def products_time(
@@ -227,42 +244,79 @@ def section_products(price: SectionPrice, recipe: Recipe, model: StepModel, *, i
     return seconds(price.forward.busy), seconds(price.backward.busy) + recomputed
 
 
-def _step_price(
-    sections: Mapping[str, SectionPrice],
-    stages: Sequence[Stage],
-    recipe: Recipe,
-    groups: Groups,
-    cluster: Cluster,
-    model: StepModel,
-) -> StepPrice:
-    times = {
-        name: section_time(price, recipe, groups, cluster, model, is_block=name not in (BEFORE, AFTER))
-        for name, price in sections.items()
-    }
-    send_s = send_time(sections, recipe, groups, model)
-    of_kinds = {stage: stage_times(stage, times, recipe, send_s) for stage in dict.fromkeys(stages)}
-    pipe_s, bubble_s, in_flight = run_stages([of_kinds[stage] for stage in stages], recipe)
-    ranks = rank_sections(stages, recipe)
-    kinds = [dict(kind) for kind in dict.fromkeys(tuple(counts.items()) for counts in ranks)]
-    ends = [end_times(load_of(counts, sections, times), recipe, groups, cluster, model) for counts in kinds]
-    end = max(ends, key=lambda parts: sum(parts.values()))
-    total = pipe_s + sum(end.values()) + model.step_overhead_s
-    breakdown: dict[str, float] = {}
-    for name, time in times.items():
-        count = sum(counts.get(name, 0) for counts in ranks)
-        for axis, value in time.communication.items():
-            key = f"communication over {axis}"
-            breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
-    if bubble_s:
-        breakdown["pipeline bubble"] = bubble_s
-    sends = 2 * send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
-    if sends and not recipe.overlap_pipeline:
-        breakdown["communication over pipeline"] = min(sends, max(0.0, pipe_s - bubble_s))
-    breakdown |= {name: value for name, value in end.items() if value}
-    if model.step_overhead_s:
-        breakdown["overhead"] = model.step_overhead_s
-    compute = total - sum(breakdown.values())
-    return StepPrice(total, {"compute": compute, **breakdown}, in_flight)
+@dataclass(frozen=True)
+class _Step:
+    """A step at one clock, found as far as it is asked for."""
+
+    sections: Mapping[str, SectionPrice]
+    stages: Sequence[Stage]
+    recipe: Recipe
+    groups: Groups
+    cluster: Cluster
+    model: StepModel
+
+    def time_s(self) -> float:
+        """Seconds of the step."""
+        return self._total(stages_time(self.stage_times, self.recipe))
+
+    def price(self) -> StepPrice:
+        """The step, and where its time goes."""
+        recipe, send_s = self.recipe, self.send_s
+        pipe_s, bubble_s, in_flight = run_stages(self.stage_times, recipe)
+        breakdown: dict[str, float] = {}
+        for name, time in self.times.items():
+            count = sum(counts.get(name, 0) for counts in self.ranks)
+            for axis, value in time.communication.items():
+                key = f"communication over {axis}"
+                breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
+        if bubble_s:
+            breakdown["pipeline bubble"] = bubble_s
+        sends = 2 * send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
+        if sends and not recipe.overlap_pipeline:
+            breakdown["communication over pipeline"] = min(sends, max(0.0, pipe_s - bubble_s))
+        breakdown |= {name: value for name, value in self.end.items() if value}
+        if self.model.step_overhead_s:
+            breakdown["overhead"] = self.model.step_overhead_s
+        total = self._total(pipe_s)
+        compute = total - sum(breakdown.values())
+        return StepPrice(total, {"compute": compute, **breakdown}, in_flight)
+
+    def _total(self, pipe_s: float) -> float:
+        return pipe_s + sum(self.end.values()) + self.model.step_overhead_s
+
+    @cached_property
+    def times(self) -> Mapping[str, SectionTime]:
+        """What sections take."""
+        parts = (self.recipe, self.groups, self.cluster, self.model)
+        return {
+            name: section_time(price, *parts, is_block=name not in (BEFORE, AFTER))
+            for name, price in self.sections.items()
+        }
+
+    @cached_property
+    def send_s(self) -> float:
+        """Seconds of a hand-over."""
+        return send_time(self.sections, self.recipe, self.groups, self.model)
+
+    @cached_property
+    def stage_times(self) -> Sequence[StageTimes]:
+        """What each stage takes for a micro-batch."""
+        kinds = dict.fromkeys(self.stages)
+        known = {stage: stage_times(stage, self.times, self.recipe, self.send_s) for stage in kinds}
+        return [known[stage] for stage in self.stages]
+
+    @cached_property
+    def ranks(self) -> Sequence[Mapping[str, int]]:
+        """How often each pipeline rank has each section."""
+        return rank_sections(self.stages, self.recipe)
+
+    @cached_property
+    def end(self) -> Mapping[str, float]:
+        """What the rank that takes longest does once per step."""
+        kinds = [dict(kind) for kind in dict.fromkeys(tuple(counts.items()) for counts in self.ranks)]
+        loads = [load_of(counts, self.sections, self.times) for counts in kinds]
+        ends = [end_times(load, self.recipe, self.groups, self.cluster, self.model) for load in loads]
+        return max(ends, key=lambda parts: sum(parts.values()))
 
 
 def stage_times(stage: Stage, times: Mapping[str, SectionTime], recipe: Recipe, send_s: float) -> StageTimes:

@@ -54,8 +54,7 @@ def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
             f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
             f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}."
         )
-    replicas = recipe.replicas
-    shards = recipe.zero_group or replicas
+    replicas, (shards, expert_shards) = recipe.replicas, shard_ranks(recipe)
 
     def along(inner: int, size: int) -> GroupLinks:
         """A group of `size` ranks, `inner` apart."""
@@ -70,9 +69,14 @@ def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
         replicas=along(tensor, replicas),
         zero=along(tensor, shards),
         outer=along(tensor * shards, replicas // shards),
-        expert_replicas=along(recipe.expert_tensor * recipe.expert, recipe.expert_ranks // recipe.expert),
+        expert_replicas=along(recipe.expert_tensor * recipe.expert, expert_shards),
         neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
     )
+
+
+def shard_ranks(recipe: Recipe) -> tuple[int, int]:
+    """Over how many ranks ZeRO shards what is not experts', and theirs."""
+    return recipe.zero_group or recipe.replicas, recipe.expert_ranks // recipe.expert
 
 
 def traffic_time(item: Traffic, recipe: Recipe, groups: Groups, model: StepModel) -> float:

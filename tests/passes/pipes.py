@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard import Recipe
-from passes.recipe_search.recipe_space import Pipe
+from passes.recipe_search.known_pipes import Pipe
 
 
 def recipe_of(pipe: Pipe, micro_batches: int) -> Recipe:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
 from passes.recipe_search.bound_boundaries import Costs, StageLoads, stage_loads
+from passes.recipe_search.known_pipes import Pipe, PipeSet
 from passes.recipe_search.recipe_pricer import RecipePricer
-from passes.recipe_search.recipe_space import Pipe, RecipeSpace
+from passes.recipe_search.recipe_space import RecipeSpace
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import priced_sparse
@@ -115,18 +116,19 @@ def test_no_way_to_share_blocks_out_is_below_its_bounds(
     priced = {pipe: replace(recipe, stage_blocks=pipe.stage_blocks) for pipe in space.closed(start)}
     times = {pipe: pricer.time_s(each) for pipe, each in priced.items()}
     sizes = {pipe: pricer.memory_bytes(each) for pipe, each in priced.items()}
-    assert pricer.pipeline_memory_floors([recipe], uneven=True)[0] <= min(sizes.values())
-    assert pricer.uneven_memory_floor(recipe, start) <= min(sizes.values())
+    assert pricer.memory_floors([recipe], PipeSet([start]))[0, 0] <= min(sizes.values())
     assert pricer.uneven_floor(recipe, start) <= min(times.values())
     limit = data.draw(st.sampled_from([*sizes.values(), math.inf]))
     fits = [pipe for pipe, size in sizes.items() if size <= limit]
     enough = data.draw(st.sampled_from([*times.values(), math.inf]))
-    before_ends = pricer.fastest_boundaries(recipe, start, limit, has_ends=False, enough=enough).floor
+    shardings = [recipe, *([replace(recipe, zero=1 - recipe.zero)] if recipe.zero < 2 else [])]
     fastest, smallest = (
-        pricer.fastest_boundaries(recipe, start, limit, has_ends=True, enough=enough),
+        pricer.fastest_boundaries(
+            recipe, data.draw(st.sampled_from([[recipe], shardings])), start, limit, enough=enough
+        ),
         pricer.smallest_boundaries(recipe, start),
     )
-    assert before_ends <= fastest.floor <= min(times[pipe] for pipe in fits)
+    assert fastest.floor <= min(times[pipe] for pipe in fits)
     assert smallest.floor <= min(sizes.values())
     for pipe in priced:
         for stage, count in enumerate(pipe.stage_blocks):

@@ -13,8 +13,8 @@ from autoshard import Cluster, Recipe
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from passes.recipe_search.bound_recipes import SectionFloors, rank_paths, step_floors
+from passes.recipe_search.known_pipes import Pipe, known_pipes
 from passes.recipe_search.pipe_shapes import pipe_shapes
-from passes.recipe_search.recipe_space import Pipe, _pipes
 from passes.recipes.pipeline_stages import cuts_backward, run_stages, share_out
 from passes.sections.fold_program import AFTER, BEFORE
 from tests.passes.pipes import recipe_of
@@ -28,7 +28,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
     """A pipeline, blocks of two kinds, micro-batches."""
     ranks, micro_batches = draw(st.integers(2, 4)), draw(st.integers(1, 24))
     blocks = draw(st.lists(st.sampled_from(["a", "b"]), min_size=ranks, max_size=9))
-    pipe = draw(st.sampled_from(_pipes(ranks, micro_batches, len(blocks))))
+    pipe = draw(st.sampled_from(known_pipes(ranks, micro_batches, len(blocks))))
     if pipe.is_open:
         cuts = sorted(draw(st.lists(st.integers(0, len(blocks)), min_size=ranks - 1, max_size=ranks - 1)))
         pipe = pipe._replace(stage_blocks=tuple(np.diff([0, *cuts, len(blocks)]).tolist()))
@@ -45,7 +45,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     forward, backward, cutting = (np.array(seconds[begin : begin + 4]) for begin in (0, 4, 8))
     send_s = seconds[12]
     zeros = np.zeros(4)
-    floors = SectionFloors(forward, backward, zeros, zeros, backward / 2, cutting, *[zeros] * 5)
+    floors = SectionFloors(forward, backward, zeros, zeros, backward / 2, cutting, *[zeros] * 5, gain_rate=0.0)
     shapes = pipe_shapes(NAMES, tuple(blocks), (pipe,))
     found = rank_paths(floors, shapes, micro_batches, send_s, overlaps=overlaps).floor(np.zeros(1))[0]
     recipe = replace(recipe_of(pipe, micro_batches), overlap_pipeline=overlaps)
@@ -62,7 +62,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
 def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
     forward, zeros = np.array([0.0, 1, 0]), np.zeros(3)
-    floors = SectionFloors(forward, 2 * forward, zeros, zeros, forward, *[zeros] * 6)
+    floors = SectionFloors(forward, 2 * forward, zeros, zeros, forward, *[zeros] * 6, gain_rate=0.0)
     shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 3, (Pipe(3, "1f1b"), Pipe(3, "zero-bubble")))
     paths = rank_paths(floors, shapes, 6, 0.0, overlaps=True)
     assert paths.floor(np.zeros(1)).tolist() == [24.0, 20.0]
@@ -90,7 +90,7 @@ def test_a_fuller_first_rank_waits_for_the_way_of_the_first_and_the_last_micro_b
     """Two stages of 1 + 2 seconds, the first with 0.2 more, six micro-batches: 2 (1 + 1) + 5 times 3.2, of 20.1."""
     forward, zeros = np.array([0.1, 1, 0]), np.zeros(3)
     late = np.array([0.0, 1, 0])
-    floors = SectionFloors(forward, forward + late, zeros, zeros, late, *[zeros] * 6)
+    floors = SectionFloors(forward, forward + late, zeros, zeros, late, *[zeros] * 6, gain_rate=0.0)
     shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 2, (Pipe(2, "zero-bubble"),))
     found = rank_paths(floors, shapes, 6, 0.0, overlaps=True).seconds[0]
     stages = [StageTimes(1.1, 1.1, 1.0), StageTimes(1.0, 1.0, 1.0)]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.schedule_orders import admits, stage_ranks
+from passes.recipe_search.known_pipes import Pipe, known_pipes, schedule_of, schedules
 from passes.recipe_search.pipe_shapes import held_by, pipe_shapes
-from passes.recipe_search.recipe_space import Pipe, _pipes, schedule_of, schedules
 from passes.recipes.pipeline_stages import cuts_backward, in_flight, rank_sections, schedule_name, share_out
 from passes.sections.fold_program import AFTER, BEFORE
 from tests.passes.pipes import recipe_of
@@ -23,7 +23,7 @@ def test_pipelines_of_a_size_have_their_sections_where_their_recipes_have_them(
     ranks: int, micro_batches: int, blocks: list[str]
 ) -> None:
     """On each rank, before its first stage, and with a hand-over from each stage to the next one of another rank."""
-    pipes = [pipe for pipe in _pipes(ranks, micro_batches, len(blocks)) if not pipe.is_open]
+    pipes = [pipe for pipe in known_pipes(ranks, micro_batches, len(blocks)) if not pipe.is_open]
     if ranks <= len(blocks):
         pipes.append(Pipe(ranks, "1f1b", uneven=True, stage_blocks=(*[1] * (ranks - 1), len(blocks) - ranks + 1)))
     shapes = pipe_shapes(NAMES, tuple(blocks), tuple(pipes)) if pipes else None
@@ -50,7 +50,7 @@ def test_the_pipelines_of_a_size_are_those_that_its_schedules_admit(
     ranks: int, micro_batches: int, blocks: int
 ) -> None:
     """Each schedule with every number of virtual stages that the blocks suffice for."""
-    found = [pipe for pipe in _pipes(ranks, micro_batches, blocks) if not pipe.uneven]
+    found = [pipe for pipe in known_pipes(ranks, micro_batches, blocks) if not pipe.uneven]
     for split_ends, (schedule, virtual) in product((False, True), schedules(blocks + 2)):
         pipe = Pipe(ranks, schedule, virtual, split_ends)
         is_known = ranks * virtual <= blocks + 2 * split_ends
