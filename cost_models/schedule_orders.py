@@ -387,7 +387,9 @@ SCHEDULES = tuple(_ORDERS)
 V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
 """Schedules with two stages a rank, laid out as a V."""
 
-_ONE_STAGE = frozenset({"GPipe", "1F1B"})
+ONE_STAGE = frozenset({"GPipe", "1F1B"})
+"""Schedules with one stage a rank."""
+
 _IN_ROUNDS = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
 
 
@@ -414,7 +416,7 @@ def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int)
     if min(ranks, micro_batches, virtual_stages) < 1:
         return f"{schedule} with {ranks=}, {micro_batches=}, {virtual_stages=}: each is at least 1."
     shape = _Shape(ranks, virtual_stages, micro_batches)
-    if schedule in _ONE_STAGE and virtual_stages != 1:
+    if schedule in ONE_STAGE and virtual_stages != 1:
         return f"{schedule} has one stage a rank; virtual_stages={virtual_stages}."
     if schedule in V_SHAPED and virtual_stages != 2:
         return f"{schedule} has two stages a rank; virtual_stages={virtual_stages}."

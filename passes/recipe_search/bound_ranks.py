@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
+from cost_models.schedule_orders import ONE_STAGE
 from cost_models.step import StepModel
 from passes.recipe_search.bound_boundaries import whole_turns
 from passes.recipe_search.bound_recipes import Floats, SectionFloors, step_floors
-from passes.recipe_search.known_pipes import PipeSet, schedule_of
+from passes.recipe_search.known_pipes import PipeSet
+from passes.recipe_search.pipe_shapes import by_schedule
 from passes.recipes.pipeline_stages import WHOLE_BACKWARDS
 from passes.sections.fold_program import AFTER
 
@@ -80,16 +82,14 @@ def turns_within(pipes: PipeSet, micro_batches: int, fits: NDArray[np.bool_]) ->
 @lru_cache(maxsize=1024)
 def _pipe_turns(pipes: PipeSet, micro_batches: int) -> tuple[Floats, NDArray[np.bool_]]:
     """Of each pipeline, or set of them, and whether it cuts backwards in two, [pipes]."""
-    names = [schedule_of(pipe) for pipe in pipes]
-    mean = micro_batches / pipes[0].pipeline
-    cuts = [name not in WHOLE_BACKWARDS for name in names]
-    least = [
-        mean
-        if cut or pipe.virtual_stages > 1
-        else max(mean, whole_turns(pipe.pipeline, micro_batches, alternates=name == "1F1B"))
-        for name, cut, pipe in zip(names, cuts, pipes, strict=True)
-    ]
-    return np.array(least), np.array(cuts)
+    ranks = pipes[0].pipeline
+    least, cuts = np.full(len(pipes), micro_batches / ranks), np.zeros(len(pipes), dtype=bool)
+    for schedule, (places, _) in by_schedule(pipes).items():
+        cuts[places] = schedule not in WHOLE_BACKWARDS
+        if schedule in ONE_STAGE:
+            turns = whole_turns(ranks, micro_batches, alternates=schedule == "1F1B")
+            least[places] = max(micro_batches / ranks, turns)
+    return least, cuts
 
 
 @dataclass(frozen=True, slots=True)

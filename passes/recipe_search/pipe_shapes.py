@@ -84,13 +84,13 @@ def missed_turns(ranks: int, micro_batches: int) -> Floats:
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
     """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
     held = np.empty((len(pipes), pipes[0].pipeline))
-    for schedule, (places, virtual) in _by_schedule(pipes).items():
+    for schedule, (places, virtual) in by_schedule(pipes).items():
         held[places] = in_flight_table(schedule, pipes[0].pipeline, micro_batches, virtual) / virtual[:, None]
     return held
 
 
 @lru_cache(maxsize=1024)
-def _by_schedule(pipes: tuple[Pipe, ...]) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def by_schedule(pipes: tuple[Pipe, ...]) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Which of some pipelines have a schedule, and their virtual stages."""
     found: dict[str, list[tuple[int, int]]] = {}
     for place, pipe in enumerate(pipes):
@@ -102,7 +102,7 @@ def _by_schedule(pipes: tuple[Pipe, ...]) -> Mapping[str, tuple[NDArray[np.int64
 def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> PipeShapes:
     """The shapes of pipelines of as many ranks; `names` is the order of sections, `blocks` the model's."""
     is_v, is_whole, swaps = np.zeros((3, len(pipes), 1), dtype=bool)
-    for schedule, (places, _) in _by_schedule(pipes).items():
+    for schedule, (places, _) in by_schedule(pipes).items():
         is_v[places] = schedule in V_SHAPED
         is_whole[places] = schedule in WHOLE_BACKWARDS
         swaps[places] = schedule == "1F1B"
@@ -116,6 +116,7 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
 
 
 _UNEVEN = -1
+"""The number of a way that is none of the even ones."""
 
 
 class _Way(NamedTuple):
@@ -156,7 +157,9 @@ def _stages_in(names: tuple[str, ...], blocks: tuple[str, ...], pipes: Sequence[
 
 @lru_cache(maxsize=256)
 def _even_ways(ranks: int, blocks: int) -> Mapping[_Way, int]:
-    """All ways to share blocks out evenly over so many ranks, numbered."""
+    """All ways to share blocks out evenly over so many ranks, numbered; a single one has one stage."""
+    if ranks == 1:
+        return {_Way(1, False, False): 0}
     found: list[_Way] = []
     for split_ends in (False, True):
         most = (blocks + 2 * split_ends) // ranks

@@ -63,7 +63,6 @@ from passes.sections.price_sections import EXPERT, SectionPrice, SectionSizes
 _GATHERS = 3
 """The ZeRO stage that gathers parameters for each micro-batch."""
 
-
 Kind = tuple[Recipe, tuple[int | None, ...]]
 """Recipes that differ in what ZeRO shards over: that which shards most, and all sizes of groups (`zero_group`)."""
 
@@ -297,9 +296,7 @@ class RecipePricer:
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
             return [self.end_work(dense, expert, tensors, each) for each in recipes]
 
-        return path_floors(
-            floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model, apart=apart
-        )  # fmt: skip
+        return path_floors(floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model, apart=apart)
 
     def uneven_floor(self, recipe: Recipe, pipe: Pipe) -> float:
         """Bound on the step of all recipes that gather as one does, with each pipeline of an open one."""
