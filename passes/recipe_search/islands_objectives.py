@@ -53,14 +53,14 @@ class IslandsFastest:
 
     def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
         """See `recipe_objectives.Objective`."""
-        return [self._pipeline(recipe, groups, tuple(shares)) for recipe, groups in kinds]
+        assert all(len(groups) <= 1 for _, groups in kinds), "ways to exchange shards are apart"
+        return [self._pipeline(recipe, tuple(shares)) for recipe, _ in kinds]
 
-    def _pipeline(self, recipe: Recipe, groups: Sequence[int | None], known: tuple[Share, ...]) -> Sequence[float]:
+    def _pipeline(self, recipe: Recipe, known: tuple[Share, ...]) -> Sequence[float]:
         fits = self.pricer.share_fullness(recipe, known, self.limits) <= 1.0
         if not fits.any():
             return [math.inf] * len(known)
-        gathers = len(groups) <= 1
-        return np.where(fits, self.pricer.share_floors(recipe, known, gathers=gathers), math.inf).tolist()
+        return np.where(fits, self.pricer.share_floors(recipe, known), math.inf).tolist()
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""

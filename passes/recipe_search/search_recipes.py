@@ -294,7 +294,7 @@ class _Search:
         for ranks in space.pipelines(node.layout):
             shares = self._promising_shares(replace(node, ranks=ranks))
             shardings = space.shardings(node.layout, ranks) if shares else []
-            self._open_kinds(replace(node, ranks=ranks), _kinds(shardings), shares)
+            self._open_kinds(replace(node, ranks=ranks), _kinds(shardings, apart=bool(space.islands)), shares)
 
     def _split_kind(self, node: _Node) -> None:
         """Open each of the ways to exchange shards that a node leaves open."""
@@ -412,11 +412,17 @@ def _exchanges(sharding: Sharding) -> Sharding | None:
     return sharding if sharding.zero >= 2 else None
 
 
-def _kinds(shardings: Sequence[Sharding]) -> list[tuple[Sharding, ...]]:
-    """Shardings that exchange for each micro-batch, by their ZeRO stage; an empty kind where others do not."""
-    stages = dict.fromkeys(item.zero for item in shardings if _exchanges(item))
+def _kinds(shardings: Sequence[Sharding], *, apart: bool) -> list[tuple[Sharding, ...]]:
+    """Shardings that exchange for each micro-batch, by their ZeRO stage, or `apart`; an empty kind where others do not.
+
+    Over islands they are apart: what each exchanges counts there, and bounds of several do not know it.
+    """
+    kinds: dict[object, tuple[Sharding, ...]] = {}
+    for item in filter(_exchanges, shardings):
+        key = item if apart else item.zero
+        kinds[key] = (*kinds.get(key, ()), item)
     silent = [()] if any(_exchanges(item) is None for item in shardings) else []
-    return [*silent, *(tuple(item for item in shardings if item.zero == zero) for zero in stages)]
+    return [*silent, *kinds.values()]
 
 
 def _most_sharded(kind: Sequence[Sharding]) -> Sharding:
