@@ -115,17 +115,19 @@ class RecomputeMemory:
                 yield from self._owned(name, keeping) if is_owner else self._seen(name, keeping)
 
     def _owned(self, name: str, keeping: Keeping) -> Iterator[Item]:
-        """What lies in memory of its own behind the forward."""
+        """What lies in memory of its own behind the forward; a recomputed call makes what nothing reads, too."""
         there = tuple(kept is keeping for kept in self.keepings_of(name))
+        start = self._start(name, keeping)
         for result in range(len(self.planning.space.sites[name].results)):
-            interval = Interval(self._start(name, keeping), self._end(name, result))
+            end = self._end(name, result)
+            interval = Interval(start, max(start, end) if keeping in RECOMPUTED else end)
             if interval.birth <= interval.death:
                 table = self.memory.of_value(name, result)
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
     def _seen(self, name: str, keeping: Keeping) -> Iterator[Item]:
         """What a view keeps in memory behind the forward: nothing while what it views is there anyway, then that."""
-        start, end = self._start(name, keeping), self.ends[name]
+        start, end = self._start(name, keeping), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
         if start <= covered:
             yield self._view_item(Interval(start, covered), name, keeping, is_covered=True)
@@ -178,38 +180,46 @@ class RecomputeMemory:
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
     @cached_property
-    def ends(self) -> dict[str, int]:
-        """Up to which point the memory of each value behind the forward is counted as that.
+    def ends(self) -> dict[tuple[str, int], int]:
+        """Up to which point each memory (`_memory_of`) is counted as that behind the forward.
 
         Of several views of it the one that is there last is alone then, and says itself what it keeps.
         """
-        found: dict[str, int] = {}
-        for name in self.reaches:
-            *others, _ = 0, 0, *sorted(self.reaches[view] for view in self.views[name])
-            above = found.get(self.viewed[name].tail, 0) if name in self.viewed else 0
-            found[name] = max(self._last_end(name), *others, min(above, self.reaches[name]))
+        found: dict[tuple[str, int], int] = {}
+        for place, reach in self.reaches.items():
+            *others, _ = 0, 0, *sorted(self.reaches[view, 0] for view in self.views[place])
+            link = self.viewed.get(place[0])
+            above = found.get(self._memory_of(link), 0) if link is not None else 0
+            found[place] = max(self._last_end(place), *others, min(above, reach))
         return found
 
     @cached_property
-    def reaches(self) -> dict[str, int]:
-        """Up to which point each value, or what is a view of it, may be there behind the forward; in program order."""
-        found: dict[str, int] = {}
-        for name in reversed(list(self.planning.space.sites)):
+    def reaches(self) -> dict[tuple[str, int], int]:
+        """Up to which point each memory, or what is a view of it, may be there behind the forward; in program order."""
+        found: dict[tuple[str, int], int] = {}
+        for name, site in reversed(list(self.planning.space.sites.items())):
             if name in self.split.late:
-                found[name] = max(self._last_end(name), *(found[view] for view in self.views[name]), 0)
+                for place in reversed([(name, result) for result in range(1 if site.is_alias else len(site.results))]):
+                    found[place] = max(self._last_end(place), *(found[view, 0] for view in self.views[place]), 0)
         return dict(reversed(found.items()))
 
     @cached_property
-    def views(self) -> dict[str, list[str]]:
-        """The views of each value that are followed behind the forward."""
-        found: dict[str, list[str]] = defaultdict(list)
+    def views(self) -> dict[tuple[str, int], list[str]]:
+        """The views of each memory that are followed behind the forward."""
+        found: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, link in self.viewed.items():
             if name in self.split.late:
-                found[link.tail].append(name)
+                found[self._memory_of(link)].append(name)
         return found
 
-    def _last_end(self, name: str) -> int:
-        return max(self._end(name, result) for result in range(len(self.planning.space.sites[name].results)))
+    def _memory_of(self, link: Link) -> tuple[str, int]:
+        """The memory in which what a link carries lies: a result of a call, or, for all results, what a view is of."""
+        return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
+
+    def _last_end(self, place: tuple[str, int]) -> int:
+        name, result = place
+        results = range(len(self.planning.space.sites[name].results)) if name in self.viewed else (result,)
+        return max(self._end(name, each) for each in results)
 
     def _start(self, name: str, keeping: Keeping) -> int:
         """From which point a value behind the forward is counted."""
@@ -230,7 +240,7 @@ class RecomputeMemory:
         """Up to which point the memory of what is viewed is there, if it is held or recomputed."""
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points
-        return self.ends.get(link.tail, -1)
+        return self.ends.get(self._memory_of(link), -1)
 
     def _view_item(self, interval: Interval, name: str, keeping: Keeping, *, is_covered: bool) -> Item:
         """What a view keeps under a keeping: the copy that it is of, or all of what it is a part of.

@@ -45,6 +45,17 @@ class Fused(nn.Module):
         return self.last((mixed + third.sin()).exp()).square().mean()
 
 
+class Normed(nn.Module):
+    """A call of two results: the first is read through a view, the second at another time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.norm(x), target)
+
+
 def fused_program(width: int = 16) -> Program:
     with torch.device("meta"):
         return trace(Fused(width), (torch.zeros(8, 8, 16),), {})
@@ -81,6 +92,17 @@ def test_parts_of_a_product_keep_all_of_it(share: float) -> None:
     found = [peaks(problem, choice) for choice in seen(problem, share)]
     assert all(running <= counted for counted, running in found)
     assert sum(running == counted for counted, running in found) >= 3
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_each_result_of_a_call_is_counted_as_long_as_it_or_a_view_of_it_is_there(share: float) -> None:
+    """Kept or made again; one that nothing reads again is there while the call is."""
+    program = trace(Normed(), (torch.zeros(4, 4, 8), torch.zeros(4, 4, 8)), {})
+    problem = joint(problem_of(program, LINE))
+    choices = seen(problem, share)
+    assert choices
+    for counted, running in (peaks(problem, choice) for choice in choices):
+        assert running <= counted
 
 
 def test_searches_apart_do_not_get_slower_with_memory() -> None:
