@@ -59,7 +59,7 @@ def memory_floors(shapes: PipeShapes, states: Floats, passing: Floats) -> Floats
 
 
 def rank_floors(
-    sections: Mapping[str, SectionSizes], counts: Floats, held: Floats, recipe: Recipe, groups: Groups
+    sections: Mapping[str, SectionSizes], counts: Floats, held: Floats, states: Floats, recipe: Recipe
 ) -> Floats:
     """Bounds on the memory of ranks that have sections so often, bytes: all but what the update needs.
 
@@ -67,12 +67,9 @@ def rank_floors(
         sections: what they keep and hold.
         counts: how often each rank has each section, [..., sections].
         held: micro-batches that each rank holds at its peak, [...].
-        recipe, groups: what is kept, and how many ranks share.
+        states: bytes of each section's parameters with gradients and state, [sections].
+        recipe: what is kept.
     """
-    dense, expert = (
-        sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
-    )
-    states = np.array([dense * size.parameters + expert * size.expert_parameters for size in sections.values()])
     return whole_bytes(counts @ states + passing_bytes(sections, counts, held, recipe))
 
 
@@ -82,14 +79,27 @@ def passing_bytes(sections: Mapping[str, SectionSizes], counts: Floats, held: Fl
     def largest(values: Iterable[float]) -> Floats:
         return ((counts > 0) * np.array(list(values), dtype=float)).max(axis=-1)
 
-    passing = held * (counts @ _kept_bytes(sections, recipe))
+    passing = held * (counts @ section_kept(sections, recipe))
     passing += largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
     passing += largest(buffer_bytes(price, name, recipe) for name, price in sections.items())
     passing += largest(price.workspace_bytes for price in sections.values())
     return passing
 
 
-def _kept_bytes(sections: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
+def section_states(sections: Mapping[str, SectionSizes], recipe: Recipe, groups: Groups) -> Floats:
+    """Bytes of sections' parameters with gradients and state, shared out over groups, [sections]."""
+    dense, expert = (
+        sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
+    )
+    return states_of(sections, dense, expert)
+
+
+def states_of(sections: Mapping[str, SectionSizes], dense: float, expert: float) -> Floats:
+    """The same where each parameter takes so many, and each of experts, [sections]."""
+    return np.array([dense * size.parameters + expert * size.expert_parameters for size in sections.values()])
+
+
+def section_kept(sections: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
     """Bytes that a micro-batch keeps of sections, [sections]."""
     return np.array([held_bytes(size, name, recipe) for name, size in sections.items()], dtype=float)
 
@@ -109,7 +119,7 @@ def uneven_memory_floors(
     Returns:
         [shardings, pipes].
     """
-    kept, held = _kept_bytes(sections, recipe), held[..., None]
+    kept, held = section_kept(sections, recipe), held[..., None]
     states = states[:, None, None]
     each = states + held * kept
     weights = 1.0 / (each @ whole)

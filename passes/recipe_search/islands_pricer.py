@@ -21,7 +21,7 @@ from passes.recipe_search.bound_islands import (
     share_work,
     ways_over,
 )
-from passes.recipe_search.bound_memory import held_bytes, rank_floors, whole_bytes
+from passes.recipe_search.bound_memory import rank_floors, section_kept, section_states, whole_bytes
 from passes.recipe_search.bound_recipes import EndWorkOf, Floats
 from passes.recipe_search.known_pipes import Pipe, Share
 from passes.recipe_search.pipe_shapes import held_by, pipe_shapes
@@ -29,7 +29,6 @@ from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.place_islands import Placement, alone, place_islands
 from passes.recipes.price_islands import PlacedStep
-from passes.recipes.price_memory import state_bytes
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import CountedModel
 
@@ -143,14 +142,8 @@ class IslandsPricer:
         """By island, bytes of each section's parameters, gradients and state, and of what a micro-batch keeps there."""
         found = []
         for pricer, island in zip(self.pricers, self.placement(recipe).islands, strict=True):
-            dense, expert = (
-                sum(state_bytes(1.0, group.size, recipe).values())
-                for group in (island.groups.zero, island.groups.expert_replicas)
-            )
             sizes = pricer.sizes(recipe)
-            states = [size.parameters * dense + size.expert_parameters * expert for size in sizes.values()]
-            kept = [held_bytes(size, name, recipe) for name, size in sizes.items()]
-            found.append((np.array(states), np.array(kept, dtype=float)))
+            found.append((section_states(sizes, recipe, island.groups), section_kept(sizes, recipe)))
         return found
 
     def _ranks(self, recipe: Recipe) -> tuple[int, ...]:
@@ -184,7 +177,8 @@ class IslandsPricer:
         of_ranks, full = np.array(placement.of_ranks), np.zeros(len(pipes))
         for number, island in enumerate(placement.islands):
             mine = of_ranks == number
-            needed = rank_floors(sizes[number], shapes.counts[:, mine], held[:, mine], recipe, island.groups)
+            states = section_states(sizes[number], recipe, island.groups)
+            needed = rank_floors(sizes[number], shapes.counts[:, mine], held[:, mine], states, recipe)
             full = np.maximum(full, needed.max(axis=1) / limits[number])
         return full
 

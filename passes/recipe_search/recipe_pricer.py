@@ -28,8 +28,9 @@ from passes.recipe_search.bound_memory import (
     memory_floors,
     passing_bytes,
     pipe_ranks,
+    rank_floors,
+    states_of,
     uneven_memory_floors,
-    whole_bytes,
 )
 from passes.recipe_search.bound_ranks import Turns, WholeBlocks, mean_floors, turns_within, whole_blocks
 from passes.recipe_search.bound_recipes import (
@@ -49,11 +50,11 @@ from passes.recipes.price_ends import EndWork, end_work
 from passes.recipes.price_memory import host_bytes, memory_price, state_bytes
 from passes.recipes.price_recipe import (
     SectionPasses,
+    Step,
     accumulation_bytes,
     section_passes,
     send_time,
     sharded_time,
-    step_time,
 )
 from passes.recipes.recipe_groups import Groups, recipe_groups, shard_ranks
 from passes.sections.fold_program import AFTER, BEFORE
@@ -118,8 +119,8 @@ class RecipePricer:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
         if recipe not in self._times:
             sections, stages = self.sections(recipe), self.stages(recipe)
-            groups = self.groups(recipe)
-            self._times[recipe] = step_time(sections, stages, recipe, groups, self.cluster, self.model)
+            step = Step(sections, stages, recipe, self.groups(recipe), self.cluster, self.model)
+            self._times[recipe] = step.at_its_clock().time_s()
         return self._times[recipe]
 
     def memory_bytes(self, recipe: Recipe) -> int:
@@ -174,7 +175,7 @@ class RecipePricer:
     def _section_states(self, sizes: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
         """Bytes of sections' parameters with gradients and state on each rank, [sections]."""
         dense, expert = (self._state(recipe.zero, count, recipe) for count in shard_ranks(recipe))
-        return np.array([dense * size.parameters + expert * size.expert_parameters for size in sizes.values()])
+        return states_of(sizes, dense, expert)
 
     def _state(self, zero: int, shards: int, recipe: Recipe) -> float:
         """Bytes of a parameter with its gradient and state, sharded so; all else is alike in a search."""
@@ -331,8 +332,7 @@ class RecipePricer:
         sizes = self.sizes(recipe)
         loads = stage_loads(tuple(sizes), self.counted.blocks)
         held = self._held(recipe, pipe)[:, None]
-        passing = passing_bytes(sizes, loads.counts, held, recipe)
-        return loads, whole_bytes(loads.counts @ self._section_states(sizes, recipe) + passing)
+        return loads, rank_floors(sizes, loads.counts, held, self._section_states(sizes, recipe), recipe)
 
     def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
         """What a rank with so many parameters does once per step."""

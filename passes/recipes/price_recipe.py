@@ -200,27 +200,7 @@ def step_price(
     model: StepModel,
 ) -> StepPrice:
     """The time of a step; on a device with a power limit, at the clock that the step leaves products."""
-    return _at_its_clock(_Step(sections, stages, recipe, groups, cluster, model)).price()
-
-
-def step_time(
-    sections: Mapping[str, SectionPrice],
-    stages: Sequence[Stage],
-    recipe: Recipe,
-    groups: Groups,
-    cluster: Cluster,
-    model: StepModel,
-) -> float:
-    """The same without where it goes: seconds."""
-    return _at_its_clock(_Step(sections, stages, recipe, groups, cluster, model)).time_s()
-
-
-def _at_its_clock(step: _Step) -> _Step:
-    if step.cluster.device.matmul.units == 1:
-        return step
-    products_s = products_time(step.sections, step.stages, step.recipe, step.model)
-    speed = power_limit().speed(min(1.0, products_s / step.time_s()))
-    return replace(step, model=step.model.at_speed(speed))
+    return Step(sections, stages, recipe, groups, cluster, model).at_its_clock().price()
 
 
 def products_time(
@@ -245,8 +225,8 @@ def section_products(price: SectionPrice, recipe: Recipe, model: StepModel, *, i
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step at one clock, found as far as it is asked for."""
+class Step:
+    """A step at the clock of a model, found as far as it is asked for; arguments as of `step_price`."""
 
     sections: Mapping[str, SectionPrice]
     stages: Sequence[Stage]
@@ -255,8 +235,16 @@ class _Step:
     cluster: Cluster
     model: StepModel
 
+    def at_its_clock(self) -> Step:
+        """The same at the clock that it leaves products, on a device with a power limit."""
+        if self.cluster.device.matmul.units == 1:
+            return self
+        products_s = products_time(self.sections, self.stages, self.recipe, self.model)
+        speed = power_limit().speed(min(1.0, products_s / self.time_s()))
+        return replace(self, model=self.model.at_speed(speed))
+
     def time_s(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the step: those of its price, without where they go."""
         return self._total(stages_time(self.stage_times, self.recipe))
 
     def price(self) -> StepPrice:
