@@ -47,7 +47,7 @@ from passes.recipe_search.bound_recipes import (
     step_floors,
     turning_hops,
 )
-from passes.recipe_search.pipe_shapes import PipeShapes, missed_turns, passed_blocks
+from passes.recipe_search.pipe_shapes import PipeShapes, Presence, missed_turns, passed_blocks, presence
 from passes.sections.fold_program import AFTER, BEFORE
 
 FIRST, MIDDLE, LAST = range(3)
@@ -64,7 +64,7 @@ class StageLoads:
     """What stages may have: a range of blocks, and an end.
 
     Args:
-        counts: how often each has each section, equal ones once, [loads, sections].
+        counts: how often each has each section, equal ones once, [loads, sections]; `present`: whether.
         has: whether a stage of a kind may have a load, [kinds, loads].
         places: which of them a stage of a kind with the blocks [begin, end) has, -1 for none, [kinds, blocks + 1,
             blocks + 1].
@@ -72,17 +72,18 @@ class StageLoads:
     """
 
     counts: Floats
+    present: Presence
     has: NDArray[np.bool_]
     places: NDArray[np.int64]
     before: Floats
 
 
 @lru_cache(maxsize=256)
-def stage_loads(names: tuple[str, ...], blocks: tuple[str, ...]) -> StageLoads:
-    """The loads of a model's stages; `names` is the order of sections."""
+def stage_loads(names: tuple[str, ...], blocks: tuple[str, ...], *, has_middle: bool = True) -> StageLoads:
+    """The loads of a model's stages; `names` is the order of sections, `has_middle`: of three stages or more."""
     passed = passed_blocks(names, blocks)
     begins, ends = np.indices((len(passed), len(passed)))
-    allowed = np.stack([(begins == 0) & (ends >= begins), ends > begins, ends == len(blocks)])
+    allowed = np.stack([(begins == 0) & (ends >= begins), has_middle & (ends > begins), ends == len(blocks)])
     kind, begin, end = np.nonzero(allowed)
     counts = passed[end] - passed[begin]
     counts[kind == FIRST, names.index(BEFORE)] += 1
@@ -94,7 +95,7 @@ def stage_loads(names: tuple[str, ...], blocks: tuple[str, ...]) -> StageLoads:
     has[kind, which] = True
     before = passed.copy()
     before[:, names.index(BEFORE)] += 1
-    return StageLoads(counts[first], has, places, before)
+    return StageLoads(counts[first], presence(counts[first]), has, places, before)
 
 
 def _numbered(counts: Floats) -> NDArray[np.int64]:
@@ -144,8 +145,7 @@ class Costs:
         least = np.full((len(self.ranks) + 1, size), np.inf)
         least[-1, -1] = -np.inf
         for rank in reversed(range(len(self.ranks))):
-            kind = _kind(rank, len(self.ranks))
-            begins, ends = slice(1 if kind == FIRST else None), slice(-1 if kind == LAST else None, None)
+            begins, ends = self._slices(rank)
             least[rank, begins] = np.maximum(self.of(rank, begins, ends), least[rank + 1, ends]).min(axis=1)
         return least
 
@@ -155,12 +155,18 @@ class Costs:
         `least`: as `least` has it.
         """
         found = np.zeros(len(self.loads.counts), dtype=bool)
-        begins = np.arange(len(self.loads.before)) == 0
+        reached = np.arange(len(self.loads.before)) == 0
         for rank in range(len(self.ranks)):
-            may = begins[:, None] & (np.maximum(self.of(rank), least[rank + 1]) <= greatest)
-            found[self.loads.places[_kind(rank, len(self.ranks))][may]] = True
-            begins = may.any(axis=0)
+            begins, ends = self._slices(rank)
+            may = reached[begins, None] & (np.maximum(self.of(rank, begins, ends), least[rank + 1, ends]) <= greatest)
+            found[self.loads.places[_kind(rank, len(self.ranks)), begins, ends][may]] = True
+            reached = may.any(axis=0)
         return found
+
+    def _slices(self, rank: int) -> tuple[slice, slice]:
+        """Where the blocks of a rank may begin, and end."""
+        kind = _kind(rank, len(self.ranks))
+        return slice(1 if kind == FIRST else None), slice(-1 if kind == LAST else None, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
 """Lower bounds on the memory of recipes, from what sections keep and hold.
 
-Rank r of P holds P - r micro-batches of each of its stages at its peak, or all that there are, or more, whatever the
-schedule and its virtual stages; under "zbv" that is so with ranks counted from the other end. So where the stages of
-ranks are known, so is a bound; and the least of all pipelines bounds a layout, before anything is priced.
+Where the stages of ranks are known, the bound is the price (`passes.recipes.price_memory`) but for rounding: what lies
+there all the time, and what the micro-batches of a schedule need or, where that is more, the update.
+
+Whatever the schedule and its virtual stages, rank r of P holds P - r micro-batches of each of its stages at its peak,
+or all that there are, or more; under "zbv" that is so with ranks counted from the other end. So the least of all
+pipelines, under the ZeRO stage that shards most of those that are searched, bounds a layout before anything is priced.
 
 Where blocks are shared out in any way, with one stage on each of P ranks, rank r holds h(r) >= min(P - r, m)
 micro-batches and has n(r, k) of the N(k) sections k, each with state s(k) and, for a micro-batch, q(k). So the greatest
@@ -12,16 +15,19 @@ memory M has
     Z M >= sum_k N(k) min_r (s(k) + h(r) q(k)) / (S + h(r) Q)
 
 with S = sum N s, Q = sum N q, Z = sum_r 1 / (S + h(r) Q): the rows are added with weights 1 / (S + h(r) Q). Each term
-of the minimum rises or falls with h(r), so its ends are enough.
+of the minimum rises or falls with h(r), so its ends are enough. With the u(k) that the update of section k needs
+
+    P M >= sum_k N(k) (s(k) + u(k)).
 
 Every bound is taken less one part in 10^9, and a byte for each part, for rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +35,9 @@ from numpy.typing import NDArray
 from autoshard.ir.recipe import Recipe
 from passes.recipe_search.bound_recipes import ROUNDING, Floats
 from passes.recipe_search.known_pipes import may_be_uneven
-from passes.recipe_search.pipe_shapes import PipeShapes, even_counts
+from passes.recipe_search.pipe_shapes import PipeShapes, Presence, even_counts, presence
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping
-from passes.recipes.price_memory import is_offloaded, kept_bytes, state_bytes
-from passes.recipes.recipe_groups import Groups
+from passes.recipes.price_memory import gathered_bytes, is_offloaded, kept_bytes, state_bytes, update_bytes
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import SectionSizes
 
@@ -42,61 +47,114 @@ _PARTS = 8
 _KINDS = {keeping: Recipe(recompute=keeping.recompute, offload=keeping.offload) for keeping in KEEPINGS}
 
 
-def memory_floors(shapes: PipeShapes, states: Floats, passing: Floats) -> Floats:
-    """Bounds on the memory of the fullest rank of each pipeline, bytes: all but what the update needs.
+class ParameterBytes(NamedTuple):
+    """What a rank holds for each parameter of the model's that it has: shards of it, or all."""
+
+    state: float
+    update: float
+    """Beside the parameter, its gradient and state, while it is updated; in place of what a micro-batch needs."""
+
+
+def parameter_bytes(shards: float, recipe: Recipe) -> ParameterBytes:
+    """Those of a recipe, where it shards over so many ranks."""
+    return ParameterBytes(sum(state_bytes(1.0, shards, recipe).values()), update_bytes(1.0, shards, recipe))
+
+
+@dataclass(frozen=True, slots=True)
+class SectionParameters:
+    """What recipes that differ in sharding hold for sections' parameters on each rank that has them, bytes.
+
+    Args:
+        states: parameters with gradients and state, [shardings, sections].
+        updates: beside them while they are updated, [shardings, sections].
+        gathers: whether blocks' parameters are gathered, [shardings].
+    """
+
+    states: Floats
+    updates: Floats
+    gathers: NDArray[np.bool_]
+
+
+def section_parameters(
+    sections: Mapping[str, SectionSizes],
+    shardings: Sequence[tuple[ParameterBytes, ParameterBytes]],
+    gathers: Sequence[bool],
+) -> SectionParameters:
+    """Those of shardings under which each parameter takes so much, and each of experts, by whether they gather."""
+    sizes = np.array([(size.parameters, size.expert_parameters) for size in sections.values()], dtype=float)
+    each = np.array(shardings)  # [shardings, (dense, experts), (state, update)]
+    return SectionParameters(each[..., 0] @ sizes.T, each[..., 1] @ sizes.T, np.array(gathers, dtype=bool))
+
+
+class Passing(NamedTuple):
+    """What ranks hold but for parameters, gradients and state, bytes.
+
+    `gathered`: of blocks' parameters, where they are gathered; `rest`: of all else.
+    """
+
+    rest: Floats
+    gathered: Floats
+
+
+def memory_floors(shapes: PipeShapes, parameters: SectionParameters, passing: Passing) -> Floats:
+    """Bounds on the memory of the fullest rank of each pipeline, bytes: the price itself, but for rounding.
 
     Args:
         shapes: of the pipelines.
-        states: bytes of each section's parameters with gradients and state, [shardings, sections].
-        passing: bytes of all else on each rank, see `passing_bytes`, [pipes, ranks].
+        parameters: what shardings hold for them.
+        passing: on each rank, [pipes, ranks].
 
     Returns:
         [shardings, pipes].
     """
-    pipes, ranks, sections = shapes.counts.shape
-    held = (shapes.counts.reshape(-1, sections) @ states.T).reshape(pipes, ranks, -1)
-    return whole_bytes((held + passing[..., None]).max(axis=1)).T
+    return rank_floors(shapes.counts, parameters, passing).max(axis=1).T
 
 
-def rank_floors(
-    sections: Mapping[str, SectionSizes], counts: Floats, held: Floats, states: Floats, recipe: Recipe
-) -> Floats:
-    """Bounds on the memory of ranks that have sections so often, bytes: all but what the update needs.
+def rank_floors(counts: Floats, parameters: SectionParameters, passing: Passing) -> Floats:
+    """Bounds on the memory of ranks, bytes, likewise.
+
+    Args:
+        counts: how often each rank has each section, [..., sections].
+        parameters: what shardings hold for them.
+        passing: on each rank, [...].
+
+    Returns:
+        [..., shardings].
+    """
+    by_rank = counts.reshape(-1, counts.shape[-1])
+    states, updates = (
+        (by_rank @ each.T).reshape(*counts.shape[:-1], -1) for each in (parameters.states, parameters.updates)
+    )
+    beside = passing.rest[..., None]
+    if parameters.gathers.any():
+        beside = beside + passing.gathered[..., None] * parameters.gathers
+    return whole_bytes(states + np.maximum(beside, updates))
+
+
+def passing_bytes(
+    sections: Mapping[str, SectionSizes], counts: Floats, present: Presence, held: Floats, recipe: Recipe
+) -> Passing:
+    """What ranks hold but for parameters, gradients and state, while they run micro-batches.
 
     Args:
         sections: what they keep and hold.
-        counts: how often each rank has each section, [..., sections].
+        counts: how often each rank has each section, [..., sections]; `present`: whether.
         held: micro-batches that each rank holds at its peak, [...].
-        states: bytes of each section's parameters with gradients and state, [sections].
         recipe: what is kept.
     """
-    return whole_bytes(counts @ states + passing_bytes(sections, counts, held, recipe))
 
-
-def passing_bytes(sections: Mapping[str, SectionSizes], counts: Floats, held: Floats, recipe: Recipe) -> Floats:
-    """What such ranks hold but for parameters, gradients and state, bytes, at least; arguments as of `rank_floors`."""
-
-    def largest(values: Iterable[float]) -> Floats:
-        return ((counts > 0) * np.array(list(values), dtype=float)).max(axis=-1)
+    def each(of: Callable[[SectionSizes, str], float]) -> Floats:
+        return np.array([of(size, name) for name, size in sections.items()], dtype=float)
 
     passing = held * (counts @ section_kept(sections, recipe))
-    passing += largest(again_bytes(price, name, recipe.recompute) for name, price in sections.items())
-    passing += largest(buffer_bytes(price, name, recipe) for name, price in sections.items())
-    passing += largest(price.workspace_bytes for price in sections.values())
-    return passing
-
-
-def section_states(sections: Mapping[str, SectionSizes], recipe: Recipe, groups: Groups) -> Floats:
-    """Bytes of sections' parameters with gradients and state, shared out over groups, [sections]."""
-    dense, expert = (
-        sum(state_bytes(1.0, shards, recipe).values()) for shards in (groups.zero.size, groups.expert_replicas.size)
-    )
-    return states_of(sections, dense, expert)
-
-
-def states_of(sections: Mapping[str, SectionSizes], dense: float, expert: float) -> Floats:
-    """The same where each parameter takes so many, and each of experts, [sections]."""
-    return np.array([dense * size.parameters + expert * size.expert_parameters for size in sections.values()])
+    passing += present.largest(each(lambda size, _: size.workspace_bytes))
+    if recipe.recompute != "none":
+        passing += present.largest(each(lambda size, name: again_bytes(size, name, recipe.recompute)))
+    if recipe.offload == "activations":
+        away = each(lambda size, name: away_bytes(size, name, recipe))
+        passing += np.minimum(2.0 * present.largest(away), held * (counts @ away))
+    gathered = each(lambda size, name: 0.0 if name in (BEFORE, AFTER) else gathered_bytes(size, recipe))
+    return Passing(passing, present.largest(gathered))
 
 
 def section_kept(sections: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
@@ -105,7 +163,11 @@ def section_kept(sections: Mapping[str, SectionSizes], recipe: Recipe) -> Floats
 
 
 def uneven_memory_floors(
-    sections: Mapping[str, SectionSizes], whole: Floats, held: Floats, states: Floats, recipe: Recipe
+    sections: Mapping[str, SectionSizes],
+    whole: Floats,
+    held: Floats,
+    parameters: SectionParameters,
+    recipe: Recipe,
 ) -> Floats:
     """Bounds on the memory of the fullest rank however blocks are shared out, bytes; see the module's docstring.
 
@@ -113,19 +175,20 @@ def uneven_memory_floors(
         sections: what they keep and hold.
         whole: how often the model has each, [sections].
         held: h(r), micro-batches that each rank holds at its peak, by schedule, [pipes, ranks].
-        states: see `memory_floors`, [shardings, sections].
+        parameters: what shardings hold for them.
         recipe: what is kept.
 
     Returns:
         [shardings, pipes].
     """
     kept, held = section_kept(sections, recipe), held[..., None]
-    states = states[:, None, None]
-    each = states + held * kept
+    each = parameters.states[:, None, None] + held * kept
     weights = 1.0 / (each @ whole)
     least = (weights[..., None] * each).min(axis=2)
     workspace = min(size.workspace_bytes for size in sections.values())
-    return whole_bytes((least @ whole) / weights.sum(axis=2) + workspace)
+    running = (least @ whole) / weights.sum(axis=2) + workspace
+    updated = (parameters.states + parameters.updates) @ whole / held.shape[1]
+    return whole_bytes(np.maximum(running, updated[:, None]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +198,7 @@ class PipeRanks:
     Without those that have no more of any section than one before them, which holds as many micro-batches or more.
 
     Args:
-        counts: how often each rank has each section, [ranks of all, sections].
+        counts: how often each rank has each section, [ranks of all, sections]; `present`: whether.
         held: micro-batches that each holds if there are so many, at least, [ranks of all].
         sizes: ranks of its pipeline, [ranks of all].
         first: where each pipeline begins, [pipes].
@@ -143,6 +206,7 @@ class PipeRanks:
     """
 
     counts: Floats
+    present: Presence
     held: Floats
     sizes: Floats
     first: NDArray[np.intp]
@@ -158,8 +222,10 @@ def pipe_ranks(names: tuple[str, ...], blocks: tuple[str, ...], sizes: tuple[int
     first = np.cumsum([0, *kept])[:-1]
     one_each = np.cumsum([0, *map(len, known.values())])[:-1]
     uneven = [begin for size, begin in zip(known, first[one_each], strict=True) if may_be_uneven(len(blocks), size)]
+    counts = np.concatenate([counts for _, counts, _ in pipes])
     return PipeRanks(
-        np.concatenate([counts for _, counts, _ in pipes]),
+        counts,
+        presence(counts),
         np.concatenate([held for _, _, held in pipes]),
         np.repeat([float(size) for size, _, _ in pipes], kept),
         first,
@@ -191,8 +257,8 @@ def held_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
     return 0 if is_offloaded(name, recipe) else kept_bytes(size, name, recipe)
 
 
-def buffer_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
-    """Bytes of a section that lie on the device while they go to the host, at least."""
+def away_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes that a micro-batch keeps of a section on the host."""
     return kept_bytes(size, name, recipe) if is_offloaded(name, recipe) else 0
 
 
@@ -200,7 +266,7 @@ def layout_memory_floors(
     sections: Mapping[str, SectionSizes],
     ranks: PipeRanks,
     recipe: Recipe,
-    states: tuple[Floats, Floats],
+    parameters: Floats,
     keepings: Sequence[Keeping],
     *,
     whole: Floats | None,
@@ -211,7 +277,7 @@ def layout_memory_floors(
         sections: what they keep and hold.
         ranks: of the pipelines that the recipes have.
         recipe: one of the recipes.
-        states: bytes of a parameter with its gradient and state on each rank, and of one of experts, [ranks of all].
+        parameters: `ParameterBytes` of each rank, of experts the second, [ranks of all, 2, 2].
         keepings: what may become of blocks' values.
         whole: how often the model has each section, [sections], where blocks may be shared out unevenly; else None.
 
@@ -219,27 +285,26 @@ def layout_memory_floors(
         [keepings].
     """
     micro_batches = recipe.batch / recipe.micro_batch * recipe.context * recipe.tensor * ranks.sizes / recipe.devices
-    dense, expert, workspace = (
-        np.array([getattr(size, name) for size in sections.values()], dtype=float)
-        for name in ("parameters", "expert_parameters", "workspace_bytes")
-    )
+    sizes = np.array([(size.parameters, size.expert_parameters) for size in sections.values()], dtype=float)
+    workspace = np.array([size.workspace_bytes for size in sections.values()], dtype=float)
     kinds = [_KINDS[each] for each in keepings]
     kept = np.array([[held_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
     again = [[again_bytes(size, name, kind.recompute) for kind in kinds] for name, size in sections.items()]
-    held, has = np.minimum(ranks.held, micro_batches), ranks.counts > 0
-    passing = held[:, None] * (ranks.counts @ kept)
-    passing += (has[:, :, None] * np.array(again, dtype=float)).max(axis=1)
+    held = np.minimum(ranks.held, micro_batches)[:, None]
+    passing = held * (ranks.counts @ kept) + ranks.present.largest(workspace)[:, None]
+    passing += ranks.present.largest(np.array(again, dtype=float))
     if any(each.offload != "none" for each in keepings):
-        buffers = [[buffer_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
-        passing += (has[:, :, None] * np.array(buffers, dtype=float)).max(axis=1)
-    held_states = states[0] * (ranks.counts @ dense) + states[1] * (ranks.counts @ expert)
-    floors = passing + (held_states + (has * workspace).max(axis=1))[:, None]
+        away = [[away_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
+        offloaded = np.array(away, dtype=float)
+        passing += np.minimum(2.0 * ranks.present.largest(offloaded), held * (ranks.counts @ offloaded))
+    states, updates = (parameters * (ranks.counts @ sizes)[:, :, None]).sum(axis=1).T
+    floors = states[:, None] + np.maximum(passing, updates[:, None])
     least = np.maximum.reduceat(floors, ranks.first).min(axis=0)
     if whole is not None and len(ranks.uneven):
-        dense_state, expert_state = (values[ranks.uneven, None] for values in states)
-        each = dense_state * dense + expert_state * expert
-        sizes, micro = ranks.sizes[ranks.uneven], micro_batches[ranks.uneven]
-        uneven = _uneven_floors(whole, each, kept, sizes, micro) + workspace.min()
+        each, both = (rates[ranks.uneven] @ sizes.T for rates in (parameters[..., 0], parameters.sum(axis=2)))
+        ranks_of, micro = ranks.sizes[ranks.uneven], micro_batches[ranks.uneven]
+        uneven = _uneven_floors(whole, each, kept, ranks_of, micro) + workspace.min()
+        uneven = np.maximum(uneven, (both @ whole / ranks_of)[:, None])
         least = np.minimum(least, uneven.min(axis=0))
     return whole_bytes(least)
 

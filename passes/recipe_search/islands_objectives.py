@@ -37,14 +37,14 @@ class IslandsFastest:
         """See `recipe_objectives.Objective`."""
         return keeping.offload == "none"
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `recipe_objectives.Objective`."""
-        return [partial(self._layout, first, most, keeping) for keeping in keepings]
+        return [partial(self._layout, first, most, keeping, zero) for keeping in keepings]
 
-    def _layout(self, first: Recipe, most: int, keeping: Keeping) -> float:
+    def _layout(self, first: Recipe, most: int, keeping: Keeping, zero: int) -> float:
         kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
         shares = _shares(self.pricer, kind)
-        fits = (self.pricer.layout_memory(kind, most, shares) <= np.array(self.limits)).all(axis=1)
+        fits = (self.pricer.layout_memory(kind, most, shares, zero=zero) <= np.array(self.limits)).all(axis=1)
         return self.pricer.layout_floor(kind, most, shares) if fits.any() else math.inf
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
@@ -108,14 +108,14 @@ class IslandsSmallest:
         """See `recipe_objectives.Objective`."""
         return False
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `recipe_objectives.Objective`."""
-        return [partial(self._layout, first, most, keeping) for keeping in keepings]
+        return [partial(self._layout, first, most, keeping, zero) for keeping in keepings]
 
-    def _layout(self, first: Recipe, most: int, keeping: Keeping) -> float:
+    def _layout(self, first: Recipe, most: int, keeping: Keeping, zero: int) -> float:
         kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
         shares = _shares(self.pricer, kind)
-        return float((self.pricer.layout_memory(kind, most, shares) / self.limits).max(axis=1).min())
+        return float((self.pricer.layout_memory(kind, most, shares, zero=zero) / self.limits).max(axis=1).min())
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
         """See `recipe_objectives.Objective`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +21,15 @@ from passes.recipe_search.bound_islands import (
     share_work,
     ways_over,
 )
-from passes.recipe_search.bound_memory import rank_floors, section_kept, section_states, whole_bytes
+from passes.recipe_search.bound_memory import (
+    SectionParameters,
+    parameter_bytes,
+    passing_bytes,
+    rank_floors,
+    section_kept,
+    section_parameters,
+    whole_bytes,
+)
 from passes.recipe_search.bound_recipes import EndWorkOf, Floats
 from passes.recipe_search.known_pipes import Pipe, Share
 from passes.recipe_search.pipe_shapes import held_by, pipe_shapes
@@ -29,11 +37,13 @@ from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.place_islands import Placement, alone, place_islands
 from passes.recipes.price_islands import PlacedStep
+from passes.recipes.recipe_groups import Groups
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import CountedModel
+from passes.sections.price_sections import SectionSizes
 
 _GATHERS = 3
-"""The ZeRO stage that shards most."""
+"""The ZeRO stage that gathers parameters for each micro-batch."""
 
 
 @dataclass
@@ -106,10 +116,13 @@ class IslandsPricer:
         variants = self.pricers[0].gathering_variants(recipe)
         return np.min([self.share_floors(each, shares, gathers=False) for each in variants], axis=0)
 
-    def layout_memory(self, first: Recipe, most: int, shares: tuple[Share, ...]) -> Floats:
-        """Bounds on the memory of all recipes of a layout, on each island's mean rank, [shares, islands]."""
+    def layout_memory(self, first: Recipe, most: int, shares: tuple[Share, ...], *, zero: int) -> Floats:
+        """Bounds on the memory of all recipes of a layout, on each island's mean rank, [shares, islands].
+
+        `zero`: the ZeRO stage that shards most of those that they may have.
+        """
         data = first.pipeline * first.data // most
-        sharded = replace(first, pipeline=most, data=data, zero=_GATHERS, zero_group=None, whole_tensors=False)
+        sharded = replace(first, pipeline=most, data=data, zero=zero, zero_group=None, whole_tensors=False)
         return self.share_memory(sharded, shares)
 
     def share_floors(self, recipe: Recipe, shares: tuple[Share, ...], *, gathers: bool = True) -> Floats:
@@ -143,7 +156,7 @@ class IslandsPricer:
         found = []
         for pricer, island in zip(self.pricers, self.placement(recipe).islands, strict=True):
             sizes = pricer.sizes(recipe)
-            found.append((section_states(sizes, recipe, island.groups), section_kept(sizes, recipe)))
+            found.append((_parameters(sizes, recipe, island.groups).states[0], section_kept(sizes, recipe)))
         return found
 
     def _ranks(self, recipe: Recipe) -> tuple[int, ...]:
@@ -177,10 +190,18 @@ class IslandsPricer:
         of_ranks, full = np.array(placement.of_ranks), np.zeros(len(pipes))
         for number, island in enumerate(placement.islands):
             mine = of_ranks == number
-            states = section_states(sizes[number], recipe, island.groups)
-            needed = rank_floors(sizes[number], shapes.counts[:, mine], held[:, mine], states, recipe)
+            counts, parameters = shapes.counts[:, mine], _parameters(sizes[number], recipe, island.groups)
+            present = shapes.present.where(np.s_[:, mine])
+            passing = passing_bytes(sizes[number], counts, present, held[:, mine], recipe)
+            needed = rank_floors(counts, parameters, passing)[..., 0]
             full = np.maximum(full, needed.max(axis=1) / limits[number])
         return full
+
+
+def _parameters(sizes: Mapping[str, SectionSizes], recipe: Recipe, groups: Groups) -> SectionParameters:
+    """What a recipe holds for parameters on each rank of an island."""
+    dense, expert = (parameter_bytes(shards.size, recipe) for shards in (groups.zero, groups.expert_replicas))
+    return section_parameters(sizes, [(dense, expert)], [recipe.zero == _GATHERS])
 
 
 def _ends_on(pricer: RecipePricer, recipes: Sequence[Recipe]) -> EndWorkOf:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,41 @@ _ALTERNATE = frozenset({"1f1b", "zero-bubble"})
 
 
 @dataclass(frozen=True, slots=True)
+class Presence:
+    """Which sections ranks have; those that have the same ones are of a kind.
+
+    Args:
+        kinds: whether ranks of a kind have each section, [kinds, sections].
+        which: the kind of each rank, [...].
+    """
+
+    kinds: NDArray[np.bool_]
+    which: NDArray[np.intp]
+
+    def largest(self, values: Floats) -> Floats:
+        """The largest values, none of them negative, of sections that each rank has: [sections, ...] to [..., ...]."""
+        kinds = self.kinds.reshape(*self.kinds.shape, *(1 for _ in values.shape[1:]))
+        return (kinds * values).max(axis=1)[self.which]
+
+    def where(self, index: Any) -> Presence:
+        """Those of some of the ranks, by an index of `which`."""
+        return Presence(self.kinds, self.which[index])
+
+
+def presence(counts: Floats) -> Presence:
+    """That of ranks which have sections so often, [..., sections]."""
+    has = counts.reshape(-1, counts.shape[-1]) > 0
+    bits = np.packbits(has, axis=1)
+    _, first, which = np.unique(bits.view(f"V{bits.shape[1]}").ravel(), return_index=True, return_inverse=True)
+    return Presence(has[first], which.reshape(counts.shape[:-1]))
+
+
+@dataclass(frozen=True, slots=True)
 class PipeShapes:
     """Where sections lie in several pipelines of as many ranks.
 
     Args:
-        counts: how often each rank has each section, [pipes, ranks, sections].
+        counts: how often each rank has each section, [pipes, ranks, sections]; `present`: whether.
         before: how often they come before the rank's first stage, [pipes, ranks, sections].
         sends: hand-overs of a micro-batch by each rank, [pipes, ranks].
         pipes: the pipelines.
@@ -40,6 +70,7 @@ class PipeShapes:
     """
 
     counts: Floats
+    present: Presence
     before: Floats
     sends: Floats
     pipes: tuple[Pipe, ...]
@@ -58,7 +89,8 @@ class PipeShapes:
         pipes = tuple(compress(self.pipes, mask))
         counts, before, sends = self.counts[mask], self.before[mask], self.sends[mask]
         kinds = (self.is_whole[mask], self.swaps[mask], self.alternates[mask], self.virtual[mask], self.in_rounds[mask])
-        return PipeShapes(counts, before, sends, pipes, *kinds, self.first[mask], self.last[mask])
+        present, first, last = self.present.where(mask), self.first[mask], self.last[mask]
+        return PipeShapes(counts, present, before, sends, pipes, *kinds, first, last)
 
     def waits(self, micro_batches: int) -> Floats:
         """Hand-overs that each rank waits for in a step, at least, [pipes, ranks]."""
@@ -110,7 +142,7 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
     virtual = np.array([[pipe.virtual_stages] for pipe in pipes])
     alternates = (virtual == 1) & np.array([[pipe.schedule in _ALTERNATE] for pipe in pipes])
     return PipeShapes(
-        stages.counts, stages.before, stages.sends, pipes, is_whole, swaps, alternates,
+        stages.counts, stages.present, stages.before, stages.sends, pipes, is_whole, swaps, alternates,
         virtual.astype(float), (virtual > 1) & ~is_v, stages.first, stages.last,
     )  # fmt: skip
 
@@ -133,6 +165,7 @@ class _Stages:
     """Parts of `PipeShapes`, by way, [ways, ranks, sections], and `sends`, [ways, ranks]."""
 
     counts: Floats
+    present: Presence
     before: Floats
     first: Floats
     last: Floats
@@ -151,8 +184,8 @@ def _stages_in(names: tuple[str, ...], blocks: tuple[str, ...], pipes: Sequence[
     if _UNEVEN in places:
         return _stages(names, blocks, ranks, ways)
     table = _even_stages(names, blocks, ranks)
-    parts = (table.counts, table.before, table.first, table.last, table.sends)
-    return _Stages(*(part[places] for part in parts))
+    parts = (table.before, table.first, table.last, table.sends)
+    return _Stages(table.counts[places], table.present.where(places), *(part[places] for part in parts))
 
 
 @lru_cache(maxsize=256)
@@ -203,7 +236,8 @@ def _stages(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int, ways: S
     before[:, 1:, names.index(BEFORE)] += 1
     virtual = np.array([way.virtual_stages for way in ways])
     first, last = (held[part].reshape(shape) for part in (is_before, stage >= (virtual[of] - 1) * ranks))
-    return _Stages(counts.reshape(shape), before, first, last, sends.astype(float).reshape(shape[:2]))
+    counts = counts.reshape(shape)
+    return _Stages(counts, presence(counts), before, first, last, sends.astype(float).reshape(shape[:2]))
 
 
 def _stage_ends(ranks: int, ways: Sequence[_Way], blocks: int) -> tuple[NDArray[np.int64], ...]:

@@ -35,8 +35,11 @@ class Objective(Protocol):
         """Whether to compute more again than a keeping does, or to copy what it keeps, only adds to the objective."""
         ...
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
-        """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`."""
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
+        """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`.
+
+        `zero`: the ZeRO stage that shards most of those that they may have.
+        """
         ...
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
@@ -103,9 +106,9 @@ class Fastest:
         """See `Objective`. Of what is copied, what is computed again need not be."""
         return keeping.offload == "none"
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `Objective`."""
-        needed = self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven)
+        needed = self.pricer.layout_memory_floors(first, most, keepings, zero=zero, uneven=self.has_uneven)
         fits = (needed <= self.memory_limit).tolist()
         return [partial(self._layout, first, most, *each) for each in zip(keepings, fits, strict=True)]
 
@@ -176,9 +179,9 @@ class Smallest:
         """See `Objective`."""
         return False
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping]) -> Sequence[Bound]:
+    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `Objective`."""
-        floors = self.pricer.layout_memory_floors(first, most, keepings, uneven=self.has_uneven)
+        floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero, uneven=self.has_uneven)
         return [partial(float, floor) for floor in floors]
 
     def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,13 +24,17 @@ from passes.recipe_search.bound_boundaries import (
     uneven_floor,
 )
 from passes.recipe_search.bound_memory import (
+    ParameterBytes,
+    Passing,
     PipeRanks,
+    SectionParameters,
     layout_memory_floors,
     memory_floors,
+    parameter_bytes,
     passing_bytes,
     pipe_ranks,
     rank_floors,
-    states_of,
+    section_parameters,
     uneven_memory_floors,
 )
 from passes.recipe_search.bound_ranks import Turns, WholeBlocks, mean_floors, turns_within, whole_blocks
@@ -47,7 +52,7 @@ from passes.recipe_search.pipe_shapes import PipeShapes, held_by, pipe_shapes
 from passes.recipe_search.recipe_space import Keeping, divisors
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
 from passes.recipes.price_ends import EndWork, end_work
-from passes.recipes.price_memory import host_bytes, memory_price, state_bytes
+from passes.recipes.price_memory import host_bytes, memory_price
 from passes.recipes.price_recipe import (
     SectionPasses,
     Step,
@@ -88,9 +93,9 @@ class RecipePricer:
     _single: dict[tuple[object, ...], SectionFloor] = field(default_factory=dict)
     _passes: dict[tuple[object, ...], SectionPasses] = field(default_factory=dict)
     _adds_faster: dict[bool, bool] = field(default_factory=dict)
-    _states: dict[tuple[int, int, str], float] = field(default_factory=dict)
+    _parameters: dict[tuple[int, float, str], ParameterBytes] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
-    _beside_state: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    _passing: dict[tuple[object, ...], Passing] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
     _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
     _times: dict[Recipe, float] = field(default_factory=dict)
@@ -151,17 +156,20 @@ class RecipePricer:
         """The largest workspace of a recipe's layout: a rank has it, beside all else."""
         return max(size.workspace_bytes for size in self.sizes(recipe).values())
 
-    def layout_memory_floors(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, uneven: bool) -> Floats:
+    def layout_memory_floors(
+        self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int = _GATHERS, uneven: bool
+    ) -> Floats:
         """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
 
-        `uneven`: whether blocks may be shared out unevenly.
+        `zero`: the ZeRO stage that shards most of those that they may have; `uneven`: whether blocks may be shared out
+        unevenly.
         """
         ranks, sizes = self._pipe_ranks(first, most), self.sizes(first)
-        state = self._state(_GATHERS, 1, first)
-        shares = (first.tensor, first.expert * first.expert_tensor)
-        dense, expert = (state * share * ranks.sizes / first.devices for share in shares)
+        copies, shared = (np.array(self._parameter_bytes(zero, shards, first)) for shards in (math.inf, 1))
+        shares = np.array([first.tensor, first.expert * first.expert_tensor]) / first.devices
+        parameters = copies + (shared - copies) * (ranks.sizes[:, None] * shares)[..., None]
         whole = self._counts_of(tuple(sizes)) if uneven else None
-        return layout_memory_floors(sizes, ranks, first, (dense, expert), keepings, whole=whole)
+        return layout_memory_floors(sizes, ranks, first, parameters, keepings, whole=whole)
 
     def _pipe_ranks(self, first: Recipe, most: int) -> PipeRanks:
         """The ranks of the pipelines of a layout, with those of the first or more, to `most`."""
@@ -172,18 +180,22 @@ class RecipePricer:
         )
         return pipe_ranks(tuple(self.sizes(first)), self.counted.blocks, pipes)
 
-    def _section_states(self, sizes: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
-        """Bytes of sections' parameters with gradients and state on each rank, [sections]."""
-        dense, expert = (self._state(recipe.zero, count, recipe) for count in shard_ranks(recipe))
-        return states_of(sizes, dense, expert)
+    def _section_parameters(self, recipes: Sequence[Recipe]) -> SectionParameters:
+        """What recipes that differ in sharding hold for parameters on each rank."""
+        shardings = [self._sharded_bytes(recipe) for recipe in recipes]
+        return section_parameters(self.sizes(recipes[0]), shardings, [recipe.zero == _GATHERS for recipe in recipes])
 
-    def _state(self, zero: int, shards: int, recipe: Recipe) -> float:
-        """Bytes of a parameter with its gradient and state, sharded so; all else is alike in a search."""
+    def _sharded_bytes(self, recipe: Recipe) -> tuple[ParameterBytes, ParameterBytes]:
+        """What a rank holds for each parameter, and for each of experts."""
+        dense, expert = (self._parameter_bytes(recipe.zero, shards, recipe) for shards in shard_ranks(recipe))
+        return dense, expert
+
+    def _parameter_bytes(self, zero: int, shards: float, recipe: Recipe) -> ParameterBytes:
+        """The same under a ZeRO stage over so many ranks; all else is alike in a search."""
         key = (zero, shards, recipe.offload)
-        if key not in self._states:
-            sharded = replace(recipe, zero=zero, whole_tensors=False)
-            self._states[key] = sum(state_bytes(1.0, shards, sharded).values())
-        return self._states[key]
+        if key not in self._parameters:
+            self._parameters[key] = parameter_bytes(shards, replace(recipe, zero=zero, whole_tensors=False))
+        return self._parameters[key]
 
     def layout_floor(self, first: Recipe, most: int) -> float:
         """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
@@ -330,9 +342,9 @@ class RecipePricer:
     def _stage_memory(self, recipe: Recipe, pipe: Pipe) -> tuple[StageLoads, Floats]:
         """What the stages of an open pipeline may have, and bounds on the memory that takes, [ranks, loads]."""
         sizes = self.sizes(recipe)
-        loads = stage_loads(tuple(sizes), self.counted.blocks)
-        held = self._held(recipe, pipe)[:, None]
-        return loads, rank_floors(sizes, loads.counts, held, self._section_states(sizes, recipe), recipe)
+        loads = stage_loads(tuple(sizes), self.counted.blocks, has_middle=pipe.pipeline > 2)
+        passing = passing_bytes(sizes, loads.counts, loads.present, self._held(recipe, pipe)[:, None], recipe)
+        return loads, rank_floors(loads.counts, self._section_parameters([recipe]), passing)[..., 0]
 
     def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
         """What a rank with so many parameters does once per step."""
@@ -349,24 +361,23 @@ class RecipePricer:
         Of open pipelines, on that of all of the set. [recipes, pipes].
         """
         first = recipes[0]
-        sizes = self.sizes(first)
-        states = np.array([self._section_states(sizes, recipe) for recipe in recipes])
+        sizes, parameters = self.sizes(first), self._section_parameters(recipes)
         floors = np.empty((len(recipes), len(pipes)))
         if pipes.closed:
             closed = self._shapes(first, pipes.closed)
-            floors[:, ~pipes.is_open] = memory_floors(closed, states, self._passing(first, closed))
+            floors[:, ~pipes.is_open] = memory_floors(closed, parameters, self._passing_bytes(first, closed))
         if pipes.open:
             held, whole = [self._held(first, pipe) for pipe in pipes.open], self._counts_of(tuple(sizes))
-            floors[:, pipes.is_open] = uneven_memory_floors(sizes, whole, np.array(held), states, first)
+            floors[:, pipes.is_open] = uneven_memory_floors(sizes, whole, np.array(held), parameters, first)
         return floors
 
-    def _passing(self, recipe: Recipe, shapes: PipeShapes) -> Floats:
+    def _passing_bytes(self, recipe: Recipe, shapes: PipeShapes) -> Passing:
         """What ranks hold but for parameters and their state, with each of some pipelines, [pipes, ranks]."""
         key = (_layout_of(recipe), recipe.recompute, recipe.offload, shapes.pipes)
-        if key not in self._beside_state:
+        if key not in self._passing:
             held = held_by(shapes.pipes, recipe.micro_batches)
-            self._beside_state[key] = passing_bytes(self.sizes(recipe), shapes.counts, held, recipe)
-        return self._beside_state[key]
+            self._passing[key] = passing_bytes(self.sizes(recipe), shapes.counts, shapes.present, held, recipe)
+        return self._passing[key]
 
     @staticmethod
     def _held(recipe: Recipe, pipe: Pipe) -> Floats:

@@ -274,6 +274,11 @@ class RecipeSpace:
         for each in self.next_stages(pipe):
             yield from self.closed(each)
 
+    @property
+    def most_zero(self) -> int:
+        """The ZeRO stage that shards most of those that recipes may have."""
+        return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
+
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
         """What ZeRO may shard."""
         replicas = self.devices // layout.tensor // ranks

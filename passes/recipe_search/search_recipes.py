@@ -12,8 +12,8 @@ for the time of a step under a memory limit (`recipe_objectives.Fastest`; bounds
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
    those and the micro-batches that it holds do. Where blocks are not shared out evenly, the least of all ways
    (`passes.recipe_search.bound_boundaries`), then with the blocks of each stage, one stage after the other;
-4. with the sharding, one recipe: the same with its own ends; left out if its memory exceeds the limit, which is
-   exact: the micro-batches that a schedule holds do not depend on times;
+4. with the sharding, one recipe: the same with its own ends; left out if its memory, or its host's, exceeds the limit.
+   Memory is known before times are: the micro-batches that a schedule holds do not depend on them;
 5. priced (`passes.recipes.price_recipe`).
 
 The node with the lowest bound is split next, and in turn the deepest one, for a recipe to show soon. Once a priced
@@ -265,7 +265,8 @@ class _Search:
         """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
         keepings = sorted(branch.space.keepings(layout), key=lambda keeping: keeping.offload != "none")
         too_slow = len(RECOMPUTE)
-        for keeping, bound_of in zip(keepings, branch.objective.layouts(first, most, keepings), strict=True):
+        bounds = branch.objective.layouts(first, most, keepings, zero=branch.space.most_zero)
+        for keeping, bound_of in zip(keepings, bounds, strict=True):
             again = RECOMPUTE.index(keeping.recompute)
             if again < too_slow:
                 bound = bound_of()
@@ -366,8 +367,9 @@ class _Search:
 
     def _recipe(self, node: _Node) -> Recipe:
         """The recipe of a node; of a set, one of those that shard most."""
-        sharding = node.sharding or node.exchanges or Sharding(1)
-        return node.branch.space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
+        space = node.branch.space
+        sharding = node.sharding or node.exchanges or Sharding(min(1, space.most_zero))
+        return space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
 
     def _push(self, bound: float, node: _Node, **choice: Any) -> bool:
         """Open a node, with some more of the choice, whose bound is no worse than the best recipe; whether it is."""

@@ -77,9 +77,7 @@ def rank_memory(
             parts[name] += size
     blocks = [sections[name] for name in counts if name not in (BEFORE, AFTER)]
     if recipe.zero == 3:
-        parts["gathered parameters"] = 2.0 * max(
-            (WEIGHT_BYTES[recipe.precision] * (b.parameters + b.expert_parameters) for b in blocks), default=0
-        )
+        parts["gathered parameters"] = max((gathered_bytes(block, recipe) for block in blocks), default=0.0)
     kept = {name: kept_bytes(sections[name], name, recipe) for name in counts}
     parts["activations"] = in_flight * sum(
         kept[name] * count for name, count in counts.items() if not is_offloaded(name, recipe)
@@ -93,7 +91,7 @@ def rank_memory(
     elif recipe.recompute == "selective":
         parts["recomputed activations"] = max((block.core_bytes for block in blocks), default=0)
     parts["workspace"] = float(max(sections[name].workspace_bytes for name in counts))
-    update = _update_bytes(dense, groups.zero.size, recipe) + _update_bytes(expert, groups.expert_replicas.size, recipe)
+    update = update_bytes(dense, groups.zero.size, recipe) + update_bytes(expert, groups.expert_replicas.size, recipe)
     passing = ("activations", "offload buffers", "recomputed activations", "gathered parameters", "workspace")
     if update > sum(parts.get(name, 0.0) for name in passing):
         parts = {name: size for name, size in parts.items() if name not in passing} | {"update": update}
@@ -110,7 +108,7 @@ def beside_tensors(recipe: Recipe) -> dict[str, int]:
     return {"communicators": communicator_bytes(communicators), "context": context_bytes()}
 
 
-def state_bytes(elements: float, shards: int, recipe: Recipe) -> dict[str, float]:
+def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.gradient_dtype]
     extra = 2 if recipe.separate_sum and gradient > 2 else 0
@@ -125,7 +123,12 @@ def state_bytes(elements: float, shards: int, recipe: Recipe) -> dict[str, float
     }
 
 
-def _update_bytes(elements: float, shards: int, recipe: Recipe) -> float:
+def gathered_bytes(block: SectionSizes, recipe: Recipe) -> float:
+    """Bytes of what ZeRO-3 gathers of a block: its weights, and its neighbour's."""
+    return 2.0 * WEIGHT_BYTES[recipe.precision] * (block.parameters + block.expert_parameters)
+
+
+def update_bytes(elements: float, shards: float, recipe: Recipe) -> float:
     """Bytes of the float32 copy of gradients that master weights are updated with."""
     if not recipe.master_weights or recipe.gradient_dtype == "f32":
         return 0.0
