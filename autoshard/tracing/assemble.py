@@ -23,7 +23,7 @@ from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, Output
 from autoshard.tracing.calling import Call
 from autoshard.tracing.joint import JointGraph
 from autoshard.tracing.lazy_module import lazy_module
-from autoshard.tracing.operand_types import refuse_unlike_types
+from autoshard.tracing.operand_types import refuse_types
 from autoshard.tracing.provenance import attribute_nodes
 from autoshard.tracing.simplify import Copier
 
@@ -43,7 +43,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
 
     Raises:
         TraceError: the model changes an input or a parameter in place, uses a random operator that is not
-            reproducible on every mesh, or multiplies matrices of unlike types.
+            reproducible on every mesh, or gives an operator types that it does not take.
     """
     graph = joint.graph_module.graph
     attribute_nodes(graph)
@@ -58,7 +58,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
             copier.copy(node)
     program = _finish(copier, slots, results, joint, call)
     _check_operators(program)
-    refuse_unlike_types(program)
+    refuse_types(program)
     return program
 
 

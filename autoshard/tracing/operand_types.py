@@ -1,16 +1,17 @@
-"""Matrix products whose operands have unlike types: a device refuses them, and fake tensors let them pass."""
+"""Types of operands that a device refuses, and fake tensors let pass: unlike ones, and integers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
+import autoshard.kernels  # noqa: F401  (defines the operators)
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputSlot, Program
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.autoshard
 
 _PRODUCTS = frozenset(
     {
@@ -18,28 +19,55 @@ _PRODUCTS = frozenset(
         aten.mv.default, aten.addmv.default, aten.dot.default,
     }
 )  # fmt: skip
+"""Matrix products: all operands are of one type."""
+
+_OF_ONE_TYPE: Mapping[object, tuple[int, ...]] = {aten.convolution.default: (0, 1, 2), aten.index_add.default: (0, 3)}
+"""Other operators that take some operands, by their places, in one type."""
+
+FLOATING = frozenset(
+    {
+        aten.gelu.default, aten.silu.default, aten.mish.default, aten.hardswish.default, aten.hardsigmoid.default,
+        aten.softplus.default, aten.elu.default, aten.glu.default, aten.log_sigmoid_forward.default,
+        aten._softmax.default, aten._log_softmax.default, aten.var.correction, aten.std.correction,
+        aten.var_mean.correction, aten.lerp.Scalar, aten.lerp.Tensor,
+        ours.dropout.default, ours.attention.default, ours.cross_entropy.default,
+    }
+)  # fmt: skip
+"""Operators whose first operand is of floating point numbers."""
+
+_REMEDY = "Give inputs of the type of the parameters, or cast in the model (x.to(weight.dtype))."
 
 
-def refuse_unlike_types(program: Program) -> None:
-    """Raise if a matrix product is of unlike types.
+def refuse_types(program: Program) -> None:
+    """Raise if an operator is given types that it does not take.
 
     Raises:
         TraceError: it names the operands, the module and its line.
     """
     slots = {slot.node: slot for slot in program.inputs}
     for node in program.graph.nodes:
-        if node.target in _PRODUCTS and len({_dtype(operand) for operand in node.all_input_nodes}) > 1:
-            raise TraceError(_message(node, slots))
+        operands = _of_one_type(node)
+        if len({_dtype(operand) for operand in operands}) > 1:
+            kind = "matrix product" if node.target in _PRODUCTS else "operator"
+            raise TraceError(_message(node, operands, slots, kind, "one device refuses operands of unlike types"))
+        if node.target in FLOATING and not _is_floating(node.args[0]):
+            said = "one device computes it of floating point numbers only"
+            raise TraceError(_message(node, node.args[:1], slots, "operator", said))
 
 
-def _message(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
-    operands = " and ".join(f"{_named(operand, slots)} of {_dtype(operand)}" for operand in node.all_input_nodes)
+def _of_one_type(node: fx.Node) -> Sequence[fx.Node]:
+    """The operands of a node that must be of one type."""
+    if node.target in _PRODUCTS:
+        return node.all_input_nodes
+    operands = [node.args[place] for place in _OF_ONE_TYPE.get(node.target, ())]
+    return [operand for operand in operands if isinstance(operand, fx.Node)]
+
+
+def _message(node: fx.Node, operands: Sequence[fx.Node], slots: Mapping[str, InputSlot], kind: str, said: str) -> str:
+    named = " and ".join(f"{_named(operand, slots)} of {_dtype(operand)}" for operand in operands)
     module, source = node.meta.get("module"), node.meta.get("source")
     where = (f" of {module!r}" if module else "") + (f" at {source}" if source else "")
-    return (
-        f"The matrix product {node.target}{where} takes {operands}: one device refuses operands of unlike types. "
-        "Give inputs of the type of the parameters, or cast in the model (x.to(weight.dtype))."
-    )
+    return f"The {kind} {node.target}{where} takes {named}: {said}. {_REMEDY}"
 
 
 def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
@@ -53,6 +81,11 @@ def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
         return f"the value {node.name!r}"
     slot = slots[found.name]
     return f"{slot.kind} {slot.name!r}"
+
+
+def _is_floating(node: fx.Node) -> bool:
+    dtype = _dtype(node)
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

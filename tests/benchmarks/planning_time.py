@@ -2,7 +2,7 @@
 
 Run: python -m tests.benchmarks.planning_time [--models big_bird t5 ...] [--search-seconds 5] [--large]
     [--recipes 'Llama-3 8B' ...] [--recipe-seconds 60]
-    [--backend triton] [--turns 5]
+    [--backend triton] [--turns 7]
 
 Models of the zoo of up to 3,000 nodes on two axes, stage by stage; and with `--large` a Llama of over
 10,000 nodes, and a program of over 10,000 nodes no two layers of which have equal shapes (so that no call is like one
@@ -197,7 +197,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--recipes", nargs="*", default=list(TASKS), help="of tests.benchmarks.recipe_time")
     parser.add_argument("--recipe-seconds", type=float, default=60.0, help="for each search over recipes")
     parser.add_argument("--backend", default="auto", help="of both: triton, to search with kernels")
-    parser.add_argument("--turns", type=int, default=5, help="of tests.benchmarks.depth_time; 0: none")
+    parser.add_argument("--turns", type=int, default=7, help="of tests.benchmarks.depth_time; 0: none")
     options = parser.parse_args(arguments)
     quiet()
     console = Console(width=180)

@@ -1,17 +1,57 @@
-"""What one device refuses, as operands have unlike types, is refused by name before it is planned."""
+"""What one device refuses, as operands are of unlike types or integers, is refused by name before it is planned."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import autoshard
 from autoshard import Cluster, Mesh
 from autoshard.errors import TraceError
+from autoshard.tracing.operand_types import FLOATING
 from autoshard.tracing.trace import trace
 
 INTEGERS = torch.ones(4, 3, 8, dtype=torch.int64)
+
+aten, ours = torch.ops.aten, torch.ops.autoshard
+
+REFUSING: dict[object, Callable[[Tensor], Tensor]] = {
+    aten.gelu.default: F.gelu,
+    aten.silu.default: F.silu,
+    aten.mish.default: F.mish,
+    aten.hardswish.default: F.hardswish,
+    aten.hardsigmoid.default: F.hardsigmoid,
+    aten.softplus.default: F.softplus,
+    aten.elu.default: F.elu,
+    aten.glu.default: F.glu,
+    aten.log_sigmoid_forward.default: F.logsigmoid,
+    aten._softmax.default: lambda x: x.softmax(-1),
+    aten._log_softmax.default: lambda x: x.log_softmax(-1),
+    aten.var.correction: lambda x: x.var(),
+    aten.std.correction: lambda x: x.std(),
+    aten.var_mean.correction: lambda x: torch.var_mean(x, -1)[0],
+    aten.lerp.Scalar: lambda x: torch.lerp(x, x, 0.5),
+    aten.lerp.Tensor: lambda x: torch.lerp(x, x, x),
+    ours.dropout.default: lambda x: F.dropout(x, 0.5),
+    ours.attention.default: lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    ours.cross_entropy.default: lambda x: F.cross_entropy(x.flatten(0, 1), x[..., 0].long().flatten()),
+}
+"""By operator, what runs it."""
+
+
+class Called(nn.Module):
+    """A function of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class Layers(nn.Module):
@@ -54,6 +94,54 @@ def test_values_of_unlike_types_are_refused_by_their_nodes() -> None:
         TraceError, match=r"takes the value 'add' of torch\.float32 and the value 'permute' of torch\.float64"
     ):
         trace(Product(), (torch.ones(2, 2), torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize("operator", sorted(FLOATING, key=str), ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integers_are_refused_by_operators_of_floating_point_numbers(operator: object, dtype: torch.dtype) -> None:
+    """As on one device; it does what they are for with floating point numbers."""
+    model = Called(REFUSING[operator])
+    with pytest.raises(RuntimeError):
+        model(INTEGERS.to(dtype))
+    with pytest.raises(TraceError):
+        trace(model, (INTEGERS.to(dtype),))
+    program = trace(model, (torch.rand(INTEGERS.shape),))
+    assert operator in {node.target for node in program.graph.nodes}
+
+
+def test_they_are_refused_by_their_names() -> None:
+    """And what would do."""
+    named = (
+        r"The operator aten\.gelu\.default at .* takes input 'input:0' of torch\.int64: .* floating point numbers only"
+    )
+    with pytest.raises(TraceError, match=rf"{named}.*cast in the model"):
+        trace(Called(F.gelu), (INTEGERS,))
+
+
+def test_convolutions_and_sums_by_index_take_one_type() -> None:
+    """Integers with integers; indices are of their own."""
+    weight, index = torch.ones(3, 3, 1), torch.tensor([0, 2, 2, 1])
+
+    def added(x: Tensor) -> Tensor:
+        return torch.zeros(4, 3, 8).index_add(0, index, x)
+
+    def convolved(x: Tensor) -> Tensor:
+        return F.conv1d(x, weight)
+
+    for function in (added, convolved):
+        with pytest.raises(RuntimeError):
+            function(INTEGERS)
+        with pytest.raises(TraceError, match=r"operator aten\.(index_add|convolution)\.default .* of unlike types"):
+            trace(Called(function), (INTEGERS,))
+        trace(Called(function), (INTEGERS.float(),))
+    trace(Called(lambda x: F.conv1d(x, weight.long())), (INTEGERS,))
+
+
+def test_integers_are_taken_where_one_device_takes_them() -> None:
+    """By other functions, and by softmax that is asked for another type."""
+    for function in (F.relu, lambda x: x.softmax(-1, dtype=torch.float32), lambda x: F.dropout(x, training=False)):
+        function(INTEGERS)
+        trace(Called(function), (INTEGERS,))
 
 
 def test_planning_compiling_and_pricing_refuse_alike() -> None:
