@@ -157,7 +157,7 @@ class RecipePricer:
         return max(size.workspace_bytes for size in self.sizes(recipe).values())
 
     def layout_memory_floors(
-        self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int = _GATHERS, uneven: bool
+        self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int, uneven: bool
     ) -> Floats:
         """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
 
