@@ -35,8 +35,6 @@ FLOATING = frozenset(
 )  # fmt: skip
 """Operators whose first operand is of floating point numbers."""
 
-_REMEDY = "Give inputs of the type of the parameters, or cast in the model (x.to(weight.dtype))."
-
 
 def refuse_types(program: Program) -> None:
     """Raise if an operator is given types that it does not take.
@@ -67,7 +65,10 @@ def _message(node: fx.Node, operands: Sequence[fx.Node], slots: Mapping[str, Inp
     named = " and ".join(f"{_named(operand, slots)} of {_dtype(operand)}" for operand in operands)
     module, source = node.meta.get("module"), node.meta.get("source")
     where = (f" of {module!r}" if module else "") + (f" at {source}" if source else "")
-    return f"The {kind} {node.target}{where} takes {named}: {said}. {_REMEDY}"
+    return (
+        f"The {kind} {node.target}{where} takes {named}: {said}. "
+        "Give inputs of the type of the parameters, or cast in the model (x.to(weight.dtype))."
+    )
 
 
 def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:

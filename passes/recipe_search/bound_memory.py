@@ -81,9 +81,14 @@ def section_parameters(
     gathers: Sequence[bool],
 ) -> SectionParameters:
     """Those of shardings under which each parameter takes so much, and each of experts, by whether they gather."""
-    sizes = np.array([(size.parameters, size.expert_parameters) for size in sections.values()], dtype=float)
+    elements = parameters_of(sections)
     each = np.array(shardings)  # [shardings, (dense, experts), (state, update)]
-    return SectionParameters(each[..., 0] @ sizes.T, each[..., 1] @ sizes.T, np.array(gathers, dtype=bool))
+    return SectionParameters(each[..., 0] @ elements.T, each[..., 1] @ elements.T, np.array(gathers, dtype=bool))
+
+
+def parameters_of(sections: Mapping[str, SectionSizes]) -> Floats:
+    """How many parameters each section has, and how many of experts, [sections, 2]."""
+    return np.array([(size.parameters, size.expert_parameters) for size in sections.values()], dtype=float)
 
 
 class Passing(NamedTuple):
@@ -143,17 +148,17 @@ def passing_bytes(
         recipe: what is kept.
     """
 
-    def each(of: Callable[[SectionSizes, str], float]) -> Floats:
-        return np.array([of(size, name) for name, size in sections.items()], dtype=float)
+    def each(of: Callable[[SectionSizes, str, Recipe], float]) -> Floats:
+        return np.array([of(size, name, recipe) for name, size in sections.items()], dtype=float)
 
     passing = held * (counts @ section_kept(sections, recipe))
-    passing += present.largest(each(lambda size, _: size.workspace_bytes))
+    passing += present.largest(each(lambda size, *_: size.workspace_bytes))
     if recipe.recompute != "none":
-        passing += present.largest(each(lambda size, name: again_bytes(size, name, recipe.recompute)))
+        passing += present.largest(each(again_bytes))
     if recipe.offload == "activations":
-        away = each(lambda size, name: away_bytes(size, name, recipe))
+        away = each(away_bytes)
         passing += np.minimum(2.0 * present.largest(away), held * (counts @ away))
-    gathered = each(lambda size, name: 0.0 if name in (BEFORE, AFTER) else gathered_bytes(size, recipe))
+    gathered = each(lambda size, name, _: 0.0 if name in (BEFORE, AFTER) else gathered_bytes(size, recipe))
     return Passing(passing, present.largest(gathered))
 
 
@@ -245,11 +250,11 @@ def _leading_ranks(names: tuple[str, ...], blocks: tuple[str, ...], size: int) -
     return [(table[kept], held[kept]) for table, kept in zip(tables, leading, strict=True)]
 
 
-def again_bytes(size: SectionSizes, name: str, recompute: str) -> int:
+def again_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
     """Bytes that a section keeps while its backward runs, where they are computed again."""
     if name in (BEFORE, AFTER):
         return 0
-    return {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recompute]
+    return {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recipe.recompute]
 
 
 def held_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
@@ -285,23 +290,23 @@ def layout_memory_floors(
         [keepings].
     """
     micro_batches = recipe.batch / recipe.micro_batch * recipe.context * recipe.tensor * ranks.sizes / recipe.devices
-    sizes = np.array([(size.parameters, size.expert_parameters) for size in sections.values()], dtype=float)
+    elements, kinds = parameters_of(sections), [_KINDS[each] for each in keepings]
     workspace = np.array([size.workspace_bytes for size in sections.values()], dtype=float)
-    kinds = [_KINDS[each] for each in keepings]
-    kept = np.array([[held_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
-    again = [[again_bytes(size, name, kind.recompute) for kind in kinds] for name, size in sections.items()]
-    held = np.minimum(ranks.held, micro_batches)[:, None]
+
+    def each_kind(of: Callable[[SectionSizes, str, Recipe], float]) -> Floats:
+        return np.array([[of(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
+
+    kept, held = each_kind(held_bytes), np.minimum(ranks.held, micro_batches)[:, None]
     passing = held * (ranks.counts @ kept) + ranks.present.largest(workspace)[:, None]
-    passing += ranks.present.largest(np.array(again, dtype=float))
+    passing += ranks.present.largest(each_kind(again_bytes))
     if any(each.offload != "none" for each in keepings):
-        away = [[away_bytes(size, name, kind) for kind in kinds] for name, size in sections.items()]
-        offloaded = np.array(away, dtype=float)
-        passing += np.minimum(2.0 * ranks.present.largest(offloaded), held * (ranks.counts @ offloaded))
-    states, updates = (parameters * (ranks.counts @ sizes)[:, :, None]).sum(axis=1).T
+        away = each_kind(away_bytes)
+        passing += np.minimum(2.0 * ranks.present.largest(away), held * (ranks.counts @ away))
+    states, updates = (parameters * (ranks.counts @ elements)[:, :, None]).sum(axis=1).T
     floors = states[:, None] + np.maximum(passing, updates[:, None])
     least = np.maximum.reduceat(floors, ranks.first).min(axis=0)
     if whole is not None and len(ranks.uneven):
-        each, both = (rates[ranks.uneven] @ sizes.T for rates in (parameters[..., 0], parameters.sum(axis=2)))
+        each, both = (rates[ranks.uneven] @ elements.T for rates in (parameters[..., 0], parameters.sum(axis=2)))
         ranks_of, micro = ranks.sizes[ranks.uneven], micro_batches[ranks.uneven]
         uneven = _uneven_floors(whole, each, kept, ranks_of, micro) + workspace.min()
         uneven = np.maximum(uneven, (both @ whole / ranks_of)[:, None])
