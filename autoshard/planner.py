@@ -152,6 +152,7 @@ class Planner:
             grad=request.grad,
             all_tangents=request.all_tangents,
             update=request.update,
+            seed=request.seed,
             compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
         )
         _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)

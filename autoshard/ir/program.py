@@ -128,6 +128,13 @@ class Program:
         """The input slots of one kind, in order."""
         return tuple(slot for slot in self.inputs if slot.kind == kind)
 
+    def read_by_guards(self) -> tuple[InputSlot, ...]:
+        """The input slots that `guard_program` takes, in its order."""
+        if self.guard_program is None:
+            return ()
+        slots = {slot.node: slot for slot in self.inputs}
+        return tuple(slots[str(node.target)] for node in self.guard_program.graph.nodes if node.op == "placeholder")
+
     def outputs_of(self, kind: OutputKind) -> tuple[OutputSlot, ...]:
         """The output slots of one kind, in order."""
         return tuple(slot for slot in self.outputs if slot.kind == kind)

@@ -28,10 +28,15 @@ class SeedSequence:
         """Go on after `count` calls of the sequence of torch's present seed."""
         self.base, self.count = torch.initial_seed(), count
 
+    def peek(self) -> torch.Tensor:
+        """The next seed, a 0-dim int64 tensor, which stays the next."""
+        return torch.tensor(_mix(self.base + (self.count + 1) * _GOLDEN) >> 1, dtype=torch.int64)
+
     def draw(self) -> torch.Tensor:
-        """The next seed: a 0-dim int64 tensor."""
+        """The next seed."""
+        seed = self.peek()
         self.count += 1
-        return torch.tensor(_mix(self.base + self.count * _GOLDEN) >> 1, dtype=torch.int64)
+        return seed
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

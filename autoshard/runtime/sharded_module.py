@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.program import InputKind, InputSlot, OutputKind, Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.runtime.autograd import Call, ProgramFunction
@@ -48,6 +48,7 @@ class Request:
         placed: specs that parameters and optimizer state already have, by qualified name; empty for the first program.
         signature: text of the call, for messages.
         update: what an optimizer does; the program is then that of the whole training step.
+        seed: of the call's random operators, for a model that branches on what they give.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Request:
     placed: Mapping[str, PartitionSpec] = field(default_factory=dict)
     signature: str = ""
     update: Update | None = None
+    seed: torch.Tensor | None = None
 
 
 class Compiler(Protocol):
@@ -68,7 +70,7 @@ class Compiler(Protocol):
         ...
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program whose trace relied on values serves these inputs."""
+        """Whether a program whose trace relied on values serves these inputs; `state` has what its guards read."""
         ...
 
 
@@ -154,7 +156,8 @@ class ShardedModule(nn.Module):
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
         executable, call = self._find(FlatCall.of(args, kwargs))
         tensors = self.gather_inputs(executable, call)
-        outputs = ProgramFunction.apply(Call(executable, lambda: self._find_with_all_tangents(call)), *tensors)
+        again = Call(executable, lambda: self._find_with_all_tangents(call, _seed_among(executable, tensors)))
+        outputs = ProgramFunction.apply(again, *tensors)
         return self.hand_out(executable, outputs)
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
@@ -184,14 +187,14 @@ class ShardedModule(nn.Module):
         self._last = executable
         return executable, call
 
-    def _find_with_all_tangents(self, call: FlatCall) -> Executable:
-        """The program for a call in which each output has a tangent."""
+    def _find_with_all_tangents(self, call: FlatCall, seed: torch.Tensor | None) -> Executable:
+        """The program for a call in which each output has a tangent; `seed` is what the call drew."""
         known = self._known(call, grad=True, all_tangents=True)
         for executable in known:
-            if self._serves(executable, call):
+            if self._serves(executable, call, seed=seed):
                 return executable
         with torch.enable_grad():
-            known.append(self._compile(call, grad=True, all_tangents=True))
+            known.append(self._compile(call, grad=True, all_tangents=True, seed=seed))
         return known[-1]
 
     def _known(
@@ -200,7 +203,9 @@ class ShardedModule(nn.Module):
         key = (signature_of(call, self._original[0], grad=grad), all_tangents, update is not None)
         return self._executables.setdefault(key, [])
 
-    def _serves(self, executable: Executable, call: FlatCall, update: Update | None = None) -> bool:
+    def _serves(
+        self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
+    ) -> bool:
         mine = executable.compiled.update
         if update is not None and mine is not None and not mine.serves(update, executable.updated_parameters):
             return False
@@ -208,18 +213,38 @@ class ShardedModule(nn.Module):
         if not program.guards:
             return True
         inputs = [self._engine.global_copy(tensor) for tensor in call.tensors.values()]
-        return self.compiler.guards_hold(program, inputs, dict(self.named_buffers()))
+        slots = [slot for slot in program.read_by_guards() if slot.kind is not InputKind.INPUT]
+        state = {slot.name: self._engine.global_copy(self._state(slot, seed)) for slot in slots}
+        return self.compiler.guards_hold(program, inputs, state)
 
-    def _compile(self, call: FlatCall, grad: bool, all_tangents: bool, update: Update | None = None) -> Executable:
+    def _state(self, slot: InputSlot, seed: torch.Tensor | None) -> torch.Tensor:
+        """What a guard reads besides the inputs; `seed` as `_compile` takes it."""
+        match slot.kind:
+            case InputKind.PARAMETER:
+                return self.get_parameter(slot.name)
+            case InputKind.BUFFER:
+                return self.get_buffer(slot.name)
+        return self._next_seed() if seed is None else seed
+
+    def _compile(
+        self,
+        call: FlatCall,
+        grad: bool,
+        all_tangents: bool,
+        update: Update | None = None,
+        seed: torch.Tensor | None = None,
+    ) -> Executable:
+        """Compile the program for a call; `seed` is what the call drew, None before it draws."""
         signature = describe_call(call, grad=grad, training=self.training)
         if self._last is not None:
             _LOGGER.info("planning anew for a call %s%s", signature, ", every output's gradient" * all_tangents)
         leaves = [self._example(leaf) for leaf in call.leaves]
         args, kwargs = call.assemble(leaves)
+        seed = self._next_seed() if seed is None else seed
         model = self._original[0]
         with lent_parameters(model, self._engine.global_copy):
             self._engine.agree(lambda: _facts(model, signature, self.mesh))
-            request = Request(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update)
+            request = Request(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update, seed)
             compiled = self.compiler(request, self._engine)
         executable = Executable(compiled, self._engine)
         self._place(executable)
@@ -263,10 +288,18 @@ class ShardedModule(nn.Module):
         return buffer.detach().clone() if copied else buffer
 
     def _draw_seed(self) -> torch.Tensor:
+        self._renew_seeds()
+        return self.seeds.draw().to(self._engine.device)
+
+    def _next_seed(self) -> torch.Tensor:
+        """What the call will draw if its program draws a seed."""
+        self._renew_seeds()
+        return self.seeds.peek().to(self._engine.device)
+
+    def _renew_seeds(self) -> None:
         if self.seeds.is_outdated:
             self._engine.agree(lambda: {"torch.initial_seed()": str(torch.initial_seed())})
             self.seeds.restart()
-        return self.seeds.draw().to(self._engine.device)
 
     def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
         """Write buffers back, and nest the outputs as the model does."""
@@ -285,6 +318,12 @@ class ShardedModule(nn.Module):
     def update_buffer(self, name: str, value: torch.Tensor) -> None:
         """Give a buffer the value that a call computed for it."""
         self.get_buffer(name).copy_(value)
+
+
+def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The seed that a call drew; None where its program draws none."""
+    pairs = zip(executable.inputs, tensors, strict=True)
+    return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)
 
 
 def _facts(model: nn.Module, signature: str, mesh: Mesh) -> dict[str, str]:

@@ -60,7 +60,8 @@ class TraceOptions:
     """What to trace: with gradients or not, of the loss only or of all outputs, and how the model is called.
 
     With `as_compiled`, torch.compiler.is_compiling() is true for the model's code, as under torch.compile:
-    some models then do without branches on values. With `casts`, the model computes in their type.
+    some models then do without branches on values. With `casts`, the model computes in their type. Values that depend
+    on random operators may be read where their `seed` is given.
     """
 
     grad: bool = True
@@ -69,6 +70,7 @@ class TraceOptions:
     known: Known = Known.NOTHING
     as_compiled: bool = False
     casts: Casts | None = None
+    seed: Tensor | None = None
 
 
 class FlatModule(nn.Module):
@@ -95,12 +97,12 @@ class FlatModule(nn.Module):
         inputs = flat[len(self._state) : -1]
         args, kwargs = self._call.assemble(inputs)
         casts = self._options.casts
-        narrow = {} if casts is None else cast_parameters(casts.names(model), traced_state, casts.dtype)
-        given = traced_state | narrow
-        after = dict(given)
         with contextlib.ExitStack() as stack:
             stack.enter_context(keeping_attributes(model))
-            self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs)))
+            self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs, flat[-1])))
+            narrow = {} if casts is None else cast_parameters(casts.names(model), traced_state, casts.dtype)
+            given = traced_state | narrow
+            after = dict(given)
             stack.enter_context(number_random_operators(flat[-1]))
             stack.enter_context(contextlib.nullcontext() if casts is None else casts.running())
             stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
@@ -115,12 +117,13 @@ class FlatModule(nn.Module):
         return (*select_tangents(outputs, self._options), *guarded)
 
     def _known_tensors(
-        self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor]
+        self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Traced tensors with the real ones they stand for, or None when values may not be read."""
         if self._options.known is Known.NOTHING:
             return None
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
+        pairs += [] if self._options.seed is None else [(seed, self._options.seed)]
         if self._options.known is Known.STATE:
             pairs += [(traced_state[name], real) for name, real in self._state.items()]
         return [(traced, real) for traced, real in pairs if not real.is_meta]

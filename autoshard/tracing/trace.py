@@ -44,6 +44,7 @@ def trace(
     all_tangents: bool = False,
     update: Update | None = None,
     compute_dtype: torch.dtype | None = None,
+    seed: torch.Tensor | None = None,
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
 
@@ -61,6 +62,7 @@ def trace(
             outputs that require grad) get one where there are any, and the other outputs are detached.
         update: what an optimizer does with the gradients; the program is then that of the whole training step.
         compute_dtype: what the model computes in where its parameters and inputs are wider; see `tracing.precision`.
+        seed: of random operators, for models that read values which depend on what these give.
 
     Returns:
         The program; see `autoshard.ir.program`.
@@ -75,7 +77,7 @@ def trace(
     targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(args))
     check_fits(model, args, kwargs, targets)
     model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs)
-    options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts)
+    options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed)
     before = python_state(model)
     joint = _capture(model, call, options)
     warn_of_dropped(joint.result)

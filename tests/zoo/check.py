@@ -204,7 +204,8 @@ class TightCompiler:
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`."""
         self.enter("trace")
-        program = trace(request.model, request.args, dict(request.kwargs), all_tangents=request.all_tangents)
+        kwargs, tangents = dict(request.kwargs), request.all_tangents
+        program = trace(request.model, request.args, kwargs, all_tangents=tangents, seed=request.seed)
         self.result.nodes = len(program.graph.nodes)
         self.enter("plan")
         chosen = plan_tightly(program, self.time_budget_s, self.result)

@@ -1,0 +1,136 @@
+"""Models whose Python depends on values that training changes: on parameters, and on what dropout gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Mesh
+from tests.end_to_end.training import assert_close, whole
+from tests.runtime.processes import report, run_checks
+
+PAIR = Mesh({"data": 2})
+
+
+class Branches(nn.Module):
+    """Takes one of two ways by the sign of what its first layer gives."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(self.up(x))
+        if hidden.sum() > 0:
+            return self.down(hidden).square().mean()
+        return self.down(hidden.tanh()).abs().mean()
+
+
+def batches(count: int, *shape: int) -> list[Tensor]:
+    """Fresh data of one shape."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def train(model: nn.Module, data: Sequence[Tensor]) -> list[Tensor]:
+    """The loss of each step, then the parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x in data:
+        losses.append(model(x))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(tensor) for tensor in (*losses, *model.parameters())]
+
+
+def assert_all_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Each equals its own."""
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert_close(mine, theirs, f"value {number}")
+
+
+def check_a_branch_that_flips() -> None:
+    """Steps go both ways, and each way is compiled once."""
+    data = batches(8, 4, 8)
+    sharded: Any = autoshard.compile(Branches(), PAIR)
+    assert_all_close(train(sharded, data), train(Branches(), data))
+    assert len(sharded.programs) == 2
+
+
+def check_a_traced_step() -> None:
+    """The step's program is looked up by the parameters as they are."""
+    data, model, reference = batches(8, 4, 8), Branches(), Branches()
+    step: Any = autoshard.compile(model, PAIR, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert step.is_traced
+    losses = [step(x) for x in data]
+    assert_all_close([*losses, *(whole(p) for p in step.sharded.parameters())], train(reference, data))
+    assert len(step.sharded.programs) == 2
+
+
+def check_a_branch_in_bfloat16() -> None:
+    """The guard sees the casts that were traced: what it takes the first time it takes the second."""
+    (x,) = batches(1, 4, 8)
+    sharded: Any = autoshard.compile(Branches(), PAIR, precision="bf16")
+    assert torch.equal(whole(sharded(x)), whole(sharded(x)))
+    assert len(sharded.programs) == 1
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "a branch that flips": check_a_branch_that_flips,
+    "a traced step": check_a_traced_step,
+    "a branch in bfloat16": check_a_branch_in_bfloat16,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_one_process(name: str) -> None:
+    """On the simulator: as one device."""
+    CHECKS[name]()
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What became of each check on two processes."""
+    return run_checks(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
+    """Parameters are DTensors there: as one device."""
+    report(outcomes, name)
+
+
+def test_a_branch_on_what_dropout_gives() -> None:
+    """A call takes the way of the mask that it draws itself: the same ones on one device and on two."""
+    (x,) = batches(1, 4, 8)
+    found: list[list[Tensor]] = []
+    for mesh in (Mesh({"data": 1}), PAIR):
+        torch.manual_seed(7)
+        model = Branches(dropout=0.9)
+        torch.manual_seed(7)
+        sharded: Any = autoshard.compile(model, mesh)
+        found.append([whole(sharded(x)) for _ in range(8)])
+        assert len(sharded.programs) == 2, "eight masks go both ways"
+        for program in sharded.programs:
+            assert program.phased.lowered.traced.guards
+    assert_all_close(*found)
+
+
+def test_parameters_changed_by_hand_are_seen() -> None:
+    """Nothing of a guard is kept from one call to the next."""
+    (x,) = batches(1, 4, 8)
+    model = Branches()
+    sharded: Any = autoshard.compile(model, PAIR)
+    for bias in (5.0, -5.0, 5.0):
+        with torch.no_grad():
+            model.up.bias.fill_(bias)
+        assert_close(sharded(x), copy.deepcopy(model)(x), f"loss with bias {bias}")
+    assert len(sharded.programs) == 2
