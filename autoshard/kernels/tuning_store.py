@@ -3,7 +3,8 @@
 A file holds the whole key of what was measured, the choice, and every candidate's median. It is read only if its key is
 the one that is looked for and its choice one of the candidates, so what a file says can make a kernel slow, not wrong;
 any other content counts as no file. A writer holds a lock of the folder (`flock`, which local disks have and NFS since
-version 4), looks again, and publishes by renaming: readers never see half a file. Removing the folder is safe.
+version 4), looks again, and publishes by renaming: readers never see half a file. The folder is made for its user
+alone. Removing it is safe.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from autoshard.kernels.candidates import Choice
+from autoshard.kernels.private_folder import make_private
 
 _IDENTITY = "identity"
 
@@ -56,7 +58,7 @@ class Store:
         """The choice that is known for a key; None where there is no file, or it is damaged."""
         try:
             entry = json.loads(self._path(key).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(entry, dict) or entry.get("key") != key.record:
             return None
@@ -67,6 +69,7 @@ class Store:
 
         Raises:
             OSError: the folder cannot be written, or not be locked.
+            KernelError: it is not this user's alone.
         """
         times = {str(item): time_ms if math.isfinite(time_ms) else "does not fit" for item, time_ms in times_ms.items()}
         text = json.dumps({"choice": str(choice), "median_ms": times, "key": key.record}, indent=1) + "\n"
@@ -82,6 +85,7 @@ class Store:
 
         Raises:
             OSError: the folder cannot be written, or not be locked.
+            KernelError: it is not this user's alone.
         """
         path = self.folder / _IDENTITY
         with self._locked():
@@ -95,7 +99,7 @@ class Store:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder, "measured block sizes")
         with (self.folder / ".lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

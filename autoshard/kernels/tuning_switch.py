@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autoshard.errors import KernelError
 from autoshard.kernels.generated.files import cache_folder
+from autoshard.kernels.private_folder import check_private
 from autoshard.kernels.tuning_store import Store
 
 Timer = Callable[..., Sequence[float]]
@@ -40,8 +41,11 @@ def tune_kernels(is_on: bool = True, *, folder: str | Path | None = None, timer:
             `~/.cache`). Ranks on several machines need one that all see.
         timer: in place of `triton.testing.do_bench`: called with a function and `quantiles=`, gives milliseconds. Given
             one, kernels in Triton's interpreter are tuned too.
+
+    Raises:
+        KernelError: the folder is another user's, or others can write to it.
     """
-    _ASKED[:] = [Tuning(Store(Path(folder or _default_folder())), timer) if is_on else None]
+    _ASKED[:] = [_tuning(Path(folder or _default_folder()), timer) if is_on else None]
 
 
 def active_tuning() -> Tuning | None:
@@ -72,7 +76,12 @@ def folder_identity() -> str:
 def _from_environment(asked: str) -> Tuning | None:
     if asked in ("", "0"):
         return None
-    return Tuning(Store(_default_folder() if asked == "1" else Path(asked)), None)
+    return _tuning(_default_folder() if asked == "1" else Path(asked), None)
+
+
+def _tuning(folder: Path, timer: Timer | None) -> Tuning:
+    check_private(folder, "measured block sizes")
+    return Tuning(Store(folder), timer)
 
 
 def _default_folder() -> Path:

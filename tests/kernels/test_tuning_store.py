@@ -10,8 +10,10 @@ from threading import Barrier
 
 import pytest
 
+from autoshard.errors import KernelError
 from autoshard.kernels.candidates import Choice
 from autoshard.kernels.tuning_store import Key, Store
+from autoshard.kernels.tuning_switch import tune_kernels
 
 CANDIDATES = tuple(Choice((("BLOCK", size),), 4) for size in (512, 1024, 2048))
 KEY = Key("some_kernel", {"device": "H200"}, CANDIDATES)
@@ -65,6 +67,7 @@ def test_other_keys_are_apart(tmp_path: Path, other: Key) -> None:
         lambda text: "",
         lambda text: text[: len(text) // 2],
         lambda text: "[1, 2]",
+        lambda text: "[" * 100_000,
         lambda text: "\x00\xff",
         lambda text: text.replace('"choice": "BLOCK 1024', '"choice": "BLOCK 1000'),
         lambda text: text.replace('"choice": "BLOCK 1024, 4 warps"', '"choice": {"BLOCK": 1}'),
@@ -120,3 +123,15 @@ def test_a_folder_has_an_identity(tmp_path: Path) -> None:
     """Its own, and always the same."""
     assert Store(tmp_path / "a").identity() == Store(tmp_path / "a").identity()
     assert Store(tmp_path / "a").identity() != Store(tmp_path / "b").identity()
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    """Their choices would be ours. One that is made is its user's alone."""
+    Store(tmp_path / "own").identity()
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    for use in (lambda: tune_kernels(folder=shared), Store(shared).identity):
+        with pytest.raises(KernelError, match=r"measured block sizes .*mode 0777.*AUTOSHARD_TUNE"):
+            use()

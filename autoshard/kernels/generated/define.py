@@ -1,4 +1,4 @@
-"""Generated kernels as operators: written to a file, loaded, and defined as `autoshard::triton_<operators>_<digest>`.
+"""Generated kernels as operators: written to a file, compiled, and defined as `autoshard::triton_<operators>_<digest>`.
 
 An operator stands for one group: same shapes, strides and dtypes. An operand that lies otherwise when it comes is
 copied into the form that the kernel was written for. As hand-written kernels, they run on GPUs, and on a CPU in
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from autoshard.kernels.generated.files import load_file, write_file
+from autoshard.kernels.generated.files import load_text, write_file
 from autoshard.kernels.generated.group import Group, Value
 from autoshard.kernels.generated.source import Layout, Source, write_source
 from autoshard.kernels.kernel import Specimen
@@ -49,7 +49,7 @@ class GeneratedKernel:
         operator: the operator that runs it.
         function: the `@triton.jit` function.
         layout: how it is launched.
-        path: the file that it was loaded from.
+        path: the file that holds its source.
     """
 
     group: Group
@@ -104,15 +104,16 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
         title: the first line of the file.
 
     Raises:
-        KernelError: the file cannot be written.
+        KernelError: the file cannot be written, or not to a folder of this user alone.
         NoLoopsError: no kernel computes one of the groups.
     """
     sources = {named.group: write_source(named.group, named.names, named.purpose) for named in groups}
     if not sources:
         return {}
-    path = write_file(_file_text(title, [source.text for source in sources.values()]))
+    text = _file_text(title, [source.text for source in sources.values()])
+    path = write_file(text)
     fresh = [group for group in sources if group not in _OPERATORS]
-    module = load_file(path) if fresh else None
+    module = load_text(text, path) if fresh else None
     for group in fresh:
         kernel = _define(group, sources[group], getattr(module, group.name), path)
         _KERNELS[kernel.operator], _OPERATORS[group] = kernel, kernel.operator
