@@ -69,6 +69,10 @@ _Constrain = Annotated[
         "parameter's name and spec, \"up.weight=P('data', None)\". May be given more than once."
     ),
 ]
+_TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run code that comes with hf:CONFIG, and kernels that it names."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -115,6 +119,7 @@ def plan(
         typer.Option(help="A saved plan, where the search begins; with --global-batch, one of a recipe."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan that fits in memory, and print it."""
@@ -122,6 +127,7 @@ def plan(
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
         global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
+        trust_remote_code=trust_remote_code,
         previous=None if previous is None else Plan.load(_existing(str(previous))),
     )  # fmt: skip
     if out is not None:
@@ -144,12 +150,14 @@ def explain(
     constrain: _Constrain = None,
     backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
+    trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
     """Plan as plan does, and say where else a value could lie and what the best plan with it there would cost."""
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
         global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
     found = result.explain(name)
     _show(found.to_json() if as_json else str(found))
@@ -169,11 +177,12 @@ def _plan(
     constrain: list[str] | None = None,
     backend: str = "auto",
     time_budget_s: float = 60.0,
+    trust_remote_code: bool = False,
     previous: Plan | None = None,
 ) -> Plan:
     """The plan that options of the command line ask for."""
     dtype = None if global_batch is None else _PRODUCTS.get(precision, torch.bfloat16)
-    loaded = load_model(model, batch=batch, seq=seq, dtype=dtype)
+    loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     return api.plan(
         loaded.model,
         parse_cluster(cluster),
@@ -205,6 +214,7 @@ def report(
     constrain: _Constrain = None,
     backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
+    trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
     """Write a plan as one page of HTML: where time and memory go, the timeline, and where everything lies."""
@@ -217,6 +227,7 @@ def report(
         found = _plan(
             source, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
             global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     _write(out, found.report)
     _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")
@@ -267,12 +278,14 @@ def price(
         str | None, typer.Option(help="adamw, adam, sgd or sgd_momentum, in place of the recipe's own.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
     """Say what an expert's recipe would take: step time, memory, and where the time goes."""
     _check_folder(out)
     asked = parse_recipe(recipe)
-    loaded = load_model(model, batch=1, seq=seq, dtype=_PRODUCTS.get(asked.precision, torch.bfloat16))
+    dtype = _PRODUCTS.get(asked.precision, torch.bfloat16)
+    loaded = load_model(model, batch=1, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     asked = asked if optimizer is None else replace(asked, optimizer=optimizer)
     result = pricing.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs)
     if out is not None:
@@ -294,12 +307,13 @@ def verify(
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
     time_budget_s: _TimeBudget = 60.0,
+    trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
     """Prove that the program which a plan gives each rank computes what the model does; nothing is run."""
     if (cluster is None) == (plan is None):
         raise AutoshardError(f"verify {model}: pass --cluster, to plan and prove that, or --plan with a saved plan.")
-    loaded = load_model(model, batch=batch, seq=seq)
+    loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
     found = api.prove(
         loaded.model,
         Plan.load(_existing(str(plan))) if cluster is None else parse_cluster(cluster),
@@ -340,13 +354,14 @@ def doctor(
     batch: _Batch = 8,
     seq: _Seq = 1024,
     precision: _Precision = "bf16",
+    trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
     """Say what this machine has, or which operators of a model run whole on every device and what that takes."""
     if model is None:
         _examine_machine(as_json)
         return
-    loaded = load_model(model, batch=batch, seq=seq)
+    loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
     axes = None if mesh is None else parse_mesh(mesh)
     result = api.plan(
         loaded.model, parse_cluster(cluster), example_inputs=loaded.inputs, mesh=axes, precision=precision

@@ -2,7 +2,8 @@
 
 A model is built on the meta device, so that one larger than this machine can be planned on it. A function
 named on the command line returns `(model, example_inputs)`; it is told `batch` and `seq` if it has parameters
-of these names.
+of these names. A file or package that is named is run. A config is data: neither code beside it nor kernels of a hub
+that it asks for are run, unless the user trusts them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +45,9 @@ class NamedModel:
         return NamedModel(self.model.to(dtype), cast_floats(self.inputs, dtype))
 
 
-def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | None = None) -> NamedModel:
+def load_model(
+    reference: str, *, batch: int, seq: int, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> NamedModel:
     """Build the model that `reference` names.
 
     Args:
@@ -50,13 +55,18 @@ def load_model(reference: str, *, batch: int, seq: int, dtype: torch.dtype | Non
         batch: sequences per step over the whole cluster.
         seq: tokens per sequence.
         dtype: of floating-point parameters and inputs; None: those of the function's model, float32 for a config.
+        trust_remote_code: whether a config may name code and kernels that transformers loads and runs.
 
     Raises:
-        ModelReferenceError: nothing of that name, or it does not return a model with example inputs.
+        ModelReferenceError: nothing of that name, it does not return a model with example inputs, or it needs code that
+            is not trusted.
     """
-    build = _build_from_config if reference.startswith("hf:") else _build_from_function
+    sizes = {"batch": batch, "seq": seq}
     with torch.device("meta"):
-        named = build(reference, {"batch": batch, "seq": seq})
+        if reference.startswith("hf:"):
+            named = _build_from_config(reference, sizes, trust_remote_code)
+        else:
+            named = _build_from_function(reference, sizes)
     return named if dtype is None else named.to(dtype)
 
 
@@ -135,30 +145,103 @@ def _load_module(name: str) -> ModuleType:
             raise ModelReferenceError(f"there is no module {error.name!r}, which MODEL names.") from error
 
 
-def _build_from_config(reference: str, sizes: Mapping[str, int]) -> NamedModel:
+def _build_from_config(reference: str, sizes: Mapping[str, int], trusts: bool) -> NamedModel:
     path = Path(reference.removeprefix("hf:"))
     if not path.exists():
         raise ModelReferenceError(f"there is no config file or folder {path}, which MODEL {reference!r} names.")
+    if not trusts:
+        os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers reads it when it is imported
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise ModelReferenceError("MODEL hf:... needs transformers: pip install autoshard[transformers].") from error
-    try:
-        config = AutoConfig.from_pretrained(path, use_cache=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelReferenceError(f"{path}, which MODEL {reference!r} names, is no config: {reason}") from error
+    _check_config(path, reference, trusts)
+    with _named(reference):
+        try:
+            config = AutoConfig.from_pretrained(path, use_cache=False, trust_remote_code=trusts)
+        except (OSError, ValueError) as error:
+            raise _no_config(path, reference, error) from error
+    if not trusts:
+        _refuse_fetched(config, reference)
     tokens = torch.zeros(sizes["batch"], sizes["seq"], dtype=torch.int64)
-    model = _language_model(config).from_config(config).float()
+    with _named(reference):
+        model = _language_model(config, trusts).from_config(config, trust_remote_code=trusts).float()
     return NamedModel(model, {"input_ids": tokens, "labels": tokens})
 
 
-def _language_model(config: Any) -> Any:
+_MAX_LAYERS = 10_000
+_TRUST = "Read the code, and pass --trust-remote-code if you trust it."
+
+
+def _no_config(path: Path, reference: str, error: Exception) -> ModelReferenceError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return ModelReferenceError(f"{path}, which MODEL {reference!r} names, is no config: {reason}")
+
+
+def _check_config(path: Path, reference: str, trusts: bool) -> None:
+    """Refuse a config that is none, that needs code which is not trusted, or whose model nobody could build."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        counts = dict(_layer_counts(data))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_config(path, reference, error) from error
+    for name, count in counts.items():
+        if count > _MAX_LAYERS:
+            raise ModelReferenceError(
+                f"{path}, which MODEL {reference!r} names, has {name}={count}; a model is built layer by layer, and "
+                f"this builds up to {_MAX_LAYERS}."
+            )
+    if not trusts and _needs_code(data):
+        raise ModelReferenceError(
+            f"{path}, which MODEL {reference!r} names, is of a model that transformers does not have "
+            f"(model_type={data.get('model_type')!r}): its code comes with it, and is not run. {_TRUST}"
+        )
+
+
+def _layer_counts(data: object) -> Iterator[tuple[str, int]]:
+    """The numbers of layers that a config names, those of its parts among them."""
+    for name, value in data.items() if isinstance(data, dict) else ():
+        if isinstance(value, int) and name.endswith(("layer", "layers")):
+            yield name, value
+        yield from _layer_counts(value)
+
+
+def _needs_code(data: object) -> bool:
+    """Whether a config names code of its own, and transformers has none for its type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return isinstance(data, dict) and bool(data.get("auto_map")) and data.get("model_type") not in CONFIG_MAPPING
+
+
+_BUILT_IN: Mapping[str, Sequence[str | None]] = {
+    "attn_implementation": (None, "eager", "sdpa", "flex_attention"),
+    "experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
+}
+"""Implementations that transformers brings along; others, flash attention among them, it may fetch from a hub."""
+
+
+def _refuse_fetched(config: Any, reference: str) -> None:
+    """Refuse a config that asks for kernels which transformers would fetch, itself or in a part of it."""
+    for name, known in _BUILT_IN.items():
+        found = getattr(config, f"_{name}", None)
+        if found not in known:
+            raise ModelReferenceError(
+                f"the config of MODEL {reference!r} asks for {name}={found!r}, which transformers may fetch and run. "
+                f"Take it out, plans do not depend on it; or: {_TRUST}"
+            )
+    for part in config.sub_configs:
+        if (inner := getattr(config, part, None)) is not None:
+            _refuse_fetched(inner, reference)
+
+
+def _language_model(config: Any, trusts: bool) -> Any:
     """What of transformers makes a model of a config that returns the loss of predicting tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto import modeling_auto
 
-    if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    own = getattr(config, "auto_map", None) or {} if trusts else {}
+    if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or AutoModelForCausalLM.__name__ in own:
         return AutoModelForCausalLM
     if config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return AutoModelForSeq2SeqLM

@@ -1,6 +1,8 @@
 """Models named on the command line."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +28,41 @@ def failing():
 """
 
 
-def _load(reference: str, dtype: torch.dtype | None = None):
-    return load_model(reference, batch=3, seq=8, dtype=dtype)
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def _load(reference: str, dtype: torch.dtype | None = None, trust_remote_code: bool = False):
+    return load_model(reference, batch=3, seq=8, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def _write_config(folder: Path, **changes: Any) -> str:
+    """A config, and beside it code that leaves a file where it runs."""
+    (folder / "config.json").write_text(json.dumps(_LLAMA | changes))
+    (folder / "beside.py").write_text(_BESIDE.format(trace=str(folder / "ran")))
+    return f"hf:{folder}"
+
+
+_BESIDE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({trace!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "drawn_own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+_AUTO_MAP = {"AutoConfig": "beside.OwnConfig", "AutoModelForCausalLM": "beside.OwnModel"}
 
 
 @pytest.fixture
@@ -81,6 +116,58 @@ def test_a_config_of_no_language_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelReferenceError, match=r"config.json, which MODEL 'hf:.*' names, is no config"):
         _load(f"hf:{tmp_path / 'config.json'}")
+
+
+def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
+    """A type that transformers has is built by transformers; any other is refused, with the option that runs it."""
+    named = _load(_write_config(tmp_path, auto_map=_AUTO_MAP))
+    assert type(named.model).__module__.startswith("transformers.models.llama")
+    reference = _write_config(tmp_path, auto_map=_AUTO_MAP, model_type="drawn_own")
+    with pytest.raises(ModelReferenceError, match=r"model_type='drawn_own'.*is not run.*pass --trust-remote-code"):
+        _load(reference)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_beside_a_config_is_run_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is the one that the code makes."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    named = _load(_write_config(tmp_path, auto_map=_AUTO_MAP, model_type="drawn_own"), trust_remote_code=True)
+    assert type(named.model).__name__ == "OwnModel"
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("value", ["kernels-community/flash-mla", "paged|someone/kernel@main:go", "flash_attention_2"])
+def test_kernels_of_a_hub_are_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    """A config that names some is refused before a model is made."""
+
+    def fetch(*arguments: object, **options: object) -> None:
+        pytest.fail("a kernel was fetched")
+
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", fetch)
+    with pytest.raises(ModelReferenceError, match=r"implementation='.*' ?, which transformers may fetch and run"):
+        _load(_write_config(tmp_path, **{key: value}))
+    _load(_write_config(tmp_path, attn_implementation="eager"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (json.dumps(_LLAMA | {"num_hidden_layers": 10**9}), "num_hidden_layers=1000000000; a model is built layer by"),
+        (json.dumps(_LLAMA | {"vocab_size": 10**30}), "raised "),
+        (json.dumps(_LLAMA | {"hidden_size": None}), "raised .*hidden_size"),
+        ("[" * 100_000, "is no config: maximum recursion depth"),
+        ("[]", "is no config"),
+    ],
+)
+def test_an_absurd_config_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    """In one sentence, and at once."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelReferenceError, match=sentence):
+        _load(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize(

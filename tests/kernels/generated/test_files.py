@@ -93,7 +93,9 @@ def test_a_folder_that_others_can_write_to_is_refused(
     folder = tmp_path / name
     folder.mkdir(mode=0o700, parents=True)
     folder.chmod(mode)
-    with pytest.raises(KernelError, match=rf"generated kernels .*{name}': other users can .*mode {mode:04o}.*chmod 700"):
+    with pytest.raises(
+        KernelError, match=rf"generated kernels .*{name}': other users can .*mode {mode:04o}.*chmod 700"
+    ):
         write_file("")
     assert not list(tmp_path.rglob("*.py"))
 
