@@ -6,14 +6,13 @@ first needed) and the runtime.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
@@ -27,6 +26,7 @@ from autoshard.arguments import (
     check_model,
     check_optimizer,
     check_previous,
+    check_programs,
     check_target,
     check_traced,
     check_trains,
@@ -35,6 +35,7 @@ from autoshard.arguments import (
     checked_constraints,
     split_inputs,
 )
+from autoshard.backends import check_in_place, has_kernels, with_bucketed_updates, wrap_of
 from autoshard.cluster import candidate_meshes, device_of_plans, one_kind
 from autoshard.errors import DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
@@ -55,8 +56,9 @@ from autoshard.pricing import price
 from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import make_engine
+from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
-from autoshard.runtime.sharded_module import Request, ShardedModule
+from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
@@ -82,6 +84,8 @@ def compile(
     backend: str = "auto",
     verify: bool = True,
     time_budget_s: float = 60.0,
+    dynamic_lengths: Mapping[str, float] | None = None,
+    max_programs: int = MAX_PROGRAMS,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -116,6 +120,11 @@ def compile(
             the hand-written ones, and Inductor for the rest; "auto" is "eager".
         verify: check that the program to run equals the traced one.
         time_budget_s: seconds that the search for a plan may take; Ctrl-C ends it too, see `plan`.
+        dynamic_lengths: names of arguments to what their padding holds: {"input_ids": 0, "attention_mask": 0,
+            "labels": -100}. Dim 1 of these is padded to one of few lengths, at most half more, and results are cut
+            back, so that calls of many lengths share few programs. At the first call that pads, the model is run in
+            evaluation with and without padding; results that differ are an error.
+        max_programs: how many programs are kept, each for one kind of call; the least recently used are given up.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -132,6 +141,7 @@ def compile(
     check_flags(strict=strict, verify=verify)
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s)
+    check_programs(dynamic_lengths=dynamic_lengths, max_programs=max_programs)
     check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     mesh = one_kind(mesh)
     fixed = _read_plan(plan)
@@ -152,17 +162,18 @@ def compile(
         strict=strict,
         verify=verify,
         time_budget_s=time_budget_s,
-        with_kernels=_has_kernels(backend, device),
+        with_kernels=has_kernels(backend, device),
         with_generated=backend == "triton",
     )
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)
     before = dict(model.named_parameters())
-    finish = _bucket_updates if planner.with_kernels and backend == "triton" else None
-    engine = make_engine(mesh, device, _wrap_of(backend), _check_in_place if verify else None, finish)
+    finish = with_bucketed_updates if planner.with_kernels and backend == "triton" else None
+    engine = make_engine(mesh, device, wrap_of(backend), check_in_place if verify else None, finish)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
-    sharded = ShardedModule(model, engine, planner)
+    lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths)
+    sharded = ShardedModule(model, engine, planner, max_programs=max_programs, lengths=lengths)
     if optimizer is not None:
         rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))
     step = sharded
@@ -252,7 +263,7 @@ def plan(
             optimizer=None if optimizer is None else optimizer_name(optimizer),
             global_batch=global_batch,
         )
-        if isinstance(recipe, Recipe) and _has_kernels(backend, device_of_plans(cluster)):
+        if isinstance(recipe, Recipe) and has_kernels(backend, device_of_plans(cluster)):
             recipe = replace(recipe, kernels=TRITON)
         return _within(price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn), memory_budget)
     if global_batch is not None:
@@ -267,7 +278,7 @@ def plan(
             constraints=constraints,
             memory_budget=memory_budget,
             precision=precision,
-            with_kernels=_has_kernels(backend, device_of_plans(cluster)),
+            with_kernels=has_kernels(backend, device_of_plans(cluster)),
             previous=previous,
             time_budget_s=time_budget_s,
             progress=progress,
@@ -289,7 +300,7 @@ def plan(
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         strict=strict,
         time_budget_s=time_budget_s,
-        with_kernels=_has_kernels(backend, device_of_plans(mesh_or_cluster)),
+        with_kernels=has_kernels(backend, device_of_plans(mesh_or_cluster)),
         progress=progress,
     )
     grad = any(parameter.requires_grad for parameter in model.parameters())
@@ -425,14 +436,6 @@ def _within(priced: Plan, memory_budget: int | None) -> Plan:
 
 
 _COMPILED = (ShardedModule, TrainStep)
-_WITH_KERNELS = ("inductor", "triton")
-
-
-def _wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """What is applied to a rank's graphs before they run, with processes."""
-    if backend != "inductor":
-        return None
-    return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False)
 
 
 def _check_order(step: TrainStep) -> None:
@@ -440,24 +443,6 @@ def _check_order(step: TrainStep) -> None:
     from passes.verification.verify_order import verify_order
 
     verify_order(step.order, step.micro_batches)
-
-
-def _check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
-    """See `DistributedEngine`."""
-    from passes.verification.verify_in_place import verify_in_place
-
-    verify_in_place(before, after, written)
-
-
-def _bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
-    from passes.lowering.bucket_updates import bucket_updates  # imports triton
-
-    return bucket_updates(graph_module)
-
-
-def _has_kernels(backend: str, device: torch.device) -> bool:
-    """Whether programs have kernels: on a CPU only in Triton's interpreter."""
-    return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _update_for(

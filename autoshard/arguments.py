@@ -141,6 +141,20 @@ def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
         raise NotAvailableError(f"global_batch={global_batch!r} must be a whole number of sequences, at least 1.")
 
 
+def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
+    """Raise `NotAvailableError` for a number of programs, or lengths to pad, that no module can keep to."""
+    if not (_is_whole(max_programs) and max_programs >= 1):
+        raise NotAvailableError(f"max_programs={max_programs!r} must be a whole number, at least 1.")
+    if dynamic_lengths is None:
+        return
+    pairs = dynamic_lengths.items() if isinstance(dynamic_lengths, Mapping) else [(None, None)]
+    if not pairs or not all(isinstance(name, str) and _is_number(value) for name, value in pairs):
+        raise NotAvailableError(
+            f"dynamic_lengths={dynamic_lengths!r} must say for each argument that is padded what its padding holds: "
+            '{"input_ids": 0, "labels": -100}.'
+        )
+
+
 def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm: Any = None) -> None:
     """Raise unless `optimizer` is one that a step can call, or nothing asks for one.
 

@@ -154,6 +154,8 @@ class Planner:
             update=request.update,
             seed=request.seed,
             compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
+            device=request.device,
+            values=request.values,
         )
         _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
         if request.update is not None:

@@ -63,8 +63,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard.api": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-        *("autoshard.pricing", "autoshard.recipe_search"),
+        *("autoshard.backends", "autoshard.pricing", "autoshard.recipe_search"),
     ),
+    "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
     "autoshard.pricing": (*_LEAVES, "passes", *_PASSES, "autoshard.arguments"),
     "autoshard.recipe_search": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pricing"),

@@ -91,6 +91,21 @@ def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[Au
         autoshard.compile(small(), MESH, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_programs": 0}, r"max_programs=0 must be a whole number, at least 1"),
+        ({"dynamic_lengths": True}, r"dynamic_lengths=True must say for each argument"),
+        ({"dynamic_lengths": {}}, r"dynamic_lengths={} must say for each argument"),
+        ({"dynamic_lengths": {"input": "0"}}, r"must say for each argument that is padded what its padding holds"),
+    ],
+)
+def test_programs_of_many_calls(arguments: dict[str, Any], message: str) -> None:
+    """How many are kept and what is padded is refused where it makes no sense."""
+    with pytest.raises(NotAvailableError, match=message):
+        autoshard.compile(small(), MESH, **arguments)
+
+
 def test_what_is_compiled_is_not_compiled_again() -> None:
     compiled = autoshard.compile(small(), MESH)
     with pytest.raises(TraceError, match=r"model is a ShardedModule, compiled already; pass the module it was made of"):

@@ -8,7 +8,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import torch
@@ -39,6 +39,9 @@ FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
 
 REPLICATED = PartitionSpec()
 
+_MOST_RESHARDS = 1024
+"""Reshards at the boundary that are kept ready to run: some for each input and output of the programs in use."""
+
 
 class DistributedEngine:
     """This process is one rank of `device_mesh`. A local value is a tensor.
@@ -64,7 +67,7 @@ class DistributedEngine:
         self._wrap = wrap
         self._check_in_place = check_in_place
         self._finish_in_place = finish_in_place
-        self._reshards: dict[tuple, Loaded] = {}
+        self._reshard_loaded = lru_cache(_MOST_RESHARDS)(self._load_reshard)
 
     @property
     def mesh(self) -> Mesh:
@@ -231,11 +234,12 @@ class DistributedEngine:
     ) -> torch.Tensor:
         if source == target:
             return value
-        key = (source, target, slot.shape, slot.dtype)
-        if key not in self._reshards:
-            graph_module = reshard_program(source, target, slot.shape, slot.dtype, self.mesh)
-            self._reshards[key] = DistributedEngine.load(self, graph_module)
-        return self._reshards[key]([value])[0]
+        return self._reshard_loaded(source, target, slot.shape, slot.dtype)([value])[0]
+
+    def _load_reshard(
+        self, source: PartitionSpec, target: PartitionSpec, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Loaded:
+        return DistributedEngine.load(self, reshard_program(source, target, shape, dtype, self.mesh))
 
     def _check_mesh(self, tensor: DTensor) -> None:
         if tensor.device_mesh != self.device_mesh:

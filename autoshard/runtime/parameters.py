@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -35,6 +35,19 @@ def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tenso
     finally:
         for owner, leaf, parameter in before:
             setattr(owner, leaf, parameter)
+
+
+@contextmanager
+def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.Parameter]]:
+    """Within, `model` holds an outline of each parameter, on the meta device; yields the parameter of each outline."""
+    own = [parameter for _, _, parameter in _places(model)]
+    with lent_parameters(model, _outline):
+        yield dict(zip((outline for _, _, outline in _places(model)), own, strict=True))
+
+
+def _outline(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor without values or memory, as the whole of `parameter` is."""
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def digest_of(tensor: torch.Tensor) -> str:

@@ -13,7 +13,8 @@ call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,11 +30,16 @@ from autoshard.ir.update import Update
 from autoshard.runtime.autograd import Call, ProgramFunction
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram, Executable
-from autoshard.runtime.parameters import digest_of, lent_parameters
+from autoshard.runtime.known_programs import KnownPrograms
+from autoshard.runtime.lengths import Lengths, refuse_statistics
+from autoshard.runtime.parameters import digest_of, lent_parameters, outlined_parameters
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, signature_of
 
 _LOGGER = logging.getLogger(__name__)
+
+MAX_PROGRAMS = 32
+"""Programs that a module knows at once, unless it is told otherwise: a few lengths, in training and in evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Request:
     """What to compile.
 
     Args:
-        model: the user's model, holding plain global parameters.
+        model: the user's model, holding outlines of its parameters: global shapes, on the meta device.
         args, kwargs: example inputs, global.
         grad: whether the program needs a backward.
         all_tangents: whether each output gets a tangent, not only losses.
@@ -49,6 +55,9 @@ class Request:
         signature: text of the call, for messages.
         update: what an optimizer does; the program is then that of the whole training step.
         seed: of the call's random operators, for a model that branches on what they give.
+        device: where parameters are.
+        values: within it, a model (or one that shares its parameters) holds their global values. Entered only where
+            they must be read: that gathers them on every rank.
     """
 
     model: nn.Module
@@ -60,6 +69,8 @@ class Request:
     signature: str = ""
     update: Update | None = None
     seed: torch.Tensor | None = None
+    device: torch.device | None = None
+    values: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
 
 
 class Compiler(Protocol):
@@ -81,13 +92,22 @@ class ShardedModule(nn.Module):
     found so runs the user's own code, which does not use the compiled program.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, compiler: Compiler) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        compiler: Compiler,
+        *,
+        max_programs: int = MAX_PROGRAMS,
+        lengths: Lengths | None = None,
+    ) -> None:
         super().__init__()
         engine.adopt(model)
         self._original = (model,)  # in a tuple, so that it is no submodule of its own
         self._engine = engine
         self.compiler = compiler
-        self._executables: dict[Hashable, list[Executable]] = {}
+        self._known = KnownPrograms(max_programs)
+        self._lengths = lengths
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
         self.seeds = SeedSequence()
@@ -122,8 +142,8 @@ class ShardedModule(nn.Module):
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """Every program compiled so far."""
-        return tuple(item.compiled for known in self._executables.values() for item in known)
+        """The programs that are known: every one compiled so far, but for those that were forgotten."""
+        return tuple(executable.compiled for executable in self._known)
 
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:
@@ -154,15 +174,39 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
-        executable, call = self._find(FlatCall.of(args, kwargs))
+        call, length = self._padded(FlatCall.of(args, kwargs))
+        outputs = self._run(call)
+        return outputs if self._lengths is None else self._lengths.cut(outputs, length)
+
+    def _run(self, call: FlatCall) -> Any:
+        executable, call = self._find(call)
         tensors = self.gather_inputs(executable, call)
         again = Call(executable, lambda: self._find_with_all_tangents(call, _seed_among(executable, tensors)))
         outputs = ProgramFunction.apply(again, *tensors)
         return self.hand_out(executable, outputs)
 
+    def _padded(self, call: FlatCall) -> tuple[FlatCall, int]:
+        """The call with inputs of one of few lengths, and the length that they had; see `lengths`."""
+        if self._lengths is None:
+            return call, 0
+        padded, length = self._lengths.pad(call)
+        self._lengths.check(call, padded, self._run_in_evaluation)
+        return padded, length
+
+    @torch.no_grad()
+    def _run_in_evaluation(self, call: FlatCall) -> Any:
+        model = self._original[0]
+        before = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            return self._run(call)
+        finally:
+            for module, training in before:
+                module.training = training
+
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program for a call now, without running it; returns its plan."""
-        executable, _ = self._find(FlatCall.of(args, kwargs))
+        executable, _ = self._find(self._padded(FlatCall.of(args, kwargs))[0])
         return executable.compiled.plan
 
     def _wants_grad(self, call: FlatCall) -> bool:
@@ -172,36 +216,32 @@ class ShardedModule(nn.Module):
     def find_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update) -> tuple[Executable, FlatCall]:
         """The program of a whole training step, compiled now if there is none, and the call as it flattens it."""
         with torch.enable_grad():
-            return self._find(FlatCall.of(args, kwargs), update)
+            return self._find(self._padded(FlatCall.of(args, kwargs))[0], update)
 
     def _find(self, call: FlatCall, update: Update | None = None) -> tuple[Executable, FlatCall]:
         """The program for a call, compiled now if there is none, and the call as the program flattens it."""
         grad = self._wants_grad(call)
-        for executable in self._known(call, grad, update=update):
-            if self._serves(executable, call, update):
-                self._last = executable
-                return executable, call
-        executable = self._compile(call, grad, all_tangents=False, update=update)
-        call = call.flattened_again()  # tracing may have made more types known to pytrees
-        self._known(call, grad, update=update).append(executable)
+        key = self._key(call, grad, update=update)
+        executable = self._known.find(key, lambda known: self._serves(known, call, update))
+        if executable is None:
+            executable = self._compile(call, grad, all_tangents=False, update=update)
+            call = call.flattened_again()  # tracing may have made more types known to pytrees
+            self._known.add(self._key(call, grad, update=update), executable)
         self._last = executable
         return executable, call
 
     def _find_with_all_tangents(self, call: FlatCall, seed: torch.Tensor | None) -> Executable:
         """The program for a call in which each output has a tangent; `seed` is what the call drew."""
-        known = self._known(call, grad=True, all_tangents=True)
-        for executable in known:
-            if self._serves(executable, call, seed=seed):
-                return executable
-        with torch.enable_grad():
-            known.append(self._compile(call, grad=True, all_tangents=True, seed=seed))
-        return known[-1]
+        key = self._key(call, grad=True, all_tangents=True)
+        executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
+        if executable is None:
+            with torch.enable_grad():
+                executable = self._compile(call, grad=True, all_tangents=True, seed=seed)
+            self._known.add(key, executable)
+        return executable
 
-    def _known(
-        self, call: FlatCall, grad: bool, all_tangents: bool = False, update: Update | None = None
-    ) -> list[Executable]:
-        key = (signature_of(call, self._original[0], grad=grad), all_tangents, update is not None)
-        return self._executables.setdefault(key, [])
+    def _key(self, call: FlatCall, grad: bool, all_tangents: bool = False, update: Update | None = None) -> Hashable:
+        return (signature_of(call, self._original[0], grad=grad), all_tangents, update is not None)
 
     def _serves(
         self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
@@ -242,14 +282,37 @@ class ShardedModule(nn.Module):
         args, kwargs = call.assemble(leaves)
         seed = self._next_seed() if seed is None else seed
         model = self._original[0]
-        with lent_parameters(model, self._engine.global_copy):
-            self._engine.agree(lambda: _facts(model, signature, self.mesh))
-            request = Request(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update, seed)
+        self._engine.agree(lambda: self._facts(signature))
+        with outlined_parameters(model) as own:
+
+            def values(traced: nn.Module) -> AbstractContextManager[None]:
+                return lent_parameters(traced, lambda outline: self._engine.global_copy(own[outline]))
+
+            request = Request(
+                *(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update, seed),
+                device=self._engine.device,
+                values=values,
+            )
             compiled = self.compiler(request, self._engine)
         executable = Executable(compiled, self._engine)
+        if self._lengths is not None:
+            refuse_statistics(executable.phased.lowered.traced)
         self._place(executable)
         executable.load()
         return executable
+
+    def _facts(self, signature: str) -> dict[str, str]:
+        """What ranks must have in common before they compile; of parameters, those that are whole on every rank."""
+        model = self._original[0]
+        whole = {name: item for name, item in model.named_parameters() if name not in self._placed}
+        return {
+            "mesh": str(self.mesh),
+            "torch version": torch.__version__,
+            "torch.initial_seed()": str(torch.initial_seed()),
+            "call": signature,
+            **{f"parameter {name!r}": digest_of(self._engine.global_copy(item)) for name, item in whole.items()},
+            **{f"buffer {name!r}": digest_of(buffer) for name, buffer in model.named_buffers()},
+        }
 
     def _example(self, leaf: Any) -> Any:
         """An example of an input for tracing: of its own, so that tracing leaves no trace on the user's tensor."""
@@ -324,15 +387,3 @@ def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torc
     """The seed that a call drew; None where its program draws none."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)
-
-
-def _facts(model: nn.Module, signature: str, mesh: Mesh) -> dict[str, str]:
-    """What ranks must have in common before they compile."""
-    return {
-        "mesh": str(mesh),
-        "torch version": torch.__version__,
-        "torch.initial_seed()": str(torch.initial_seed()),
-        "call": signature,
-        **{f"parameter {name!r}": digest_of(parameter) for name, parameter in model.named_parameters()},
-        **{f"buffer {name!r}": digest_of(buffer) for name, buffer in model.named_buffers()},
-    }

@@ -61,7 +61,8 @@ class TraceOptions:
 
     With `as_compiled`, torch.compiler.is_compiling() is true for the model's code, as under torch.compile:
     some models then do without branches on values. With `casts`, the model computes in their type. Values that depend
-    on random operators may be read where their `seed` is given.
+    on random operators may be read where their `seed` is given. `device`: where tensors on the meta device are taken
+    to be.
     """
 
     grad: bool = True
@@ -71,6 +72,7 @@ class TraceOptions:
     as_compiled: bool = False
     casts: Casts | None = None
     seed: Tensor | None = None
+    device: torch.device | None = None
 
 
 class FlatModule(nn.Module):
@@ -170,7 +172,7 @@ def export_joint(model: nn.Module, call: Call, options: TraceOptions) -> JointGr
     )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        flat = _fake_tensors([*parameters.values(), *buffers.values(), *call.tensors.values()], mode)
+        flat = _fake_tensors([*parameters.values(), *buffers.values(), *call.tensors.values()], mode, options.device)
         for context in _contexts(options, mode):
             stack.enter_context(context)
         joint = aot_export_joint_with_descriptors(stack, flat_module, flat)
@@ -192,9 +194,13 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield mode
 
 
-def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode) -> tuple[Tensor, ...]:
-    """Fake ones of `tensors` and of a seed; what is on meta goes to the device of the first real tensor, or the CPU."""
-    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
+    """Fake ones of `tensors` and of a seed.
+
+    Tensors on meta go to `device`, or else to the device of the first real tensor, or else to the CPU.
+    """
+    if device is None:
+        device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     with mode:
         seed = torch.empty((), dtype=torch.int64, device=device)
         return (*(_fake(tensor, tensor.device if not tensor.is_meta else device) for tensor in tensors), seed)

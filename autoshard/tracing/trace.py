@@ -33,6 +33,9 @@ from autoshard.tracing.update import append_update
 
 _LOGGER = logging.getLogger(__name__)
 
+LendValues = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
+"""Makes a context within which a model holds the values of its parameters."""
+
 
 def trace(
     model: nn.Module,
@@ -45,6 +48,8 @@ def trace(
     update: Update | None = None,
     compute_dtype: torch.dtype | None = None,
     seed: torch.Tensor | None = None,
+    device: torch.device | None = None,
+    values: LendValues = lambda model: contextlib.nullcontext(),
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
 
@@ -63,6 +68,9 @@ def trace(
         update: what an optimizer does with the gradients; the program is then that of the whole training step.
         compute_dtype: what the model computes in where its parameters and inputs are wider; see `tracing.precision`.
         seed: of random operators, for models that read values which depend on what these give.
+        device: where tensors on the meta device are taken to be; default: with the first tensor that is not.
+        values: within it, the model's parameters have their values, if they are on meta outside; entered only where
+            the model reads values of its parameters, or can be traced by way of Dynamo alone.
 
     Returns:
         The program; see `autoshard.ir.program`.
@@ -77,23 +85,25 @@ def trace(
     targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(args))
     check_fits(model, args, kwargs, targets)
     model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs)
-    options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed)
+    options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
     before = python_state(model)
-    joint = _capture(model, call, options)
+    joint = _capture(model, call, options, values)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
-    refuse_counting(model, before, program, lambda: assemble_program(_capture(model, call, options), model, call))
+    refuse_counting(
+        model, before, program, lambda: assemble_program(_capture(model, call, options, values), model, call)
+    )
     return program if update is None else append_update(program, update)
 
 
-def _capture(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _capture(model: nn.Module, call: Call, options: TraceOptions, values: LendValues) -> JointGraph:
     """The graph of the first rung that holds."""
     failures: list[tuple[_Rung, Exception]] = []
     for rung in _RUNGS:
         if failures and not rung.helps_with(failures[-1][1]):
             continue
         try:
-            with _unreported():
+            with _unreported(), values(model) if rung.needs_values else contextlib.nullcontext():
                 return rung.capture(model, call, options)
         except TraceError:
             raise
@@ -148,20 +158,21 @@ def _is_other(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Rung:
-    """One way to capture a call, and which errors of the way before it can help with."""
+    """One way to capture a call, which errors of the way before it can help with, and whether it reads parameters."""
 
     name: str
     capture: Callable[[nn.Module, Call, TraceOptions], JointGraph]
     helps_with: Callable[[BaseException], bool]
+    needs_values: bool = False
 
 
 _READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, ValueUnavailableError)
 _RUNGS = (
     _Rung("the plain call under fake tensors", _plainly, _is_other),
     _Rung("with the values of the inputs", _with_inputs, _reads_values),
-    _Rung("with the values of inputs, parameters and buffers", _with_state, _reads_values),
+    _Rung("with the values of inputs, parameters and buffers", _with_state, _reads_values, True),
     _Rung("as compiled code", _as_compiled, _reads_values),
-    _Rung("by way of Dynamo", capture_with_dynamo, _is_other),
+    _Rung("by way of Dynamo", capture_with_dynamo, _is_other, True),
 )
 
 

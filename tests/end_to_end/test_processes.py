@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +89,16 @@ def check_memory() -> None:
         assert_close(whole(item.grad), 2 * expected[name], name)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
+
+
+def check_a_new_shape_gathers_nothing() -> None:
+    """Parameters stay where they are while a call of another length is traced and planned."""
+    sharded = autoshard.compile(small(), SQUARE, constraints={"0.weight": P("model"), "2.weight": P("data")})
+    x, _ = batch()
+    sharded(x)
+    with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered")):
+        sharded.compile_for(torch.cat([x, x]))
+    assert_close(sharded(torch.cat([x, x]))[: len(x)], small()(x), "output")
 
 
 def check_uneven() -> None:
@@ -200,6 +211,7 @@ CHECKS = {
     "llama fully sharded": partial(check_training, "llama", "fully sharded"),
     "one axis": check_one_axis,
     "uneven": check_uneven,
+    "a new shape": check_a_new_shape_gathers_nothing,
     "memory": check_memory,
     "dropout": check_dropout,
     "train step": check_train_step_and_its_state,

@@ -204,8 +204,13 @@ class TightCompiler:
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`."""
         self.enter("trace")
-        kwargs, tangents = dict(request.kwargs), request.all_tangents
-        program = trace(request.model, request.args, kwargs, all_tangents=tangents, seed=request.seed)
+        program = trace(
+            *(request.model, request.args, dict(request.kwargs)),
+            all_tangents=request.all_tangents,
+            seed=request.seed,
+            device=request.device,
+            values=request.values,
+        )
         self.result.nodes = len(program.graph.nodes)
         self.enter("plan")
         chosen = plan_tightly(program, self.time_budget_s, self.result)

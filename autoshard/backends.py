@@ -1,0 +1,38 @@
+"""Backends: what runs the operators of a rank's graphs, and what is done to these graphs for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+_WITH_KERNELS = ("inductor", "triton")
+
+
+def has_kernels(backend: str, device: torch.device) -> bool:
+    """Whether programs have kernels: on a CPU only in Triton's interpreter."""
+    return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
+    """What is applied to a rank's graphs before they run, with processes."""
+    if backend != "inductor":
+        return None
+    return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False)
+
+
+def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
+    """See `DistributedEngine`."""
+    from passes.verification.verify_in_place import verify_in_place
+
+    verify_in_place(before, after, written)
+
+
+def with_bucketed_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A graph that writes over parameters, with one call of Triton's kernel for many of them."""
+    from passes.lowering.bucket_updates import bucket_updates  # imports triton
+
+    return bucket_updates(graph_module)

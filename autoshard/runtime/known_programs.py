@@ -1,0 +1,52 @@
+"""The programs that a module has compiled, by what their calls have in common; not more than a number of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+
+from autoshard.runtime.executable import Executable
+
+
+class KnownPrograms:
+    """Programs by a key of the calls that they may serve; where there would be more than `most`, one is forgotten.
+
+    That is one of the key that was used least recently. A program that is forgotten is compiled anew when its call
+    comes again; memory of graphs, plan and kernels is given back.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._programs: OrderedDict[Hashable, list[Executable]] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Executable]:
+        return (executable for known in self._programs.values() for executable in known)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._programs.values()))
+
+    def find(self, key: Hashable, serves: Callable[[Executable], bool]) -> Executable | None:
+        """The program of a key that `serves` is true of, the one used last where several are; None where none is."""
+        known = self._programs.get(key, [])
+        found = next((executable for executable in reversed(known) if serves(executable)), None)
+        if found is not None:
+            self._use(key, found)
+        return found
+
+    def add(self, key: Hashable, executable: Executable) -> None:
+        """Know one more program."""
+        self._programs.setdefault(key, []).append(executable)
+        self._use(key, executable)
+        while len(self) > self.most:
+            self._forget_one()
+
+    def _use(self, key: Hashable, executable: Executable) -> None:
+        known = self._programs[key]
+        known.append(known.pop(next(i for i, item in enumerate(known) if item is executable)))
+        self._programs.move_to_end(key)
+
+    def _forget_one(self) -> None:
+        key, known = next(iter(self._programs.items()))
+        del known[0]
+        if not known:
+            del self._programs[key]
