@@ -11,7 +11,7 @@ Twins of parameters would mean running the whole model; they are made only when 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.tracing.counted import COUNTED, is_counted
+from autoshard.tracing.masked import ASSIGNMENTS
 
 Value = bool | int | float
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -130,10 +131,10 @@ def _storage(tensor: Tensor) -> int:
 def answer_reads(known: Iterable[tuple[Tensor, Tensor]] | None) -> Iterator[Reads]:
     """Within, reads of tensor values are answered where `known` determines them; with None they are errors."""
     if known is None:
-        with _TensorsOfItems():
+        with _Rewrites():
             yield Reads()
         return
-    with ConcreteValues(known) as mode, _read_by_item(), _TensorsOfItems():
+    with ConcreteValues(known) as mode, _read_by_item(), _Rewrites():
         yield mode.reads
 
 
@@ -159,12 +160,20 @@ def _format(self: Tensor, format_spec: str) -> str:
     return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
 
-class _TensorsOfItems(TorchFunctionMode):
-    """`torch.tensor` of lists with scalar tensors in them reads these by item."""
+class _Rewrites(TorchFunctionMode):
+    """Calls of torch whose operators would read values, made by way of others."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
-            args = (pytree.tree_map_only(Tensor, _to_list, args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
+        return _REWRITTEN.get(func, func)(*args, **(kwargs or {}))
+
+
+def _tensor(data: Any, **options: Any) -> Tensor:
+    """`torch.tensor` of lists with scalar tensors in them reads these by item."""
+    if isinstance(data, (list, tuple)):
+        data = pytree.tree_map_only(Tensor, _to_list, data)
+    return torch.tensor(data, **options)
+
+
+_REWRITTEN: Mapping[Any, Callable[..., Any]] = {torch.tensor: _tensor, **ASSIGNMENTS}

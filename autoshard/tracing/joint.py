@@ -23,6 +23,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
 from autoshard.tracing.attributes import keeping_attributes
+from autoshard.tracing.caches import emptying_caches
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
@@ -101,6 +102,7 @@ class FlatModule(nn.Module):
         casts = self._options.casts
         with contextlib.ExitStack() as stack:
             stack.enter_context(keeping_attributes(model))
+            stack.enter_context(emptying_caches(model))
             self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs, flat[-1])))
             narrow = {} if casts is None else cast_parameters(casts.names(model), traced_state, casts.dtype)
             given = traced_state | narrow

@@ -1,0 +1,56 @@
+"""Tracing leaves no tensor in a cache: a `functools.lru_cache` of a model's code that a run of it fills is emptied.
+
+It would give the second run of a trace, and later calls of the user's own model, fake tensors of the first run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+_Cached = functools._lru_cache_wrapper
+
+
+@contextlib.contextmanager
+def emptying_caches(model: nn.Module) -> Iterator[None]:
+    """Empty, at exit, the caches of a model's code that computed something within."""
+    before = [(cache, cache.cache_info().misses) for cache in _caches(model)]
+    try:
+        yield
+    finally:
+        for cache, misses in before:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _caches(model: nn.Module) -> Iterator[_Cached[Any]]:
+    """Those in the classes of a model's modules, and in the Python modules where these are defined."""
+    kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_of_torch(base)}
+    places: list[dict[str, Any]] = [dict(vars(kind)) for kind in kinds]
+    places += [vars(sys.modules[name]) for name in {kind.__module__ for kind in kinds} if name in sys.modules]
+    for place in places:
+        for value in list(place.values()):
+            yield from _caches_of(value)
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind is object or kind.__module__.split(".")[0] == "torch"
+
+
+def _caches_of(value: Any) -> Iterator[_Cached[Any]]:
+    """A cached function, or the one that a function or a method wraps."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if isinstance(value, _Cached):
+        yield value
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell without content yet
+                if isinstance(cell.cell_contents, _Cached):
+                    yield cell.cell_contents

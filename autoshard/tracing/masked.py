@@ -1,0 +1,137 @@
+"""Assignment through a mask, `x[mask] = value`, in forms whose gradients have shapes that do not depend on values.
+
+In torch, the gradient of the value has as many rows as the mask has ones, and no trace knows that shape. Two forms
+stand for it:
+
+1. A value that is the same for all places of the mask is chosen by `torch.where`. Nothing is read from the mask, and
+   its dims stay parallel.
+2. A value with a row for each place is put at the places themselves, `x[mask.nonzero()] = value`, and their number is
+   read (`counted`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Masked:
+    """The part of a tensor that `x[.., mask, ..]` is about.
+
+    Args:
+        view: of the tensor, with all dims that the mask covers.
+        mask: bool, of the view's shape from dim `start` on.
+    """
+
+    view: Tensor
+    mask: Tensor
+    start: int
+
+    @property
+    def behind(self) -> int:
+        """How many dims of the view follow those of the mask."""
+        return self.view.dim() - self.start - self.mask.dim()
+
+    def spread_mask(self) -> Tensor:
+        """The mask with a dim of size one for each that follows it: it broadcasts to the view."""
+        return self.mask[(..., *[None] * self.behind)]
+
+    def spread_value(self, value: Tensor) -> Tensor | None:
+        """A value that is the same at all places of the mask, so that it broadcasts to the view; None for others."""
+        while value.dim() > self.behind and value.shape[0] == 1:
+            value = value[0]
+        of_places = value.dim() - self.behind - 1
+        if of_places < 0:
+            return value
+        if value.shape[of_places] != 1:
+            return None
+        return value.reshape(*value.shape[:of_places], *[1] * self.mask.dim(), *value.shape[of_places + 1 :])
+
+
+def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    """`x[index] = value`."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not any(map(_is_mask, entries)):
+        x[index] = value
+        return
+    masked = _find_masked(x, entries)
+    if masked is not None and _assign_one_value(masked, value):
+        return
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        index = tuple(_places(entries))
+    x[index] = value
+
+
+def _find_masked(x: Tensor, entries: Sequence[Any]) -> _Masked | None:
+    """What is assigned to where one mask stands beside numbers, slices, None and an ellipsis."""
+    (place, *others) = (place for place, entry in enumerate(entries) if _is_mask(entry))
+    before, mask, after = entries[:place], entries[place], entries[place + 1 :]
+    if others or not all(_is_basic(entry) for entry in (*before, *after)):
+        return None
+    view = x[(*before, *[slice(None)] * mask.dim(), *after)]
+    start = view.dim() - mask.dim() - _dims_made(after) if Ellipsis in before else _dims_made(before)
+    if start < 0 or view.shape[start : start + mask.dim()] != mask.shape:
+        raise IndexError(
+            f"A mask of shape {list(mask.shape)} does not fit a tensor of shape {list(view.shape)} from dim {start} on"
+        )
+    return _Masked(view, mask.bool(), start)
+
+
+def _is_basic(entry: Any) -> bool:
+    return entry is None or (isinstance(entry, (int, slice, EllipsisType)) and not isinstance(entry, bool))
+
+
+def _dims_made(entries: Sequence[Any]) -> int:
+    return sum(entry is None or isinstance(entry, slice) for entry in entries)
+
+
+def _assign_one_value(masked: _Masked, value: Any) -> bool:
+    """Assign a value that is the same at all places; whether it was."""
+    view = masked.view
+    if isinstance(value, (bool, int, float)) and (view.is_floating_point() or not isinstance(value, float)):
+        view.masked_fill_(masked.spread_mask(), value)
+        return True
+    spread = masked.spread_value(value) if isinstance(value, Tensor) else None
+    if spread is None or spread.device != view.device:
+        return False
+    view.copy_(torch.where(masked.spread_mask(), spread.to(view.dtype), view))
+    return True
+
+
+def _index_put_(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    if accumulate or values.dtype != x.dtype:
+        return x.index_put_(tuple(_places(indices) if values.requires_grad else indices), values, accumulate)
+    _set_item(x, tuple(slice(None) if index is None else index for index in indices), values)
+    return x
+
+
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    return _index_put_(x.clone(), indices, values, accumulate)
+
+
+def _places(entries: Sequence[Any]) -> list[Any]:
+    """The entries of an index, with the places of its ones for each mask."""
+    found: list[Any] = []
+    for entry in entries:
+        found += entry.nonzero(as_tuple=True) if _is_mask(entry) else [entry]
+    return found
+
+
+def _is_mask(entry: Any) -> bool:
+    return isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) and entry.dim() > 0
+
+
+ASSIGNMENTS: Mapping[Any, Callable[..., Any]] = {
+    Tensor.__setitem__: _set_item,
+    Tensor.index_put: _index_put,
+    Tensor.index_put_: _index_put_,
+    torch.index_put: _index_put,
+    torch.index_put_: _index_put_,
+}
+"""Function of torch to the function that is called for it while a model is traced."""
