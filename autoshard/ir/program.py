@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
+from autoshard.ir.python_guards import PythonReads
 from autoshard.ir.repeat import Repeat
 
 
@@ -104,6 +105,7 @@ class Program:
             in `output_constants` by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
         repeats: blocks of the model that the program leaves out; it is for planning only then.
+        python_reads: attributes of the model that its Python read while it was traced.
     """
 
     graph_module: fx.GraphModule
@@ -114,6 +116,7 @@ class Program:
     guards: tuple[Guard, ...] = ()
     guard_program: fx.GraphModule | None = None
     repeats: tuple[Repeat, ...] = ()
+    python_reads: PythonReads = field(default_factory=PythonReads)
 
     @property
     def graph(self) -> fx.Graph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, OutputKind
+from autoshard.ir.python_guards import PythonGuards, PythonReads
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
 
@@ -25,25 +26,53 @@ class CompiledProgram:
         sharded_outputs: names of the outputs ("output:0") whose layout the user asked for: they are handed
             out as they lie, not gathered.
         update: what the program's update was traced for, if it is that of a whole training step.
+        fingerprint: of the traced program, see `autoshard.ir.fingerprint`; "" if there is none.
+        python_reads: what the trace read in Python.
     """
 
     phased: PhasedProgram
     plan: Plan | None = None
     sharded_outputs: frozenset[str] = frozenset()
     update: Update | None = None
+    fingerprint: str = ""
+    python_reads: PythonReads = field(default_factory=PythonReads)
+
+
+_STATES = 8
+"""States of the model's Python that are remembered for one program."""
 
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled program that an engine has loaded; runs on what users hold: global tensors and DTensors."""
+    """A compiled program that an engine has loaded; runs on what users hold: global tensors and DTensors.
+
+    Args:
+        compiled: the program.
+        engine: where it runs.
+        python_guards: the states of the model's Python that a trace gave this program for, newest last: any may hold.
+    """
 
     compiled: CompiledProgram
     engine: Engine
+    python_guards: list[PythonGuards] = field(default_factory=list)
 
     @property
     def phased(self) -> PhasedProgram:
         """The program."""
         return self.compiled.phased
+
+    def serves_state(self) -> bool:
+        """Whether the program is the one of the model's Python as it is now."""
+        return not self.python_guards or any(guards.hold() for guards in reversed(self.python_guards))
+
+    def state_changes(self) -> Sequence[str]:
+        """What changed in the model's Python since the program was last traced."""
+        return self.python_guards[-1].changes() if self.python_guards else ()
+
+    def serve_state(self, guards: PythonGuards) -> None:
+        """Serve another state of the model's Python, for which a trace gave the same program."""
+        del self.python_guards[: -_STATES + 1]
+        self.python_guards.append(guards)
 
     @cached_property
     def inputs(self) -> tuple[LocalSlot, ...]:

@@ -33,9 +33,15 @@ class KnownPrograms:
             self._use(key, found)
         return found
 
+    def of(self, key: Hashable) -> tuple[Executable, ...]:
+        """The programs of a key."""
+        return tuple(self._programs.get(key, ()))
+
     def add(self, key: Hashable, executable: Executable) -> None:
-        """Know one more program."""
-        self._programs.setdefault(key, []).append(executable)
+        """Know one more program, if it is not known."""
+        known = self._programs.setdefault(key, [])
+        if all(item is not executable for item in known):
+            known.append(executable)
         self._use(key, executable)
         while len(self) > self.most:
             self._forget_one()

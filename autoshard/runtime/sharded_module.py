@@ -58,6 +58,7 @@ class Request:
         device: where parameters are.
         values: within it, a model (or one that shares its parameters) holds their global values. Entered only where
             they must be read: that gathers them on every rank.
+        known: programs of calls of this kind, traced when the model's Python held something else.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class Request:
     seed: torch.Tensor | None = None
     device: torch.device | None = None
     values: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
+    known: tuple[CompiledProgram, ...] = ()
 
 
 class Compiler(Protocol):
@@ -115,15 +117,9 @@ class ShardedModule(nn.Module):
         self._share_members(model)
 
     def _share_members(self, model: nn.Module) -> None:
-        for name, child in model.named_children():
-            self._modules[name] = child
-        for name, parameter in model.named_parameters(recurse=False, remove_duplicate=False):
-            self._parameters[name] = parameter
-        persistent = model.state_dict(keep_vars=True)
-        for name, buffer in model.named_buffers(recurse=False, remove_duplicate=False):
-            self._buffers[name] = buffer
-            if name not in persistent:
-                self._non_persistent_buffers_set.add(name)
+        """Have the members of `model`, also those that it is given or loses later."""
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
 
     @property
     def mesh(self) -> Mesh:
@@ -246,8 +242,7 @@ class ShardedModule(nn.Module):
     def _serves(
         self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
     ) -> bool:
-        mine = executable.compiled.update
-        if update is not None and mine is not None and not mine.serves(update, executable.updated_parameters):
+        if not _does(executable, update) or not executable.serves_state():
             return False
         program = executable.phased.lowered.traced
         if not program.guards:
@@ -274,10 +269,17 @@ class ShardedModule(nn.Module):
         update: Update | None = None,
         seed: torch.Tensor | None = None,
     ) -> Executable:
-        """Compile the program for a call; `seed` is what the call drew, None before it draws."""
+        """Compile the program for a call; `seed` is what the call drew, None before it draws.
+
+        Where what changed in the model turns out not to matter, that is a known program, which serves one more state.
+        """
         signature = describe_call(call, grad=grad, training=self.training)
+        known = [item for item in self._known.of(self._key(call, grad, all_tangents, update)) if _does(item, update)]
         if self._last is not None:
-            _LOGGER.info("planning anew for a call %s%s", signature, ", every output's gradient" * all_tangents)
+            changes = dict.fromkeys(name for item in known for name in item.state_changes())
+            because = f", as {', '.join(changes)} changed" if changes else ""
+            every = ", every output's gradient" * all_tangents
+            _LOGGER.info("planning anew for a call %s%s%s", signature, every, because)
         leaves = [self._example(leaf) for leaf in call.leaves]
         args, kwargs = call.assemble(leaves)
         seed = self._next_seed() if seed is None else seed
@@ -292,13 +294,17 @@ class ShardedModule(nn.Module):
                 *(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update, seed),
                 device=self._engine.device,
                 values=values,
+                known=tuple(item.compiled for item in known),
             )
             compiled = self.compiler(request, self._engine)
-        executable = Executable(compiled, self._engine)
-        if self._lengths is not None:
-            refuse_statistics(executable.phased.lowered.traced)
-        self._place(executable)
-        executable.load()
+        executable = next((item for item in known if item.phased is compiled.phased), None)
+        if executable is None:
+            executable = Executable(compiled, self._engine)
+            if self._lengths is not None:
+                refuse_statistics(executable.phased.lowered.traced)
+            self._place(executable)
+            executable.load()
+        executable.serve_state(compiled.python_reads.guards([*model.parameters(), *model.buffers()]))
         return executable
 
     def _facts(self, signature: str) -> dict[str, str]:
@@ -387,3 +393,9 @@ def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torc
     """The seed that a call drew; None where its program draws none."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)
+
+
+def _does(executable: Executable, update: Update | None) -> bool:
+    """Whether a program updates parameters as is asked for."""
+    mine = executable.compiled.update
+    return update is None or mine is None or mine.serves(update, executable.updated_parameters)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import types
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -39,28 +42,61 @@ class FlatCall:
 
 
 def signature_of(call: FlatCall, model: nn.Module, *, grad: bool) -> Hashable:
-    """What a program depends on besides the values of tensors: shapes, types, other leaves, modes, frozen state."""
+    """What a program depends on besides the values of tensors and what it read in the model's Python.
+
+    Shapes, types, other leaves of the call, modes, and the model's parameters and buffers: their names, types, which
+    are the same tensor, and which are frozen.
+    """
     return (
         grad,
         repr(call.tree),
         tuple(_leaf_signature(leaf, grad=grad) for leaf in call.leaves),
-        tuple(module.training for module in model.modules()),
-        tuple((parameter.dtype, grad and parameter.requires_grad) for parameter in model.parameters()),
-        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+        _members(model, grad=grad),
+        tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
     )
+
+
+def _members(model: nn.Module, *, grad: bool) -> Hashable:
+    """Modes, parameters and buffers of the modules of a model, in order; each module and each tensor is told once."""
+    numbers: dict[int, int] = {}
+    found: list[Any] = []
+    modules, seen = [model], {id(model)}
+    while modules:
+        module = modules.pop()
+        found.append(module.training)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                found.append(name)
+                continue
+            number = numbers.setdefault(id(tensor), len(numbers))
+            found.append((name, number, tensor.dtype, tensor.shape, grad and tensor.requires_grad))
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return tuple(found)
 
 
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:
     """A short text of a call for people: `int64[4, 16], int64[4, 16], training`."""
     parts = [
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else _text(leaf)
         for leaf in call.leaves
     ]
     mode = ("training" if training else "evaluation") + ("" if grad else ", no gradients")
     return f"({', '.join(parts)}), {mode}"
 
 
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)} of NumPy" if isinstance(leaf, np.ndarray) else repr(leaf)
+
+
 def _leaf_signature(leaf: Any, *, grad: bool) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return ("tensor", tuple(leaf.shape), leaf.dtype, grad and leaf.requires_grad)
+    if isinstance(leaf, np.ndarray):
+        content = repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes()
+        return (type(leaf), leaf.shape, str(leaf.dtype), hashlib.sha256(content).hexdigest())
+    if isinstance(leaf, (type, types.FunctionType, torch.Generator)):
+        return leaf  # their texts do not tell two of one name apart
     return (type(leaf), repr(leaf))

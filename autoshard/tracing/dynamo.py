@@ -49,7 +49,7 @@ def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> 
             "leave precision out (precision=None), or convert the model with model.to(dtype)."
         )
     joint = export_joint(captured, call, replace(options, call=ModelCall()))
-    return replace(joint, slots=_own_slots(joint, captured, model))
+    return replace(joint, slots=_own_slots(joint, captured, model), accesses=None)
 
 
 def _told_apart(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

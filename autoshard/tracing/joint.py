@@ -28,6 +28,7 @@ from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
+from autoshard.tracing.python_reads import Accesses
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole, number_random_operators
 
@@ -39,13 +40,14 @@ class JointGraph:
     """What rung 1 gives: AOTAutograd's graph, and how to read its results.
 
     `slots` say what each flat input is. The graph's plain outputs are the model's outputs in `result`'s order, then
-    one per guarded value.
+    one per guarded value. `accesses` are the attributes that the call's Python used; None: not known.
     """
 
     graph_module: fx.GraphModule
     slots: tuple[tuple[InputKind, str], ...]
     result: Result
     guarded_values: tuple[Value, ...]
+    accesses: Accesses | None
 
 
 class Known(StrEnum):
@@ -92,6 +94,7 @@ class FlatModule(nn.Module):
         self._provenance = ProvenanceMode(model)
         self.result = Result()
         self.reads = Reads()
+        self.accesses = Accesses()
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """Run the model's call on `flat`."""
@@ -112,6 +115,7 @@ class FlatModule(nn.Module):
             stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
             stack.enter_context(self._provenance.follow_modules())
             stack.enter_context(self._provenance)
+            stack.enter_context(self.accesses.recording())
             value = self._options.call(model, args, kwargs)
         check_unchanged(narrow)
         _keep_assigned(traced_state, given, after)
@@ -180,7 +184,8 @@ def export_joint(model: nn.Module, call: Call, options: TraceOptions) -> JointGr
         joint = aot_export_joint_with_descriptors(stack, flat_module, flat)
     if options.casts is not None:
         place_casts(joint.graph_module.graph)
-    return JointGraph(joint.graph_module, slots, flat_module.result, tuple(flat_module.reads.values))
+    values = tuple(flat_module.reads.values)
+    return JointGraph(joint.graph_module, slots, flat_module.result, values, flat_module.accesses)
 
 
 def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextlib.AbstractContextManager[Any]]:

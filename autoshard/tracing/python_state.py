@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from autoshard.errors import TraceError
+from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.program import Program
 
+_LOGGER = logging.getLogger(__name__)
+
 State = Mapping[tuple[str, str], Any]
-"""Numbers, strings and truth values that modules hold, by the module's name and the attribute's."""
+"""Numbers, strings, truth values and containers of them that modules hold, by the module's name and the attribute's."""
 
 
 def python_state(model: nn.Module) -> State:
     """What plain values the modules of a model hold now."""
     return {
-        (name, attribute): value
+        (name, attribute): repr(value)
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
-        if value is None or isinstance(value, (bool, int, float, complex, str))
+        if _is_plain(value)
     }
 
 
-def refuse_counting(model: nn.Module, before: State, program: Program, trace_again: Callable[[], Program]) -> None:
-    """Raise if a model counts its calls and computes with the count.
+def refuse_counting(
+    model: nn.Module, before: State, program: Program, trace_again: Callable[[], Program]
+) -> frozenset[tuple[str, str]]:
+    """The attributes that every call changes, as a count of calls; raise if the model computes with one.
 
-    An attribute that changed from `before` to now is one if another trace changes it too and gives another program.
-    One that is set by the first call alone (a cache, say) is let pass.
+    An attribute that changed from `before` to now is one if another trace changes it too. It matters if that trace
+    gives another program. One that is set by the first call alone (a cache, say) is let pass.
 
     Raises:
         TraceError: it names the attribute.
     """
     once = python_state(model)
     if not _changed(before, once):
-        return
+        return frozenset()
     other = trace_again()
     counting = _changed(before, once) & _changed(once, python_state(model))
-    if counting and other.digest() != program.digest():
-        names = ", ".join(sorted(f"{name}.{attribute}".removeprefix(".") for name, attribute in counting))
+    names = ", ".join(sorted(f"{name}.{attribute}".removeprefix(".") for name, attribute in counting))
+    if counting and fingerprint(other) != fingerprint(program):
         raise TraceError(
             f"{type(model).__name__} changes {names} with every call, and what it computes depends on it: a trace "
             "would compute every step with the value of the first. Make it a buffer, or pass it as a tensor."
         )
+    if counting:
+        _LOGGER.warning(
+            "%s changes %s with every call. What it computes was found not to depend on it; compiled calls run no "
+            "Python of the model, and leave it as it is.",
+            type(model).__name__,
+            names,
+        )
+    return frozenset(counting)
 
 
-def _changed(before: State, after: State) -> set[tuple[str, str]]:
-    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+def _is_plain(value: Any, depth: int = 3) -> bool:
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return True
+    items = (*value, *value.values()) if type(value) is dict else value if type(value) in (list, tuple, set) else None
+    return items is not None and depth > 0 and all(_is_plain(item, depth - 1) for item in items)
+
+
+def _changed(before: State, after: State) -> frozenset[tuple[str, str]]:
+    return frozenset(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))

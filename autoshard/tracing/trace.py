@@ -28,6 +28,7 @@ from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error
+from autoshard.tracing.python_reads import all_reads
 from autoshard.tracing.python_state import python_state, refuse_counting
 from autoshard.tracing.update import append_update
 
@@ -90,9 +91,11 @@ def trace(
     joint = _capture(model, call, options, values)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
-    refuse_counting(
+    counting = refuse_counting(
         model, before, program, lambda: assemble_program(_capture(model, call, options, values), model, call)
     )
+    reads = all_reads(model) if joint.accesses is None else joint.accesses.reads(model, besides=counting)
+    program = replace(program, python_reads=reads)
     return program if update is None else append_update(program, update)
 
 

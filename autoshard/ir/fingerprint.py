@@ -1,0 +1,59 @@
+"""A hash of all that a traced program computes and gives back: two programs with one fingerprint are the same program.
+
+`Program.digest` is of the text, which is what plans are made for. A program also has tensors of its own, results that
+are no tensors, and values that it relied on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.program import Program
+
+
+def fingerprint(program: Program) -> str:
+    """A short hash, the same in every process that traced the same model alike."""
+    found = hashlib.sha256(program.text().encode())
+    for part in _parts(program):
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def _parts(program: Program) -> Iterator[bytes]:
+    yield repr(program.output_tree).encode()
+    for index, value in sorted(program.output_constants.items()):
+        yield f"{index}: {_text(value)}".encode()
+    yield repr(program.guards).encode()
+    yield from _constants(program.graph_module)
+    if program.guard_program is not None:
+        yield str(program.guard_program.graph).encode()
+        yield from _constants(program.guard_program)
+
+
+def _text(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
+
+
+def _constants(graph_module: fx.GraphModule) -> Iterator[bytes]:
+    """The tensors that a graph has of its own."""
+    for node in graph_module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        value: Any = graph_module
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        if isinstance(value, torch.Tensor):
+            yield f"{node.name}: {tuple(value.shape)} {value.dtype}".encode()
+            yield bytes_of(value)
+
+
+def bytes_of(value: torch.Tensor) -> bytes:
+    """The elements of a tensor; nothing for one on meta."""
+    if value.is_meta or value.numel() == 0:
+        return b""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,248 @@
+"""Models that are changed after they were compiled compute what they then compute on one device."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import autoshard
+from autoshard import Mesh
+from autoshard.runtime.sharded_module import ShardedModule
+
+MESH = Mesh({"data": 2})
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+class Scale(nn.Module):
+    """Multiplies."""
+
+    factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Settled(nn.Module):
+    """A loss that depends on attributes of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.drop = nn.Linear(8, 8), nn.Linear(8, 4), nn.Dropout(0.0)
+        self.scale = Scale()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.beta, self.sizes, self.last = 1.0, {"shift": [1, 2]}, 0.0
+        self.table = torch.tensor([1.0, 2.0])
+        self.config = SimpleNamespace(act="relu", inner=SimpleNamespace(power=2))
+
+    def forward(self, x: torch.Tensor, weights: Any = None) -> torch.Tensor:
+        y = getattr(torch, self.config.act)(self.up(x))
+        for block in self.blocks:
+            y = block(y)
+        y = self.scale(self.down(self.drop(y))) * self.beta + sum(self.sizes["shift"]) + self.table.sum()
+        if weights is not None:
+            y = y * torch.from_numpy(weights).float().mean()
+        return y.pow(self.config.inner.power).mean()
+
+
+def hook_outputs(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 3
+
+
+def hook_inputs(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (args[0] + 1,)
+
+
+def hook_gradients(_: nn.Module, grads: Any, __: Any) -> Any:
+    return tuple(None if grad is None else grad * 2 for grad in grads)
+
+
+def _set(path: str, value: Any) -> Callable[[Settled], None]:
+    """A change that gives an attribute, named from the model, another value."""
+    owner, _, name = path.rpartition(".")
+
+    def change(model: Settled) -> None:
+        target: Any = model
+        for part in filter(None, owner.split(".")):
+            target = getattr(target, part)
+        setattr(target, name, value)
+
+    return change
+
+
+def _replace_method(model: Settled) -> None:
+    model.scale.forward = lambda x: x * 7  # type: ignore[method-assign]
+
+
+def _replace_block(model: Settled) -> None:
+    torch.manual_seed(3)
+    model.blocks[0] = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+def _add_block(model: Settled) -> None:
+    torch.manual_seed(4)
+    model.blocks.append(nn.Linear(8, 8))
+
+
+def _replace_parameter(model: Settled) -> None:
+    model.up.weight = nn.Parameter(torch.full((8, 8), 0.25))
+
+
+CHANGES: dict[str, Callable[[Settled], Any]] = {
+    "attribute": _set("beta", 3.0),
+    "attribute of another type": _set("beta", 3),
+    "attribute of a submodule": _set("scale.factor", 5.0),
+    "element of a list in a dict": lambda model: model.sizes["shift"].append(4),
+    "tensor in a plain attribute": _set("table", torch.ones(2)),
+    "tensor changed in place": lambda model: model.table.mul_(3),
+    "configuration": _set("config.act", "sigmoid"),
+    "configuration within a configuration": _set("config.inner.power", 4),
+    "dropout": _set("drop.p", 0.75),
+    "method": _replace_method,
+    "submodule": _set("up", nn.Identity()),
+    "submodule of a list": _replace_block,
+    "more submodules": _add_block,
+    "fewer submodules": lambda model: model.blocks.pop(0),
+    "root's submodule": _set("extra", nn.Linear(8, 8)),
+    "parameter": _replace_parameter,
+    "tied parameters": lambda model: setattr(model.blocks[0], "weight", model.up.weight),
+    "frozen parameter": lambda model: model.up.weight.requires_grad_(False),
+    "forward hook": lambda model: model.up.register_forward_hook(hook_outputs),
+    "forward hook of the model": lambda model: model.register_forward_hook(hook_outputs),
+    "forward pre-hook": lambda model: model.up.register_forward_pre_hook(hook_inputs),
+    "backward hook": lambda model: model.down.register_full_backward_hook(hook_gradients),
+    "weight norm": lambda model: parametrizations.weight_norm(model.up),
+    "spectral norm": lambda model: parametrizations.spectral_norm(model.up),
+}
+
+
+def compiled(model: nn.Module) -> ShardedModule:
+    sharded = autoshard.compile(model, MESH)
+    assert isinstance(sharded, ShardedModule)
+    return sharded
+
+
+def assert_alike(sharded: ShardedModule, model: nn.Module, *inputs: Any) -> None:
+    """Loss and gradients of both are equal."""
+    found = []
+    for called in (sharded, model):
+        called.zero_grad()
+        torch.manual_seed(0)
+        loss = called(*inputs)
+        loss.backward()
+        found.append((loss, {name: parameter.grad for name, parameter in called.named_parameters()}))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(name: str) -> None:
+    """The next call is that of the changed model, its gradients too."""
+    model = Settled()
+    reference = copy.deepcopy(model)
+    sharded = compiled(model)
+    assert_alike(sharded, reference, X)
+    change = CHANGES[name]
+    change(model)
+    change(reference)
+    if name == "dropout":  # its mask is not torch's
+        assert not torch.equal(sharded(X), reference.eval()(X))
+        return
+    assert_alike(sharded, reference, X)
+
+
+def test_a_removed_hook_is_noticed() -> None:
+    """And the program from before the hook runs again: nothing is compiled."""
+    model = Settled()
+    reference = copy.deepcopy(model)
+    sharded = compiled(model)
+    assert_alike(sharded, reference, X)
+    handles = [item.up.register_forward_hook(hook_outputs) for item in (model, reference)]
+    assert_alike(sharded, reference, X)
+    for handle in handles:
+        handle.remove()
+    assert_alike(sharded, reference, X)
+    assert len(sharded.programs) == 2
+
+
+def test_a_class_that_is_changed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes and methods that modules have from their class."""
+    model = Settled()
+    sharded = compiled(model)
+    assert_alike(sharded, model, X)
+    monkeypatch.setattr(Scale, "factor", 9.0)
+    assert_alike(sharded, model, X)
+    monkeypatch.setattr(Scale, "forward", lambda self, x: x - 1)
+    assert_alike(sharded, model, X)
+
+
+def test_programs_are_kept_for_states_that_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Two values in turn are two programs, and what changed is in the log."""
+    model = Settled()
+    sharded = compiled(model)
+    with caplog.at_level(logging.INFO, logger="autoshard"):
+        for _ in range(3):
+            for beta in (1.0, 2.0):
+                model.beta = beta
+                sharded(X)
+    assert len(sharded.programs) == 2
+    assert sum("as beta changed" in record.message for record in caplog.records) == 1
+
+
+def test_attributes_that_a_call_does_not_read_may_change(caplog: pytest.LogCaptureFixture) -> None:
+    """A figure that is only kept in the model: nothing is compiled, or even traced, for it."""
+    model = Settled()
+    sharded = compiled(model)
+    with caplog.at_level(logging.INFO, logger="autoshard"):
+        for _ in range(3):
+            model.last = sharded(X).item()
+            model.started = object()  # type: ignore[assignment]
+    assert len(caplog.records) == 1
+
+
+def test_the_whole_step_notices() -> None:
+    """So does a traced training step."""
+    model = Settled()
+    reference = copy.deepcopy(model)
+    step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    for beta in (1.0, 1.0, 0.5):
+        model.beta = reference.beta = beta
+        loss = reference(X)
+        torch.testing.assert_close(step(X), loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
+
+
+def test_numpy_arguments_are_told_apart_by_all_their_elements() -> None:
+    """The text of a large array is shortened."""
+    model = Settled()
+    sharded = compiled(model)
+    weights = np.ones(5000)
+    other = weights.copy()
+    other[2000] = 1e4
+    for array in (weights, other, weights.copy()):
+        assert_alike(sharded, model, X, array)
+    assert len(sharded.programs) == 2
+
+
+def test_parametrizations_may_be_removed() -> None:
+    """A module then has another class."""
+    model, reference = Settled(), Settled()
+    for item in (model, reference):  # each has a class of its own then
+        parametrizations.weight_norm(item.up)
+    sharded = compiled(model)
+    assert_alike(sharded, reference, X)
+    for item in (model, reference):
+        parametrize.remove_parametrizations(item.up, "weight")
+    assert_alike(sharded, reference, X)
