@@ -5,8 +5,8 @@
 #                              they trace and compile, so one worker runs them all
 #   make test-all              the slow tests too
 #   make nightly               25,000 drawn pairs of a program and a plan, beside one device; goes on where the last run
-#                              stopped (build/nightly)
-#   make zoo                   two hundred architectures on a simulated mesh, beside one device; tests/zoo/results.md;
+#                              stopped (build/nightly); then a dozen architectures of the zoo, others each day
+#   make zoo                   two hundred architectures on a simulated mesh trained beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make gpu-bench             each Triton kernel and a block beside torch.compile, Liger-Kernel and eager, on a GPU
 #   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
@@ -68,8 +68,9 @@ test: lint types
 test-all: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile
 
-nightly: $(READY)
+nightly: $(ZOO_READY)
 	$(PYTHON) -m tests.nightly --jobs $(WORKERS)
+	$(PYTHON) -m tests.zoo --sample 12 --jobs $(WORKERS)
 
 zoo: $(ZOO_READY)
 	$(PYTHON) -m tests.zoo --jobs $(WORKERS)

@@ -1,7 +1,8 @@
-"""`python -m tests.zoo [--only PATTERN ...]`: run architectures, and write `tests/zoo/results.md`.
+"""`python -m tests.zoo [--only PATTERN ...] [--sample COUNT]`: run architectures, and write `tests/zoo/results.md`.
 
 Each runs in a process of its own, with limits of time and memory, so that one that hangs or is killed is a line of
 the table like any other. Results are kept in `results.json`: those of architectures that are not run stay as they are.
+A sample is drawn anew each day, and leaves the page as it is.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import argparse
 import fcntl
 import fnmatch
 import json
+import random
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +36,8 @@ def main(arguments: list[str]) -> int:
     names = [name for name in ARCHITECTURES if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)]
     missing = {ARCHITECTURES[name].library for name in names if not ARCHITECTURES[name].library.is_installed}
     wanted, names = names, [name for name in names if ARCHITECTURES[name].library not in missing]
+    if options.sample:
+        names = sample(names, options.sample, time.strftime("%Y-%m-%d"))
     limits = Limits(options.seconds, options.search_seconds, options.gigabytes)
     console = Console(soft_wrap=True)
     results: list[Result] = []
@@ -41,13 +47,20 @@ def main(arguments: list[str]) -> int:
         console.print(f"{len(results):4}/{len(names)} {result.name}: {verdict}", markup=False, highlight=False)
         if options.tracebacks and result.traceback:
             console.print(result.traceback, markup=False, highlight=False)
-        _write(result)
+        if not options.sample:
+            _write(result)
     results.sort(key=lambda result: names.index(result.name))
     console.print(rich_table(results))
     if missing:
         libraries = ", ".join(sorted(missing))
         console.print(f"not run, for want of {libraries} (`make zoo` installs them): {sorted({*wanted} - {*names})}")
     return 0 if not missing and all(result.passed for result in results) else 1
+
+
+def sample(names: Sequence[str], count: int, date: str) -> list[str]:
+    """Some of the names, in their order: the same for a date."""
+    drawn = set(random.Random(date).sample(list(names), min(count, len(names))))
+    return [name for name in names if name in drawn]
 
 
 def _write(result: Result) -> None:
@@ -74,6 +87,7 @@ def _revision() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--only", nargs="*", default=["*"], help="globs of names")
+    parser.add_argument("--sample", type=int, default=0, help="how many of them to draw, by the date; 0: all")
     parser.add_argument("--seconds", type=float, default=600.0, help="for each architecture")
     parser.add_argument("--search-seconds", type=float, default=5.0, help="of these, for the search")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="for each architecture")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -90,7 +93,6 @@ class Architecture:
         model: class name in the library, or what makes the model of the config.
         config: keyword arguments of the model's config class, or of the model where it has none; nested ones are dicts.
         inputs: makes the keyword arguments of a call from the model.
-        training: run in training mode (batch statistics); such a config has no dropout.
         call: more keyword arguments of the call.
         library: whose model it is. A model of transformers has its own loss; others get `WithTargets`.
     """
@@ -100,24 +102,64 @@ class Architecture:
     model: str | Callable[..., nn.Module]
     config: Mapping[str, Any]
     inputs: Callable[[nn.Module], Inputs]
-    training: bool = False
     call: Mapping[str, Any] = field(default_factory=dict)
     library: Library = Library.TRANSFORMERS
 
     def build(self) -> tuple[nn.Module, Inputs]:
-        """The model with random weights, and a batch for it; the same in every process."""
+        """The model with random weights, in evaluation mode, and its first batch; the same in every process."""
         torch.manual_seed(0)
+        model = self._model().eval()
+        return model, self.batch(model)
+
+    def _model(self) -> nn.Module:
         kind = self.library.model(self.model) if isinstance(self.model, str) else self.model
         if self.library is Library.TRANSFORMERS:
-            model = kind(kind.config_class(**self.config))
-            model.train(self.training)
-            return model, {**self.inputs(model), **self.call}
-        model = WithTargets(_without_zeros(kind(**self.config)))
-        model.train(self.training)
-        inputs = {**self.inputs(model.model), **self.call}
-        with torch.no_grad():
-            shapes = [output.shape for output in model.outputs(inputs)]
-        return model, {"targets": [torch.randn(shape) for shape in shapes], **inputs}
+            return kind(_settled(kind.config_class(**self.config)))
+        return WithTargets(_without_zeros(kind(**self.config)))
+
+    def batch(self, model: nn.Module, number: int = 0) -> Inputs:
+        """A batch for the model; others have the same shapes and other numbers."""
+        with drawing(number):
+            if not isinstance(model, WithTargets):
+                return {**self.inputs(model), **self.call}
+            inputs = {**self.inputs(model.model), **self.call}
+            with torch.no_grad():
+                shapes = [output.shape for output in copy.deepcopy(model).eval().outputs(inputs)]
+            source = torch.Generator().manual_seed(1000 + number)
+            return {"targets": [torch.randn(shape, generator=source) for shape in shapes], **inputs}
+
+
+_OFF = {"apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+"""Fields of configs that let a model draw numbers with NumPy while it trains, which no trace sees, or whole layers:
+each choice of these is a program of its own."""
+
+
+def _settled(config: Any) -> Any:
+    """The config, and those inside of it, without what makes a program of each step."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):
+            _settled(value)
+        elif name in _OFF:
+            setattr(config, name, _OFF[name])
+    return config
+
+
+_BATCH: ContextVar[int] = ContextVar("zoo_batch", default=0)
+
+
+@contextmanager
+def drawing(number: int) -> Iterator[None]:
+    """Within, `generator` is of the batch of this number."""
+    token = _BATCH.set(number)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
+def generator() -> torch.Generator:
+    """A fresh source of the same numbers: those of the batch that is drawn."""
+    return torch.Generator().manual_seed(1 + _BATCH.get())
 
 
 def _without_zeros(model: nn.Module) -> nn.Module:

@@ -2,16 +2,22 @@
 
 In order: (1) trace; (2) find the smallest peak memory that the planner knows a plan for, and that of a plan without
 splits, and set the limit between them, near the smallest; (3) search for the fastest plan under it; (4) lower, and
-prove preparation, lowered program and phases equal to what was traced, as `autoshard.compile` does; (5) run forward and
-backward on the simulator through `ShardedModule`, as a user would; (6) compare the loss and every gradient with one
-device.
+prove preparation, lowered program and phases equal to what was traced, as `autoshard.compile` does; (5) train three
+steps in training mode on the simulator through `ShardedModule`, as a user would, each on a batch of its own; then
+evaluate one more batch; (6) compare the loss and every gradient of each step, all parameters and buffers behind the
+last, and what the evaluation gives, with one device.
+
+One device draws the random numbers that the call drew (`autoshard.tracing`'s operators, run as they are). A model that
+draws none trains as plain PyTorch; evaluation is plain PyTorch in any case.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +29,13 @@ from torch.utils import _pytree as pytree
 from autoshard import Mesh
 from autoshard.cluster import local_cluster
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import Program
+from autoshard.ir.program import InputKind, Program
 from autoshard.runtime.engine import Engine, SimulatorEngine
 from autoshard.runtime.executable import CompiledProgram
+from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.tracing import check_guards, trace
+from autoshard.tracing.semantic import keep_operators_whole, number_random_operators
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
@@ -39,6 +47,12 @@ from passes.verification.verify_program import verify_program
 from tests.zoo.architecture import Architecture
 
 MESH = Mesh({"data": 2, "model": 2})
+
+STEPS = 3
+"""Of training."""
+
+RATE = 1e-2
+"""Of plain gradient descent: where a true gradient is zero, Adam would divide rounding by its own size."""
 
 SLACKS = (0.15, 0.05, 0.0)
 """How far the memory limit is from the smallest peak towards that of an unsplit plan: the first that forces a split."""
@@ -65,6 +79,7 @@ class Result:
         rounding: the same of one device in float32 against float64.
         memory: the limit under which it was planned, as a share of the peak of a plan without splits.
         gap: how far the plan's predicted time is from the proven bound, as a share of it; 0 if no search was made.
+        programs: how many were compiled: one to train and one to evaluate, unless the model reads values.
         date, revision: when it was run, and at which commit.
         library: whose model it is, with the version.
         reason: why it did not pass; empty if it did. `traceback`: of the exception that ended it.
@@ -83,6 +98,7 @@ class Result:
     worst: str = ""
     memory: float = 0.0
     gap: float = 0.0
+    programs: int = 0
     date: str = ""
     revision: str = ""
     library: str = ""
@@ -112,14 +128,62 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
     result = start(architecture)
     compiler = TightCompiler(time_budget_s, result, report)
     compiler.enter("build")
-    model, inputs = architecture.build()
-    expected = observe(copy.deepcopy(model), inputs)
-    result.rounding = largest_error(expected, _in_double(model, inputs, expected))[1]
-    found = observe(ShardedModule(model, SimulatorEngine(MESH), compiler), inputs)
+    model, first = architecture.build()
+    batches = [first, *(architecture.batch(model, number) for number in range(1, STEPS + 1))]
+    reference = copy.deepcopy(model)
+    sharded = ShardedModule(model, SimulatorEngine(MESH), compiler)
+    found = train_and_evaluate(sharded, batches)
     compiler.enter("compare")
+    result.programs = len(sharded.programs)
+    step = drawing_alike if _draws(sharded) else contextlib.nullcontext
+    doubled = _doubled(reference)
+    expected = train_and_evaluate(reference, batches, step)
+    result.rounding = largest_error(expected, _in_double(doubled, batches, step, expected))[1]
     result.worst, result.error = largest_error(found, expected)
     result.stage, result.reason = "done", _failing(result)
     return result
+
+
+Step = Callable[[torch.Tensor], AbstractContextManager[None]]
+"""What a training step on one device runs within, given the seed of its random numbers."""
+
+
+def train_and_evaluate(
+    network: nn.Module, batches: Sequence[Mapping[str, Any]], step: Step = contextlib.nullcontext
+) -> dict[str, torch.Tensor]:
+    """Train on all batches but the last, and evaluate that: all that was seen, and the state behind the last step."""
+    network.train()
+    seeds, seen = SeedSequence(), dict[str, torch.Tensor]()
+    optimizer = torch.optim.SGD(network.parameters(), lr=RATE)
+    for number, batch in enumerate(batches[:-1]):
+        with step(seeds.draw()):
+            observed = observe(network, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen |= {f"step {number}: {name}": value for name, value in observed.items()}
+    seen |= {f"{name} behind the last step": value.clone() for name, value in _floating(network.state_dict()).items()}
+    network.eval()
+    with torch.no_grad():
+        leaves = pytree.tree_leaves(network(**batches[-1]))
+    outputs = _floating({f"evaluation, output {index}": leaf for index, leaf in enumerate(leaves)})
+    return {**seen, **outputs}
+
+
+@contextlib.contextmanager
+def drawing_alike(seed: torch.Tensor) -> Iterator[None]:
+    """Within, a plain call draws what a compiled one with this seed does."""
+    with number_random_operators(seed), keep_operators_whole():
+        yield
+
+
+def _draws(sharded: ShardedModule) -> bool:
+    """Whether a program draws random numbers."""
+    slots = (slot for program in sharded.programs for slot in program.phased.lowered.traced.inputs)
+    return any(slot.kind is InputKind.SEED for slot in slots)
+
+
+def _floating(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in values.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
 
 
 def start(architecture: Architecture) -> Result:
@@ -166,13 +230,20 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().max().nan_to_num(float("inf")))
 
 
+def _doubled(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double()
+
+
 def _in_double(
-    model: nn.Module, inputs: Mapping[str, Any], otherwise: dict[str, torch.Tensor]
+    doubled: nn.Module, batches: Sequence[Mapping[str, Any]], step: Step, otherwise: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """What one device computes in float64; `otherwise` where a model insists on float32."""
-    doubled = pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, dict(inputs))
+    wide = [
+        pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, dict(batch))
+        for batch in batches
+    ]
     try:
-        return observe(copy.deepcopy(model).double(), doubled)
+        return train_and_evaluate(doubled, wide, step)
     except RuntimeError:
         return otherwise
 
@@ -187,17 +258,23 @@ def _failing(result: Result) -> str:
 
 @dataclass(slots=True)
 class TightCompiler:
-    """The runtime's `Compiler` that plans for as little memory as it can; see the module's docstring."""
+    """The runtime's `Compiler` that plans for as little memory as it can; see the module's docstring.
+
+    The first program, of training, is planned as it says there and is what `result` tells of; others (of evaluation, or
+    for another value that the model reads) get the plan of the smallest peak.
+    """
 
     time_budget_s: float
     result: Result
     report: Report
     _since: float = field(default_factory=time.perf_counter)
+    _is_first: bool = True
 
     def enter(self, stage: str) -> None:
         """Report that a stage begins, and how long the one before took."""
         start, self._since = self._since, time.perf_counter()
-        self.result.seconds[self.result.stage] = round(self._since - start, 2)
+        before = self.result.seconds.get(self.result.stage, 0.0)
+        self.result.seconds[self.result.stage] = round(before + self._since - start, 2)
         self.result.stage = stage
         self.report(self.result)
 
@@ -211,10 +288,13 @@ class TightCompiler:
             device=request.device,
             values=request.values,
         )
-        self.result.nodes = len(program.graph.nodes)
         self.enter("plan")
-        chosen = plan_tightly(program, self.time_budget_s, self.result)
-        self._note(program, chosen)
+        if self._is_first:
+            chosen = plan_tightly(program, self.time_budget_s, self.result)
+            self._note(program, chosen)
+        else:
+            chosen = plan_tightly(program, 0.0, copy.copy(self.result))
+        self._is_first = False
         self.enter("lower")
         phased = lower_program(program, chosen, local_cluster(MESH))
         self.enter("verify")
@@ -229,6 +309,7 @@ class TightCompiler:
         return check_guards(program, inputs, state)
 
     def _note(self, program: Program, chosen: Plan) -> None:
+        self.result.nodes = len(program.graph.nodes)
         self.result.parameters = len(chosen.parameters)
         self.result.split = _count_split(chosen)
         names = {name for name, _ in chosen.replicated_operators}

@@ -99,7 +99,7 @@ ENCODERS = (
         "feed_forward_size": 64, "attn_layers": ["local", "local"], "axial_pos_embds": False,
         "local_attn_chunk_length": 8, "max_position_embeddings": 64, "is_decoder": False,
         "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
-    }, training=True),
+    }),
     _encoder("canine", "CanineForTokenClassification", {
         **ENCODER, "num_hash_buckets": 64, "downsampling_rate": 4, "upsampling_kernel_size": 4,
         "local_transformer_stride": 8,

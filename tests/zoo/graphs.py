@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.architecture import Architecture, Family, Inputs, Library
-from tests.zoo.inputs import MakeInputs, draw, generator
+from tests.zoo.architecture import Architecture, Family, Inputs, Library, generator
+from tests.zoo.inputs import MakeInputs, draw
 
 NODES, EDGES, FEATURES, MOLECULES = 24, 64, 8, 4
 
@@ -112,7 +112,7 @@ GRAPHS = (
     _network("gat", "GAT", {**NETWORK, "heads": 2}, _graph()),
     _network("gat-v2", "GAT", {**NETWORK, "heads": 2, "v2": True, "edge_dim": 4}, _graph(edge_attr=_attributes)),
     _network("graphsage", "GraphSAGE", NETWORK, _graph()),
-    _network("gin-training", "GIN", NETWORK, _graph(), training=True),
+    _network("gin-training", "GIN", NETWORK, _graph()),
     _network("pna", "PNA", {
         **NETWORK, "aggregators": ["mean", "min", "max", "std"], "scalers": ["identity", "amplification"],
         "deg": torch.tensor([2, 4, 8, 6, 4]),

@@ -10,16 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.architecture import Inputs
+from tests.zoo.architecture import Inputs, generator
 
 BATCH, LENGTH, VOCABULARY = 4, 16, 64
 
 MakeInputs = Callable[[nn.Module], Inputs]
-
-
-def generator() -> torch.Generator:
-    """A fresh source of the same numbers."""
-    return torch.Generator().manual_seed(1)
 
 
 def draw_tokens(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Tensor:

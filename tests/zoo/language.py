@@ -164,7 +164,7 @@ STATE_SPACE = tuple(
 )  # fmt: skip
 
 RECURRENT = tuple(
-    Architecture(name, Family.RECURRENT, model, config, labelled_tokens(), training=name == "rwkv")
+    Architecture(name, Family.RECURRENT, model, config, labelled_tokens())
     for name, model, config in (
         ("recurrent_gemma", "RecurrentGemmaForCausalLM", {
             **SMALL, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 8,

@@ -131,7 +131,7 @@ VISIONS = (
 
 CONVOLUTIONALS = (
     _convolutional("resnet", "ResNetForImageClassification", STAGES),
-    _convolutional("resnet-training", "ResNetForImageClassification", STAGES, training=True),
+    _convolutional("resnet-training", "ResNetForImageClassification", STAGES),
     _convolutional("convnext", "ConvNextForImageClassification", {**STAGES, "num_stages": 2}),
     _convolutional("convnextv2", "ConvNextV2ForImageClassification", {**STAGES, "num_stages": 2}),
     _convolutional("regnet", "RegNetForImageClassification", {**STAGES, "groups_width": 8}),

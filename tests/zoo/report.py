@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from rich.table import Table
 
-from tests.zoo.check import MESH, Result
+from tests.zoo.check import MESH, STEPS, Result
 
 COLUMNS = (
     "architecture",
@@ -22,9 +22,11 @@ COLUMNS = (
     "memory",
     "gap",
     "split",
+    "programs",
     "error",
     "rounding",
     "runs whole",
+    "run at",
     "result",
 )
 
@@ -51,9 +53,11 @@ def row(result: Result) -> tuple[str, ...]:
         f"{result.memory:.0%}" if result.memory else "",
         f"{result.gap:.0%}" if result.gap else "",
         f"{result.split}/{result.parameters}" if result.parameters else "",
+        str(result.programs or ""),
         f"{result.error:.1e}" if compared else "",
         f"{result.rounding:.1e}" if compared and result.rounding else "",
         replicated,
+        f"{result.date} {result.revision}".strip(),
         "passed" if result.passed else f"{result.stage}: {result.reason[:300]}",
     )
 
@@ -74,11 +78,17 @@ def markdown(results: Sequence[Result], known: Sequence[str]) -> str:
     lines = [
         "# The zoo",
         "",
-        "Written by `make zoo`: architectures of transformers, diffusers (diffusion) and torch_geometric (graph) with",
-        "small random configs, each traced, planned under a memory limit near the smallest there is a plan for, run on",
-        "the simulator, and compared with one device (loss and all gradients; the error is relative to the largest",
-        "element of each tensor). Models that give no loss get the mean square of their outputs' distance to random",
-        "targets, and parameters of theirs that start as zeros are drawn: all gradients behind them would be zero.",
+        "Written by `make zoo`: architectures of transformers, diffusers (diffusion) and torch_geometric (graph)",
+        "with small random configs, each traced, planned under a memory limit near the smallest there is a plan",
+        f"for, and run on the simulator: {STEPS} steps of plain gradient descent in training mode (with dropout and",
+        "statistics of the batch), each on a batch of its own, then an evaluation. Compared with one device: the",
+        "loss and all gradients of each step, parameters and buffers behind the last, outputs of the evaluation;",
+        "the error is relative to the largest element of each tensor. One device draws the same random numbers, by",
+        "the definitions of our operators; what draws none, and each evaluation, is plain PyTorch there. Off is",
+        "what models draw with NumPy (wav2vec2's masks of spectra) and layers dropped by the toss of a coin, each",
+        "choice of which is a program. Programs: how many were compiled, two unless a model reads values. Models",
+        "that give no loss get the mean square of their outputs' distance to random targets, and parameters of",
+        "theirs that start as zeros are drawn: all gradients behind them would be zero.",
         "Rounding is the same error of one device in float32 against float64: where it is large, the model is",
         "ill-conditioned, and the limit of the error, 1e-5, becomes four times the rounding, at most 1e-4.",
         "Memory is the limit per device, as a share of the peak of a plan without splits; gap, how far the predicted",

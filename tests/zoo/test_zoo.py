@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zoo.__main__ import sample
 from tests.zoo.architecture import Library, WithTargets
-from tests.zoo.check import Result, check
+from tests.zoo.check import Result, check, largest_error, train_and_evaluate
 from tests.zoo.report import markdown
 from tests.zoo.table import ARCHITECTURES
 
@@ -36,13 +37,34 @@ QUICK: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_sharded_architecture_equals_one_device(name: str) -> None:
-    """Planned near the smallest memory, proven, and run: loss and all gradients are those of one device."""
+    """Planned near the smallest memory, proven, trained and evaluated: all is as on one device."""
     architecture = ARCHITECTURES[name]
     if not architecture.library.is_installed:
         pytest.skip(f"{architecture.library} is not installed; `make zoo` installs it")
     smaller = replace(architecture, config={**architecture.config, **QUICK[name]})
     result = check(smaller, time_budget_s=1.0)
     assert result.passed, result
+    assert result.programs == 2, "batches of the same shapes run one program"
+
+
+def test_a_wrong_step_is_noticed() -> None:
+    """What differs behind the first step alone is an error: a buffer, and the loss and gradients after it."""
+    batches = [{"x": torch.randn(4, 3)} for _ in range(3)]
+    torch.manual_seed(0)
+    right, wrong = Counts(by=1.0), Counts(by=1.5)
+    wrong.load_state_dict(right.state_dict())
+    found, expected = (train_and_evaluate(model, batches) for model in (wrong, right))
+    assert torch.equal(found["step 0: loss"], expected["step 0: loss"])
+    assert not torch.equal(found["step 1: loss"], expected["step 1: loss"])
+    assert largest_error(found, expected)[1] > 1e-2
+
+
+def test_the_sample_of_a_day() -> None:
+    """The same all day, other architectures on another."""
+    first, again, other = (sample(list(ARCHITECTURES), 12, date) for date in ("2026-01-01", "2026-01-01", "2026-01-02"))
+    assert len(first) == 12
+    assert set(first) <= set(ARCHITECTURES)
+    assert first == again != other
 
 
 @pytest.mark.parametrize("library", Library)
@@ -72,6 +94,23 @@ def test_the_page_lists_what_failed_and_what_was_not_run() -> None:
     assert "* **gat** (plan): it is too large" in page
     assert "Not run yet: pna." in page
     assert "* torch_geometric 2.8.1: 1 of 2 pass" in page
+
+
+class Counts(nn.Module):
+    """Weighs its input by how often it was called in training."""
+
+    calls: torch.Tensor
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.layer, self.by = nn.Linear(3, 3), by
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.layer(x) * self.calls.clone()).square().mean()
+        if self.training:
+            self.calls += self.by
+        return loss
 
 
 class Outputs(nn.Module):
