@@ -14,6 +14,7 @@ from autoshard.calibration import calibrate
 from autoshard.cluster import Cluster, JoinedCluster
 from autoshard.errors import (
     AutoshardError,
+    ChangedInPlaceError,
     DoesNotFitError,
     FormulaError,
     InvalidSpecError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoshardError",
+    "ChangedInPlaceError",
     "Cluster",
     "DoesNotFitError",
     "FormulaError",

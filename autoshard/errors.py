@@ -21,6 +21,10 @@ class TraceError(AutoshardError):
     """A model cannot be captured as a graph, or is called in a way that its graph does not cover."""
 
 
+class ChangedInPlaceError(AutoshardError, RuntimeError):
+    """A tensor that a backward needs was changed in place since its forward."""
+
+
 class NoShardingRuleError(AutoshardError):
     """An operator has no sharding rule, and `strict=True` forbids running it replicated."""
 

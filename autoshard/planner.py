@@ -105,6 +105,8 @@ class Planner:
         """See `Compiler`. The first rank plans for all."""
         from passes.planning.constraints import constrained_outputs
 
+        if request.derivatives and self._is_for_outputs:
+            return replace(self, fixed=None, made=None, before=None, traced=None, constraints={})(request, engine)
         start = time.perf_counter()
         program = make_together(
             engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": fingerprint(made)}
@@ -131,6 +133,12 @@ class Planner:
             chosen.predicted.step_time_s,
         )
         return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python_reads)
+
+    @property
+    def _is_for_outputs(self) -> bool:
+        """Whether it was told something that holds of calls which return the model's outputs, not gradients of them."""
+        told = (self.fixed, self.made, self.before, self.traced)
+        return bool(self.constraints) or any(item is not None for item in told)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """See `Compiler`."""
@@ -161,6 +169,7 @@ class Planner:
             compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
             device=request.device,
             values=request.values,
+            derivatives=request.derivatives,
         )
         _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
         if request.update is not None:

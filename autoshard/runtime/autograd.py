@@ -6,22 +6,23 @@ runs, each value after its last use.
 
 A program has tangents for the outputs that its trace took to be the loss. A backward that reaches another
 output runs the whole of a second program, with a tangent for each output, from the inputs that the node
-keeps.
+keeps. So does the backward of a gradient (`create_graph=True`): that of a program which returns the gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
-from autoshard.errors import TraceError
-from autoshard.ir.program import OutputKind
+from autoshard.ir.derivative import Derivative
+from autoshard.ir.program import InputKind, OutputKind
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
+from autoshard.runtime.versions import check_versions, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,22 @@ class Call:
     Args:
         executable: the program.
         all_tangents: gives the program that has a tangent for each output; compiled when first asked for.
+        inputs: the tensors among its arguments, by name ("input:0").
+        differentiate: gives the call that returns gradients of this one, from the tangents that it takes besides
+            this one's inputs; compiled when first asked for.
     """
 
     executable: Executable
+    inputs: Mapping[str, torch.Tensor]
     all_tangents: Callable[[], Executable]
+    differentiate: Callable[[Derivative, Sequence[torch.Tensor]], Call]
+
+
+def run(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The outputs of a call, by the program's output slots; a node of autograd's graph where gradients are wanted."""
+    if torch.is_grad_enabled():
+        return ProgramFunction.apply(call, *tensors)
+    return _distinct(call.executable.run_forward(tensors)[0])
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -47,7 +60,7 @@ class ProgramFunction(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.tensors = tensors
-        ctx.versions = tuple(tensor._version for tensor in tensors)
+        ctx.versions = tuple(map(version_of, tensors))
         ctx.layout = _save(ctx, saved)
         slots = call.executable.outputs
         outputs = _distinct(outputs)
@@ -61,20 +74,88 @@ class ProgramFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward phase; see `torch.autograd.Function`."""
-        call, executable = ctx.call, ctx.call.executable
-        tangents = _tangents(executable, grads)
-        covered = {slot.slot.name for slot in executable.tangents}
-        if tangents.keys() <= covered:
-            saved = _saved(ctx)
-            ctx.maybe_clear_saved_tensors()  # they live in `saved` now, unless the user retains the graph
-            gradients = executable.run_backward(saved, tangents, _wanted(ctx))
+        tangents = _tangents(ctx.call.executable, grads)
+        if torch.is_grad_enabled():
+            gradients = _differentiable_gradients(ctx, tangents)
         else:
-            gradients = _run_whole(ctx, call.all_tangents(), tangents)
-        wanted = zip(executable.inputs, ctx.needs_input_grad[1:], strict=True)
+            gradients = _gradients(ctx, tangents)
+        wanted = zip(ctx.call.executable.inputs, ctx.needs_input_grad[1:], strict=True)
         return (None, *(gradients.get(slot.slot.name) if needed else None for slot, needed in wanted))
+
+
+class GradientFunction(torch.autograd.Function):
+    """`apply(first, names, *tensors, *tangents)`: the gradients of a call's node, which can be differentiated.
+
+    `first` is the context of the call's node, `names` are those of its tangents; `first.gradient_names` become those of
+    what is returned.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, first: Any, names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the backward phase; see `torch.autograd.Function`."""
+        ctx.set_materialize_grads(False)
+        ctx.first, ctx.names = first, names
+        ctx.tangents = tensors[len(tensors) - len(names) :]
+        gradients = _gradients(first, dict(zip(names, ctx.tangents, strict=True)))
+        ctx.gradient_names = first.gradient_names = tuple(gradients)
+        return tuple(_distinct(list(gradients.values())))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of gradients, through the program that returns gradients; see `torch.autograd.Function`."""
+        create_graph, needed = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            # Views: a tangent may come from an input by a way of its own, which is not this node's to go.
+            tensors = [
+                tensor.view_as(tensor) if wanted else tensor
+                for tensor, wanted in zip((*ctx.first.tensors, *ctx.tangents), needed, strict=True)
+            ]
+            given = {name: grad for name, grad in zip(ctx.gradient_names, grads, strict=True) if grad is not None}
+            again = zip(_gradients_again(ctx, tuple(given), tensors), given.values(), strict=True)
+            pairs = [(gradient, _plain(grad)) for gradient, grad in again if gradient.requires_grad]
+            found = torch.autograd.grad(
+                [gradient for gradient, _ in pairs],
+                [tensor for tensor, wanted in zip(tensors, needed, strict=True) if wanted],
+                [grad for _, grad in pairs],
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        rest = iter(found)
+        return (None, None, *(next(rest) if wanted else None for wanted in needed))
+
+
+def _gradients_again(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a `GradientFunction` returned under these names, for `tensors`, as results of a program."""
+    first, slots = ctx.first, [slot.slot for slot in ctx.first.call.executable.inputs]
+    check_versions(slots, first.tensors, first.versions)
+    outputs = tuple(int(name.removeprefix("tangent:")) for name in ctx.names)
+    derived = first.call.differentiate(Derivative(outputs, names), tensors[len(slots) :])
+    by_key = {(slot.kind, slot.name): tensor for slot, tensor in zip(slots, tensors, strict=False)}
+    by_key = {(InputKind.INPUT, name): tensor for name, tensor in derived.inputs.items()} | by_key
+    results = run(derived, [by_key[slot.slot.kind, slot.slot.name] for slot in derived.executable.inputs])
+    slots = zip(derived.executable.outputs, results, strict=True)
+    by_name = {slot.slot.name: result for slot, result in slots if slot.slot.kind == OutputKind.OUTPUT}
+    return [by_name[f"output:{index}"] for index in range(len(names))]
+
+
+def _differentiable_gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `_gradients` gives, as a node of the graph that `create_graph=True` asks for."""
+    results = GradientFunction.apply(ctx, tuple(tangents), *ctx.tensors, *tangents.values())
+    return dict(zip(ctx.gradient_names, results, strict=True))
+
+
+def _gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients that autograd asks for, by name, of the program's backward phase or of a whole other program."""
+    executable, likes = ctx.call.executable, _wanted(ctx)
+    if not tangents.keys() <= {slot.slot.name for slot in executable.tangents}:
+        return _run_whole(ctx, ctx.call.all_tangents(), tangents)
+    needed = frozenset().union(*(executable.read_by_backward.get(name, frozenset()) for name in likes))
+    check_versions([slot.slot for slot in executable.inputs], ctx.tensors, ctx.versions, needed)
+    saved = _saved(ctx)
+    ctx.maybe_clear_saved_tensors()  # they live in `saved` now, unless the user retains the graph
+    return executable.run_backward(saved, tangents, likes)
 
 
 def _wanted(ctx: Any) -> dict[str, torch.Tensor]:
@@ -92,20 +173,17 @@ def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> d
     }
 
 
-def _run_whole(ctx: Any, executable: Executable, tangents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _run_whole(ctx: Any, executable: Executable, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients from the kept inputs, through a program with more tangents than the one that ran."""
-    slots = ctx.call.executable.inputs
-    for tensor, version, slot in zip(ctx.tensors, ctx.versions, slots, strict=True):
-        if tensor._version != version:
-            raise TraceError(
-                f"{slot.slot.kind.value} {slot.slot.name!r} was changed in place between forward and backward "
-                f"(version {version}, now {tensor._version}), and the gradient of an output other than the loss "
-                "needs its old value. Call backward before changing it, or clone it."
-            )
-    by_name = {(slot.slot.kind, slot.slot.name): tensor for slot, tensor in zip(slots, ctx.tensors, strict=True)}
-    tensors = [by_name[slot.slot.kind, slot.slot.name] for slot in executable.inputs]
-    _, saved = executable.run_forward(tensors)
+    check_versions([slot.slot for slot in ctx.call.executable.inputs], ctx.tensors, ctx.versions)
+    kept = zip(ctx.call.executable.inputs, ctx.tensors, strict=True)
+    by_key = {(slot.slot.kind, slot.slot.name): tensor for slot, tensor in kept}
+    _, saved = executable.run_forward([by_key[slot.slot.kind, slot.slot.name] for slot in executable.inputs])
     return executable.run_backward(saved, tangents, _wanted(ctx))
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

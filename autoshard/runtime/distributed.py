@@ -8,7 +8,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.boundary import matches_dtensor, pad_local, unpad_local
 from autoshard.runtime.engine import NOTHING, Loaded
 from autoshard.runtime.lost_ranks import naming_lost_ranks
-from autoshard.runtime.parameters import replace_parameters, swap_parameter
+from autoshard.runtime.parameters import swap_parameter, take_over_parameters
 from autoshard.runtime.process_groups import ProcessGroups, bind, taking_from_a_list
 from autoshard.runtime.write_in_place import write_in_place
 
@@ -168,14 +168,14 @@ class DistributedEngine:
 
     def adopt(self, model: nn.Module) -> None:
         """See `Engine`: parameters become DTensors, for now with a copy on each rank."""
-        replace_parameters(model, self._replicate)
+        take_over_parameters(model, self._replicate)
 
     def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
         """See `Engine`: each rank keeps its shard."""
         for name, parameter in model.named_parameters():
             placements = storage_spec(specs.get(name, REPLICATED), self.mesh).to_placements(self.mesh)
             if isinstance(parameter, DTensor) and parameter.placements != placements:
-                swap_parameter(parameter, self._shard(parameter, placements))
+                swap_parameter(parameter, partial(self._shard, placements=placements))
 
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
@@ -196,9 +196,9 @@ class DistributedEngine:
         everywhere = [Replicate()] * len(self.mesh.axes)
         return DTensor.from_local(parameter.detach(), self.device_mesh, everywhere, run_check=False)
 
-    def _shard(self, parameter: DTensor, placements: Sequence) -> DTensor:
-        """The shards of a parameter that every rank holds whole, in memory of their own."""
-        full = whole(parameter)
+    def _shard(self, tensor: torch.Tensor, placements: Sequence) -> DTensor:
+        """The shards of a parameter, or its gradient, that every rank holds whole, in memory of their own."""
+        full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         shards = distribute_tensor(full, self.device_mesh, placements, src_data_rank=None)
         local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
         return self._from_local(local, tuple(full.shape), placements)

@@ -14,6 +14,7 @@ from autoshard.ir.program import OWNERS, OutputKind
 from autoshard.ir.python_guards import PythonGuards, PythonReads
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
+from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,11 @@ class Executable:
     def gradients(self) -> tuple[LocalSlot, ...]:
         """The slots that a backward call yields, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.backward_outputs)
+
+    @cached_property
+    def read_by_backward(self) -> dict[str, frozenset[Key]]:
+        """The inputs whose own values a backward call reads for each gradient, by what the gradient belongs to."""
+        return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
     def updated_buffers(self) -> frozenset[str]:

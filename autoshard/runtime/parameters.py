@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +22,42 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
             setattr(owner, leaf, made[parameter])
 
 
-def swap_parameter(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Give `parameter` the layout and memory of `value`; the object stays, and optimizers that hold it go on."""
-    torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `take(parameter)` in the place of each parameter for good: its hooks and `take(its gradient)` go with it."""
+    before = [parameter for _, _, parameter in _places(model)]
+    replace_parameters(model, take)
+    for old, (_, _, new) in zip(before, list(_places(model)), strict=True):
+        if new is not old:
+            _Hooks.of(old).put_on(new)
+            new.grad = None if old.grad is None else take(old.grad)
+
+
+def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Give `parameter` the layout and memory of `lay_out(parameter)`, and its gradient alike.
+
+    The object stays, with its hooks, and optimizers that hold it go on.
+    """
+    grad, hooks = parameter.grad, _Hooks.of(parameter)
+    _Hooks().put_on(parameter)
+    torch.utils.swap_tensors(parameter, nn.Parameter(lay_out(parameter), requires_grad=parameter.requires_grad))
+    hooks.put_on(parameter)
+    parameter.grad = None if grad is None else lay_out(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooks:
+    """The hooks of a parameter, in the dicts from which their handles remove them."""
+
+    on_gradient: Any = None
+    after_accumulation: Any = None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> _Hooks:
+        return cls(parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+
+    def put_on(self, parameter: torch.Tensor) -> None:
+        parameter._backward_hooks = self.on_gradient
+        parameter._post_accumulate_grad_hooks = self.after_accumulation
 
 
 @contextmanager

@@ -22,14 +22,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.ir.derivative import Derivative, Derivatives
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
-from autoshard.runtime.autograd import Call, ProgramFunction
+from autoshard.runtime.autograd import Call, run
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram, Executable
+from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
 from autoshard.runtime.parameters import digest_of, lent_parameters, outlined_parameters
@@ -59,6 +61,7 @@ class Request:
         values: within it, a model (or one that shares its parameters) holds their global values. Entered only where
             they must be read: that gathers them on every rank.
         known: programs of calls of this kind, traced when the model's Python held something else.
+        derivatives: what the call returns instead of the model's outputs, the innermost first; see `Derivative`.
     """
 
     model: nn.Module
@@ -73,6 +76,7 @@ class Request:
     device: torch.device | None = None
     values: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
     known: tuple[CompiledProgram, ...] = ()
+    derivatives: Derivatives = ()
 
 
 class Compiler(Protocol):
@@ -94,6 +98,7 @@ class ShardedModule(nn.Module):
     found so runs the user's own code, which does not use the compiled program.
     """
 
+    @in_normal_mode
     def __init__(
         self,
         model: nn.Module,
@@ -177,9 +182,21 @@ class ShardedModule(nn.Module):
     def _run(self, call: FlatCall) -> Any:
         executable, call = self._find(call)
         tensors = self.gather_inputs(executable, call)
-        again = Call(executable, lambda: self._find_with_all_tangents(call, _seed_among(executable, tensors)))
-        outputs = ProgramFunction.apply(again, *tensors)
-        return self.hand_out(executable, outputs)
+        seed = _seed_among(executable, tensors)
+        return self.hand_out(executable, run(self._call_of(executable, call, seed), tensors))
+
+    def _call_of(
+        self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
+    ) -> Call:
+        """A call of a program that drew `seed`, as autograd keeps it."""
+
+        def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> Call:
+            of_gradients = FlatCall.of((*call.assemble(call.leaves), tuple(tangents)), {})
+            outer = (*derivatives, derivative)
+            return self._call_of(self._find_with_all_tangents(of_gradients, seed, outer), of_gradients, seed, outer)
+
+        again = lambda: self._find_with_all_tangents(call, seed, derivatives)  # noqa: E731
+        return Call(executable, call.tensors, again, differentiate)
 
     def _padded(self, call: FlatCall) -> tuple[FlatCall, int]:
         """The call with inputs of one of few lengths, and the length that they had; see `lengths`."""
@@ -226,18 +243,27 @@ class ShardedModule(nn.Module):
         self._last = executable
         return executable, call
 
-    def _find_with_all_tangents(self, call: FlatCall, seed: torch.Tensor | None) -> Executable:
+    def _find_with_all_tangents(
+        self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
+    ) -> Executable:
         """The program for a call in which each output has a tangent; `seed` is what the call drew."""
-        key = self._key(call, grad=True, all_tangents=True)
+        key = self._key(call, grad=True, all_tangents=True, derivatives=derivatives)
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
         if executable is None:
             with torch.enable_grad():
-                executable = self._compile(call, grad=True, all_tangents=True, seed=seed)
+                executable = self._compile(call, grad=True, all_tangents=True, seed=seed, derivatives=derivatives)
             self._known.add(key, executable)
         return executable
 
-    def _key(self, call: FlatCall, grad: bool, all_tangents: bool = False, update: Update | None = None) -> Hashable:
-        return (signature_of(call, self._original[0], grad=grad), all_tangents, update is not None)
+    def _key(
+        self,
+        call: FlatCall,
+        grad: bool,
+        all_tangents: bool = False,
+        update: Update | None = None,
+        derivatives: Derivatives = (),
+    ) -> Hashable:
+        return (signature_of(call, self._original[0], grad=grad), all_tangents, update is not None, derivatives)
 
     def _serves(
         self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
@@ -261,6 +287,7 @@ class ShardedModule(nn.Module):
                 return self.get_buffer(slot.name)
         return self._next_seed() if seed is None else seed
 
+    @in_normal_mode
     def _compile(
         self,
         call: FlatCall,
@@ -268,13 +295,15 @@ class ShardedModule(nn.Module):
         all_tangents: bool,
         update: Update | None = None,
         seed: torch.Tensor | None = None,
+        derivatives: Derivatives = (),
     ) -> Executable:
         """Compile the program for a call; `seed` is what the call drew, None before it draws.
 
         Where what changed in the model turns out not to matter, that is a known program, which serves one more state.
         """
         signature = describe_call(call, grad=grad, training=self.training)
-        known = [item for item in self._known.of(self._key(call, grad, all_tangents, update)) if _does(item, update)]
+        key = self._key(call, grad, all_tangents, update, derivatives)
+        known = [item for item in self._known.of(key) if _does(item, update)]
         if self._last is not None:
             changes = dict.fromkeys(name for item in known for name in item.state_changes())
             because = f", as {', '.join(changes)} changed" if changes else ""
@@ -295,6 +324,7 @@ class ShardedModule(nn.Module):
                 device=self._engine.device,
                 values=values,
                 known=tuple(item.compiled for item in known),
+                derivatives=derivatives,
             )
             compiled = self.compiler(request, self._engine)
         executable = next((item for item in known if item.phased is compiled.phased), None)
@@ -324,7 +354,8 @@ class ShardedModule(nn.Module):
         """An example of an input for tracing: of its own, so that tracing leaves no trace on the user's tensor."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return self._engine.global_copy(leaf).detach().requires_grad_(leaf.requires_grad)
+        copy = self._engine.global_copy(leaf).detach()
+        return (copy.clone() if copy.is_inference() else copy).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
         """Lay parameters out as the first program that has them says, and remember where optimizer state lies."""

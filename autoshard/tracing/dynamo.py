@@ -37,7 +37,10 @@ def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> 
 
     Raises:
         NotAvailableError: it can be captured, but not in a precision of its own.
+        TypeError: the call returns gradients, which are not captured so.
     """
+    if not isinstance(options.call, ModelCall):
+        raise TypeError("gradients of gradients are not captured by way of Dynamo")
     args, kwargs = call.assemble(_told_apart(call.tensors.values()))
     plain = replace(options, call=ModelCall(options.call.loss_fn, options.call.targets), casts=None)
     capture = dynamo_graph_capture_for_export(_CallModule(model, plain))

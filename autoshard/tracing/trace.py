@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from autoshard.errors import TraceError
+from autoshard.ir.derivative import Derivative
 from autoshard.ir.program import Program
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.calling import Call, ModelCall, check_fits, count_targets, take_apart, warn_of_dropped
 from autoshard.tracing.concrete import ValueUnavailableError
+from autoshard.tracing.derivative import GradientCall, innermost_arguments, refuse_casts
 from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.precision import Casts
@@ -51,6 +53,7 @@ def trace(
     seed: torch.Tensor | None = None,
     device: torch.device | None = None,
     values: LendValues = lambda model: contextlib.nullcontext(),
+    derivatives: Sequence[Derivative] = (),
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
 
@@ -72,6 +75,8 @@ def trace(
         device: where tensors on the meta device are taken to be; default: with the first tensor that is not.
         values: within it, the model's parameters have their values, if they are on meta outside; entered only where
             the model reads values of its parameters, or can be traced by way of Dynamo alone.
+        derivatives: what to return instead of the model's outputs, the innermost first; `args` are then those of the
+            last; see `autoshard.ir.derivative`.
 
     Returns:
         The program; see `autoshard.ir.program`.
@@ -83,9 +88,13 @@ def trace(
     args, kwargs = tuple(args), dict(kwargs or {})
     call = take_apart(args, kwargs)
     casts = None if compute_dtype is None else Casts.of(model, compute_dtype)
-    targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(args))
-    check_fits(model, args, kwargs, targets)
+    own_args, own_kwargs = innermost_arguments(args, kwargs, len(derivatives))
+    targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(own_args))
+    check_fits(model, own_args, own_kwargs, targets)
     model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs)
+    if derivatives:
+        refuse_casts(casts)
+        model_call = GradientCall.of(model_call, derivatives)
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
     before = python_state(model)
     joint = _capture(model, call, options, values)

@@ -1,0 +1,72 @@
+"""A call that returns gradients of a model's outputs, so that a trace of it has gradients of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import NotAvailableError
+from autoshard.ir.derivative import Derivative
+from autoshard.tracing.precision import Casts
+
+ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCall:
+    """How a model is called to give gradients.
+
+    Args:
+        call: how it is called to give what is differentiated.
+        derivative: what is differentiated by what.
+    """
+
+    call: ModelCall
+    derivative: Derivative
+
+    @classmethod
+    def of(cls, call: ModelCall, derivatives: Sequence[Derivative]) -> GradientCall:
+        """The call of gradients, of gradients of gradients and so on; the innermost first."""
+        first, *rest = derivatives
+        return cls.of(cls(call, first), rest) if rest else cls(call, first)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        own_args, own_kwargs, tangents = args
+        inputs = pytree.tree_leaves((own_args, own_kwargs))
+        outputs = pytree.tree_leaves(self.call(model, own_args, own_kwargs))
+        wanted = [_tensor_of(name, model, inputs) for name in self.derivative.wanted]
+        differentiated = [outputs[index] for index in self.derivative.outputs]
+        return torch.autograd.grad(
+            differentiated, wanted, tangents, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+
+
+def innermost_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], derivatives: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The model's own arguments in those of a call with so many derivatives."""
+    own = (args, dict(kwargs))
+    for _ in range(derivatives):
+        own = own[0][:2]
+    return own
+
+
+def refuse_casts(casts: Casts | None) -> None:
+    """Raise `NotAvailableError` for gradients of gradients of a model that computes in another type than its own."""
+    if casts is not None:
+        raise NotAvailableError(
+            "Gradients of gradients (create_graph=True) are not available with precision=. Leave precision out, or "
+            "compute them inside the model's forward, or in loss_fn, by torch.autograd.grad(..., create_graph=True)."
+        )
+
+
+def _tensor_of(name: str, model: nn.Module, inputs: Sequence[Any]) -> torch.Tensor:
+    if name.startswith("input:"):
+        return inputs[int(name.removeprefix("input:"))]
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)

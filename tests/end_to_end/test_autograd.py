@@ -1,0 +1,319 @@
+"""What autograd can do with a call does what it does on one device: on the simulator, and on two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import Mesh, P
+from tests.end_to_end.training import assert_close, whole
+from tests.runtime.processes import report, run_checks
+
+PAIR = Mesh({"data": 2})
+SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
+"""Parameters that lie in pieces, so that what ranks hold of them is not what users hold."""
+
+
+class Net(nn.Module):
+    """Two layers with a norm, a parameter of the root's own, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.down(torch.tanh(self.norm(self.up(x)))) * self.scale
+        return y.square().mean(), y
+
+
+class Penalised(nn.Module):
+    """Its loss holds a gradient of its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x.detach().clone().requires_grad_()
+        loss, y = self.net(z)
+        (gradient,) = torch.autograd.grad(y.sum(), z, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+def data() -> torch.Tensor:
+    return torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(item.grad) for name, item in model.named_parameters() if item.grad is not None}
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def compiled(model: nn.Module, **options: Any) -> autoshard.ShardedModule:
+    sharded = autoshard.compile(model, PAIR, **options)
+    assert isinstance(sharded, autoshard.ShardedModule)
+    return sharded
+
+
+def compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, name)
+
+
+def beside_one_device(use: Callable[[nn.Module], Any], make: Callable[[], nn.Module] = Net, **options: Any) -> None:
+    """`use` leaves the same gradients in a model and in it compiled, and returns the same."""
+    plain = make()
+    sharded = compiled(make(), **options)
+    expected, found = use(plain), use(sharded)
+    compare(gradients(sharded), gradients(plain))
+    if isinstance(expected, torch.Tensor):
+        assert_close(whole(found), expected.detach(), "result")
+    else:
+        assert found == expected
+
+
+def is_refused(loss: torch.Tensor) -> bool:
+    """Whether a backward finds that something was changed in place."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
+
+
+def check_two_backwards() -> None:
+    """A graph is kept by retain_graph, also where another output than the loss is reached."""
+
+    def use(model: nn.Module) -> None:
+        loss, y = model(data())
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        (loss + y.sum()).backward(retain_graph=True)
+        y.sum().backward()
+
+    beside_one_device(use, constraints=SPLIT)
+
+
+def check_backward_of_some() -> None:
+    """`backward(inputs=...)` leaves gradients in these alone."""
+
+    def use(model: nn.Module) -> None:
+        loss, _ = model(data())
+        loss.backward(inputs=[model.get_parameter("up.weight"), model.get_parameter("scale")])
+
+    beside_one_device(use, constraints=SPLIT)
+
+
+def check_accumulation() -> None:
+    """Gradients of several calls add up, to None as to zeros, and none is left over from before."""
+
+    def use(model: nn.Module) -> None:
+        for step in range(4):
+            model((step + 1) * data())[0].backward()
+            if step == 0:
+                model.zero_grad(set_to_none=False)
+            elif step == 1:
+                model.get_parameter("up.weight").grad = None
+
+    beside_one_device(use, constraints=SPLIT)
+
+
+def check_gradients_from_before() -> None:
+    """Gradients that parameters have before the model is compiled, or first called, are added to."""
+    plain, model = Net(), Net()
+    for network in (plain, model):
+        network(data())[0].backward()
+    sharded = compiled(model, constraints=SPLIT)
+    for network in (plain, sharded):
+        network(data())[0].backward()
+    compare(gradients(sharded), gradients(plain))
+
+
+def check_gradient_penalty() -> None:
+    """A loss of the gradient by an input, and by parameters, trains every parameter."""
+
+    def use(model: nn.Module) -> torch.Tensor:
+        for _ in range(2):
+            z = data().requires_grad_()
+            loss, y = model(z)
+            weight = model.get_parameter("down.weight")
+            by_z, by_weight = torch.autograd.grad(y.sigmoid().sum(), (z, weight), create_graph=True)
+            by_weight = by_weight.full_tensor() if isinstance(by_weight, DTensor) else by_weight
+            (loss + by_z.square().sum() + by_weight.square().sum()).backward()
+        return gradient_of(z)
+
+    beside_one_device(use, constraints=SPLIT)
+
+
+def check_gradient_penalty_with_loss_fn() -> None:
+    """The loss of `loss_fn` has gradients of gradients too."""
+
+    def use(model: nn.Module) -> torch.Tensor:
+        z, target = data().requires_grad_(), torch.ones(4, 4)
+        loss = model(z, target) if isinstance(model, autoshard.ShardedModule) else F.mse_loss(model(z), target)
+        (gradient,) = torch.autograd.grad(loss, z, create_graph=True)
+        gradient.square().sum().backward()
+        return gradient_of(z)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Softplus(), nn.Linear(5, 4))
+
+    beside_one_device(use, make, loss_fn=F.mse_loss)
+
+
+def check_third_derivative() -> None:
+    """Gradients can be taken as often as on one device."""
+
+    def use(model: nn.Module) -> torch.Tensor:
+        z = data().requires_grad_()
+        value = model(z)[1].sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(value, z, create_graph=True)
+            value = gradient.square().sum()
+        value.backward()
+        return gradient_of(z)
+
+    beside_one_device(use)
+
+
+def check_gradient_inside_the_model() -> None:
+    """`torch.autograd.grad(..., create_graph=True)` in forward is traced."""
+
+    def use(model: nn.Module) -> torch.Tensor:
+        loss = model(data())
+        loss.backward()
+        return loss
+
+    beside_one_device(use, Penalised)
+
+
+def check_changed_parameters() -> None:
+    """A backward refuses parameters that changed since the forward exactly where one device does."""
+
+    def use(model: nn.Module) -> dict[str, bool]:
+        refused = {}
+        for name, parameter in model.named_parameters():
+            loss, _ = model(data())
+            with torch.no_grad():
+                parameter.mul_(1.0)
+            refused[name] = is_refused(loss)
+            model.zero_grad()
+        assert refused["down.weight"]
+        assert not refused["up.weight"]
+        assert not refused["down.bias"]
+        return refused
+
+    beside_one_device(use)
+    beside_one_device(use, constraints=SPLIT)
+
+
+def check_changed_inputs() -> None:
+    """An input that changed since the forward is refused by name."""
+    sharded = compiled(Net(), constraints=SPLIT)
+    x = data()
+    loss, _ = sharded(x)
+    x.add_(1)
+    with pytest.raises(autoshard.ChangedInPlaceError, match="input 'input:0' was changed in place"):
+        loss.backward()
+
+
+def check_hooks() -> None:
+    """Hooks on parameters run once for each backward, whenever they were registered, until they are removed."""
+    plain, model = Net(), Net()
+    calls: dict[str, list[str]] = {"plain": [], "sharded": []}
+
+    def register(network: nn.Module, kind: str, when: str) -> list[Any]:
+        def double(gradient: torch.Tensor) -> torch.Tensor:
+            calls[kind].append(f"hook {when}")
+            return gradient * 2
+
+        def clear(parameter: torch.Tensor) -> None:
+            calls[kind].append(f"after {when}")
+            gradient_of(parameter).mul_(3)
+
+        handles = [network.get_parameter("up.weight").register_hook(double)]
+        handles += [network.get_parameter("down.weight").register_hook(double)]
+        return [*handles, network.get_parameter("down.weight").register_post_accumulate_grad_hook(clear)]
+
+    first = {
+        "plain": register(plain, "plain", "before compile"),
+        "sharded": register(model, "sharded", "before compile"),
+    }
+    sharded = compiled(model, constraints=SPLIT)
+    networks = {"plain": plain, "sharded": sharded}
+    for kind, network in networks.items():
+        register(network, kind, "before the first call")
+        network(data())[0].backward()
+        network.zero_grad()
+        for handle in first[kind]:
+            handle.remove()
+        register(network, kind, "after it")
+        network(data())[0].backward()
+    assert sorted(calls["sharded"]) == sorted(calls["plain"])
+    compare(gradients(sharded), gradients(plain))
+
+
+def check_inference_first() -> None:
+    """`torch.inference_mode` may be the first call; training follows."""
+
+    def use(model: nn.Module) -> torch.Tensor:
+        with torch.inference_mode():
+            made = data() * 2
+            first = model(made)[1]
+            assert first.is_inference()
+        with torch.no_grad():
+            second = model(data())[1]
+        assert not second.requires_grad
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            model(data())[0].backward()
+            optimizer.step()
+        with torch.inference_mode():
+            third = model(data())[1]
+        return torch.stack([first, second.detach(), third]).clone()
+
+    beside_one_device(use, constraints=SPLIT)
+
+
+CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_the_simulator(name: str) -> None:
+    """The check passes where all ranks are simulated."""
+    CHECKS[name]()
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS, ranks=2, deadline_s=200)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
+    """The check passes on every rank."""
+    report(outcomes, name)
+
+
+def test_more_than_gradients_of_gradients_is_refused_in_other_precisions() -> None:
+    """Where gradients of gradients are not available, using one says so; the gradient itself is right."""
+    sharded = compiled(Net(), precision="bf16")
+    z = data().requires_grad_()
+    (gradient,) = torch.autograd.grad(sharded(z)[0], z, create_graph=True)
+    with pytest.raises(autoshard.NotAvailableError, match=r"create_graph=True.*inside the model's forward"):
+        gradient.sum().backward()
