@@ -158,6 +158,7 @@ def compile(
         constraints=checked_constraints(constraints),
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
+        has_update=update is not None,
         micro_batches=micro_batches or 1,
         strict=strict,
         verify=verify,

@@ -37,7 +37,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.update import Update
+from autoshard.ir.update import Update, names_state
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
 from autoshard.progress import interruptible, search_bar
 from autoshard.runtime.agreement import make_together
@@ -76,6 +76,7 @@ class Planner:
         precision: what calls compute in where the model's parameters are wider; None: the model's own types.
         traced: a program that is traced already: of calls that train.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
+        has_update: whether the update of an optimizer is traced: constraints may then name its state.
         micro_batches: how many a training step has.
         with_kernels: let Triton kernels stand in for operators, and predict that.
         with_generated: generated ones too; the prediction has them either way, as what Inductor writes.
@@ -93,6 +94,7 @@ class Planner:
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
     memory_budget: int | None = None
     state_ratio: float = 0.0
+    has_update: bool = False
     micro_batches: int = 1
     strict: bool = False
     verify: bool = True
@@ -386,12 +388,14 @@ class Planner:
         return phased, report
 
     def _constraints_of(self, program: Program) -> dict[str, PartitionSpec]:
-        """The constraints, without those on outputs that this program (an evaluation, say) does not have."""
+        """The constraints, without those on outputs or state that this program (an evaluation, say) does not have."""
         outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
+        without_state = self.has_update and not updates(program)
         return {
             pattern: spec
             for pattern, spec in self.constraints.items()
-            if not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs)
+            if (not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs))
+            and not (without_state and names_state(pattern))
         }
 
 

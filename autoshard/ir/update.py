@@ -84,6 +84,12 @@ def parameter_of(slot_name: str) -> str:
     return slot_name.partition(":")[2]
 
 
+def names_state(pattern: str) -> bool:
+    """Whether a constraint is one on optimizer state: "exp_avg:*.weight", not "input:0" or "*.weight"."""
+    kind, colon, _ = pattern.partition(":")
+    return bool(colon) and kind not in ("input", "output", "tangent", "hyper")
+
+
 def hyper_slot(group: int) -> str:
     """The name of the slot of a group's hyper-parameters."""
     return f"hyper:{group}"

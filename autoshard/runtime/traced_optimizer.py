@@ -39,6 +39,23 @@ def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """Why a step must have gradients in `.grad`, which the program of a whole step has not; None if it need not.
+
+    Args:
+        optimizer: one that is traced.
+        named: the parameters, with their names.
+    """
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{type(optimizer).__name__} has hooks on its step"
+    for name, parameter in named:
+        if parameter.grad is not None:
+            return f"parameter {name!r} has a gradient already, to which those of the step are added"
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"parameter {name!r} has hooks on its gradient"
+    return None
+
+
 def describe_update(optimizer: torch.optim.Optimizer, names: Mapping[int, str], max_grad_norm: float | None) -> Update:
     """What an optimizer does, as data; parameters of a group that have taken unequally many steps are told apart.
 
@@ -93,16 +110,14 @@ class TracedState:
     """The state of an optimizer as the inputs and outputs of programs.
 
     Args:
-        optimizer: one that is traced, over `parameters`.
-        parameters: by qualified name.
+        optimizer: one that is traced, over parameters of `model`.
+        model: whose parameters are named, now and as it may be changed.
         engine: where the programs run.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], engine: Engine
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, engine: Engine) -> None:
         self.optimizer = optimizer
-        self._parameters = dict(parameters)
+        self._model = model
         self._engine = engine
 
     def hold(self, executable: Executable) -> Held:
@@ -112,7 +127,7 @@ class TracedState:
             name = slot.slot.name
             match slot.slot.kind:
                 case InputKind.PARAMETER:
-                    held[InputKind.PARAMETER, name] = self._parameters[name]
+                    held[InputKind.PARAMETER, name] = self._model.get_parameter(name)
                 case InputKind.STATE:
                     known = self._state(name)
                     tensor = self._engine.zeros(slot) if known is None else self._engine.lay_out(known, slot)
@@ -125,16 +140,16 @@ class TracedState:
         """Put what an update has written into the optimizer, and count the step."""
         if not isinstance(self.optimizer, torch.optim.SGD):
             options = {id(item): group for group in self.optimizer.param_groups for item in group["params"]}
-            for parameter in (item for name, item in self._parameters.items() if name in executable.updated_parameters):
+            for parameter in map(self._model.get_parameter, sorted(executable.updated_parameters)):
                 state = self.optimizer.state[parameter]
                 state["step"] = _counted(state.get("step"), options[id(parameter)], parameter)
         for (kind, name), tensor in held.items():
             if kind == InputKind.STATE:
                 state_name, _, owner = name.partition(":")
-                self.optimizer.state[self._parameters[owner]][state_name] = tensor
+                self.optimizer.state[self._model.get_parameter(owner)][state_name] = tensor
 
     def _state(self, slot_name: str) -> torch.Tensor | None:
-        parameter = self._parameters[parameter_of(slot_name)]
+        parameter = self._model.get_parameter(parameter_of(slot_name))
         return self.optimizer.state.get(parameter, {}).get(slot_name.partition(":")[0])
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
@@ -143,7 +158,7 @@ class TracedState:
         assert update is not None, "a program with hyper-parameters was traced for an update"
         group = update.groups[number]
         name = next(name for name in group.parameters if name in executable.updated_parameters)
-        parameter = self._parameters[name]
+        parameter = self._model.get_parameter(name)
         options = dict(self._options(parameter))
         steps = _steps_taken(self.optimizer, parameter)
         if isinstance(self.optimizer, torch.optim.SGD):

@@ -52,7 +52,7 @@ class TracedStep:
     ) -> None:
         self._sharded = sharded
         self._order = order
-        self._state = TracedState(optimizer, dict(sharded.named_parameters()), sharded.engine)
+        self._state = TracedState(optimizer, sharded, sharded.engine)
         self._max_grad_norm = max_grad_norm
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:

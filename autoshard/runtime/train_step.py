@@ -6,6 +6,7 @@ state lie. Any other optimizer takes its own step, on the module's parameters an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,10 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, find_loss
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class TrainStep:
@@ -48,6 +52,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.micro_batches = micro_batches
         self.order = one_after_another(micro_batches)
+        self._has_said_why = False
         self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order) if traced else None
 
     @property
@@ -67,7 +72,7 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
-        if self._traced is not None:
+        if self._traced is not None and not self._needs_gradients():
             return self._traced.run(self._parts(args, kwargs))
         return self._run(self._parts(args, kwargs))
 
@@ -92,6 +97,16 @@ class TrainStep:
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.sharded.seeds.restart(state["random"]["calls"])
+
+    def _needs_gradients(self) -> bool:
+        """Whether this step's gradients must be in `.grad`; the first time, say why."""
+        reason = why_by_autograd(self.optimizer, self.sharded.named_parameters())
+        if reason is not None and not self._has_said_why:
+            self._has_said_why = True
+            _LOGGER.warning(
+                "%s: such steps compute gradients by autograd, then the optimizer takes its own step", reason
+            )
+        return reason is not None
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
         """A step of an optimizer that takes its own; autograd adds the gradients of micro-batches up."""
