@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from cost_models.errors import HardwareFileError, UnknownHardwareError
 
@@ -107,11 +108,17 @@ def read(path: Path) -> HardwareFile:
 @lru_cache(maxsize=256)
 def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
     """The file as it was at a time: plans are priced by the thousand, and each reads a dozen files."""
+    return parse(read_document(path), str(path))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """What a TOML file holds. Raises HardwareFileError where it is none, or its tables lie in each other too deeply."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HardwareFileError(f"{path}: not a TOML file: {error}.") from error
-    return parse(document, str(path))
+    except (RecursionError, ValueError) as error:  # of a number of thousands of digits, int() says so itself
+        raise HardwareFileError(f"{path}: not a file of hardware: {error}.") from error
 
 
 def parse(document: Mapping[str, object], origin: str) -> HardwareFile:
@@ -120,7 +127,17 @@ def parse(document: Mapping[str, object], origin: str) -> HardwareFile:
     return HardwareFile(texts, dict(_constants(document, "", origin)), origin)
 
 
+_MAX_DEPTH = 16
+_LARGEST: Mapping[str, float] = {"s": 1e6}
+_LARGEST_OF_OTHERS = 1e24
+_RATES = ("B/s", "FLOP/s")
+_DIVISORS = ("efficiency", "memory_efficiency", "bandwidth_share", "units", "tile_m", "tile_n", "devices_per_nic")
+"""Parts of the paths of constants that something is divided by."""
+
+
 def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterator[tuple[str, Constant]]:
+    if prefix.count(".") > _MAX_DEPTH:
+        raise HardwareFileError(f"{origin}: its tables lie in each other too deeply, from {prefix[:60]!r} on.")
     for key, value in table.items():
         if not isinstance(value, dict):
             continue
@@ -140,9 +157,22 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
     value = table["value"]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise HardwareFileError(f"{origin}: constant {path!r} has value={value!r}; a number is needed.")
+    _check_range(value, str(table["unit"]), path, origin)
     return Constant(
         value, str(table["unit"]), str(table["source"]), str(table["date"]), _interval(table, value, path, origin)
     )
+
+
+def _check_range(value: float, unit: str, path: str, origin: str) -> None:
+    """Refuse a number that no hardware has: negative, not finite, none where it divides, beyond all reason."""
+    largest = _LARGEST.get(unit, _LARGEST_OF_OTHERS)
+    divides = unit in _RATES or any(part in _DIVISORS for part in path.split("."))
+    if not 0 <= value <= largest or (divides and not value):
+        shown = f"{value:g}" if isinstance(value, float) or value <= 2**63 else "a number of more than 63 bits"
+        above = "above 0, and at most" if divides else "from 0 to"
+        raise HardwareFileError(
+            f"{origin}: constant {path!r} has value={shown} {unit}; a number {above} {largest:g} is needed."
+        )
 
 
 def _interval(table: Mapping[str, object], value: float, path: str, origin: str) -> tuple[float, float] | None:

@@ -26,6 +26,9 @@ from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, MeasuredCol
 
 __all__ = ["Cluster", "Device", "MatmulCurve", "NodeParts", "NodeType", "assemble_node", "device", "node_type"]
 
+MAX_DEVICES = 2**20
+"""Devices of the largest cluster: ten times the largest that trained a model, and what can still be listed."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
@@ -172,7 +175,7 @@ class Cluster:
 
     Raises:
         UnknownHardwareError: no such node type, or several nodes of a type without a network.
-        TopologyError: fewer than one node, or more devices per node than the type has.
+        TopologyError: fewer than one node, more devices per node than the type has, or more than `MAX_DEVICES`.
 
     Example:
         >>> Cluster("h100_sxm", nodes=8, devices_per_node=8).size
@@ -331,6 +334,10 @@ def _check_shape(kind: NodeType, nodes: int, per_node: int) -> None:
         raise TopologyError(
             f"Cluster({kind.name!r}, nodes={nodes!r}, devices_per_node={per_node!r}): at least one node, and 1 to "
             f"{kind.devices_per_node} devices in each, in whole numbers."
+        )
+    if nodes * per_node > MAX_DEVICES:
+        raise TopologyError(
+            f"{nodes} nodes of {per_node} devices are too many; at most {MAX_DEVICES} devices are priced."
         )
     if nodes > 1 and kind.inter is None:
         raise UnknownHardwareError(

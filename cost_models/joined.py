@@ -7,7 +7,6 @@ islands' own, the slower. Like islands on a network of their own are one.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,10 +118,7 @@ class JoinedCluster:
             HardwareFileError: it is no such file; names what is missing.
         """
         origin = constants.check_file(path)
-        try:
-            document = tomllib.loads(origin.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise HardwareFileError(f"{path}: not a TOML file: {error}.") from error
+        document = constants.read_document(origin)
         tables = document.get(_TABLE)
         if not isinstance(tables, list) or not tables:
             raise HardwareFileError(

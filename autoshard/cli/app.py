@@ -25,7 +25,7 @@ from autoshard.cli.calibrate import calibration_json, calibration_table, measure
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
-from autoshard.cli.recipes import named_twice, parse_constraints, parse_recipe
+from autoshard.cli.recipes import is_whole, named_twice, parse_constraints, parse_recipe
 from autoshard.cluster import Cluster, JoinedCluster, load_cluster
 from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 from autoshard.ir.mesh import Mesh
@@ -411,7 +411,7 @@ def _parse_island(text: str, whole: str) -> Cluster:
     if not shape:
         return Cluster(name)
     sizes = shape.split("x")
-    if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
+    if len(sizes) != 2 or not all(map(is_whole, sizes)):
         raise MeshError(f"--cluster {whole!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8, or several with +.")
     return Cluster(name, nodes=int(sizes[0]), devices_per_node=int(sizes[1]))
 
@@ -427,7 +427,7 @@ def parse_mesh(text: str) -> Mesh:
         8
     """
     pairs = [item.partition("=") for item in text.split(",")]
-    if not all(separator and size.isdecimal() for _, separator, size in pairs):
+    if not all(separator and is_whole(size) for _, separator, size in pairs):
         raise MeshError(f"--mesh {text!r} must read AXIS=SIZE,AXIS=SIZE, e.g. data=8,model=8.")
     twice = named_twice(name for name, _, _ in pairs)
     if twice is not None:

@@ -5,7 +5,6 @@ And constraints: `pipeline=1,2,4`, the values that a field may have, or `up.weig
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import RecipeError
+from autoshard.ir.read_json import parse
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 
@@ -68,14 +68,19 @@ def named_twice(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
+def is_whole(text: str) -> bool:
+    """Whether a text is a whole number that fits 64 bits."""
+    return text.isdecimal() and len(text) < 19
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The fields that a JSON file has."""
     if not path.is_file():
         raise RecipeError(f"there is no file {path}, which --recipe names.")
     try:
-        values = json.loads(path.read_text())
+        values = parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RecipeError(f"{path}, which --recipe names, is no JSON: {error}.") from error
+        raise RecipeError(f"{path}, which --recipe names, cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path}, which --recipe names, must hold an object of fields to values.")
     return values
@@ -93,8 +98,8 @@ def _value(name: str, text: str) -> object:
     """Whole numbers, yes and no, lists as 4+4+3, and words."""
     if name not in _TEXTS and text.lower() in _WORDS:
         return _WORDS[text.lower()]
-    if text.isdecimal():
+    if is_whole(text):
         return (int(text),) if name == "islands" else int(text)
-    if "+" in text and all(part.isdecimal() for part in text.split("+")):
+    if "+" in text and all(map(is_whole, text.split("+"))):
         return tuple(int(part) for part in text.split("+"))
     return text

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+MAX_RANKS = 2**20
+"""Ranks of the largest mesh: ten times the largest cluster that trained a model, and what can still be listed."""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Mesh:
     """Named axes and their sizes, major to minor.
@@ -26,7 +30,7 @@ class Mesh:
         axes: axis name to size (at least 1), in order, e.g. `{"data": 2, "model": 4}`.
 
     Raises:
-        MeshError: no axis, a name that is not an identifier, or a size below one.
+        MeshError: no axis, a name that is not an identifier, a size below one, or more ranks than `MAX_RANKS`.
 
     Example:
         >>> mesh = Mesh({"data": 2, "model": 4})
@@ -48,6 +52,8 @@ class Mesh:
                 raise MeshError(f"Mesh axis name {name!r} must be a Python identifier, e.g. 'data'.")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"Mesh axis {name!r} has size={size!r}; a size is an integer of at least 1.")
+        if (ranks := math.prod(axes.values())) > MAX_RANKS:
+            raise MeshError(f"Mesh({dict(axes)!r}) has {ranks} ranks; the largest mesh has {MAX_RANKS}.")
         object.__setattr__(self, "axes", tuple(axes.items()))
 
     @classmethod

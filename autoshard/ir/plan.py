@@ -23,7 +23,7 @@ from autoshard.ir.page import render_page
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.printer import render_plan
-from autoshard.ir.read_json import check_keys, is_required, read
+from autoshard.ir.read_json import check_keys, is_required, parse, read
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
@@ -199,9 +199,9 @@ class Plan:
         """
         text, refused = read_text(path), f"{os.fspath(path)!r} is not a plan that autoshard wrote"
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanMismatchError(f"{refused}: it is no JSON, {error}.") from error
+            data = parse(text)
+        except ValueError as error:
+            raise PlanMismatchError(f"{refused}: {error}.") from error
         if not isinstance(data, dict):
             raise PlanMismatchError(f"{refused}: it holds {type(data).__name__}, and a plan is an object.")
         try:

@@ -1,10 +1,13 @@
 """Data of a JSON file, read as the dataclasses that wrote it.
 
-What does not fit is refused with its place in the file, what is there, and what must be.
+What does not fit is refused with its place in the file, what is there, and what must be; so is what JSON leaves open:
+a key that stands twice, numbers that are not finite or longer than 64 bits, nesting without end.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -29,6 +32,50 @@ _IN_JSON: Mapping[Any, tuple[tuple[type, ...], str]] = {
     tuple: ((list, tuple), "list"),
 }
 """What a file has for values of a kind, and its name; for dataclasses what it has for mappings."""
+
+
+def parse(text: str) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: it is no JSON, or one of the things in it that JSON leaves open; says which.
+
+    Example:
+        >>> parse('{"data": 2}')
+        {'data': 2}
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_float
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON, {error}") from error
+    except RecursionError as error:
+        raise ValueError("its lists and objects lie in each other too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{_SHORT.repr(twice)} stands twice in one object; take one of them out")
+    return found
+
+
+_MAX_DIGITS = 19
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"the number {_SHORT.repr(digits)} is longer than 64 bits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"the number {_SHORT.repr(digits)} is not finite")
+    return number
 
 
 def read(kind: Any, data: object, place: Place = ()) -> Any:

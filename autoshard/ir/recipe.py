@@ -350,8 +350,15 @@ def _no_flag(name: str, value: object) -> RecipeError:
     return RecipeError(f"{name}={value!r} must be True or False.")
 
 
+_MAX_BITS = 63
+
+
 def _check_count(name: str, value: object) -> None:
     if value is None and name in _OPTIONAL:
         return
     if type(value) is not int or value < 1:
         raise RecipeError(f"{name}={value!r} must be a whole number of at least 1.")
+    if value.bit_length() > _MAX_BITS:
+        raise RecipeError(
+            f"{name} is a number of {value.bit_length()} bits; at most {_MAX_BITS} bits are counted with."
+        )

@@ -26,7 +26,14 @@ def test_a_file_holds_the_same_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", r"recipe.json, which --recipe names, is no JSON"), ("[1]", r"must hold an object")]
+    ("text", "message"),
+    [
+        ("{", r"recipe.json, which --recipe names, cannot be read: it is no JSON"),
+        ("[1]", r"must hold an object"),
+        ('{"data": 2, "data": 4}', r"'data' stands twice"),
+        ("[" * 100_000, r"too deeply"),
+        ('{"data": 1e999}', r"not finite"),
+    ],
 )
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "recipe.json").write_text(text)
@@ -38,6 +45,10 @@ def test_mistakes_are_named() -> None:
     """What is no pair, and what is no field."""
     with pytest.raises(RecipeError, match="must read FIELD=VALUE"):
         parse_recipe("data")
+    with pytest.raises(RecipeError, match=r"data='9+' must be a whole number of at least 1"):
+        parse_recipe("data=" + "9" * 5000)
+    with pytest.raises(RecipeError, match=r"data is a number of 3322 bits; at most 63"):
+        Recipe(data=10**1000)
     with pytest.raises(RecipeError, match="no field 'dp'"):
         parse_recipe("dp=8")
     with pytest.raises(RecipeError, match="--recipe 'data=4,data=2' gives 'data' twice; give each field once"):

@@ -157,6 +157,56 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path):
         constants.read(tmp_path / "broken.toml")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[memory_bytes]", "[nodes]\nvalue = 1\n[memory_bytes]", "not a TOML file: Cannot declare"),
+        ("[memory_bytes]", "deep = " + "[" * 100_000, "not a file of hardware: maximum recursion"),
+        ("[memory_bytes]", "[" + ".".join("a" * 2000) + "]", "its tables lie in each other too deeply"),
+        ("[memory_bytes]", "huge = " + "9" * 5000 + "\n[memory_bytes]", "not a file of hardware: Exceeds the limit"),
+    ],
+    ids=("twice", "lists", "tables", "digits"),
+)
+def test_a_file_that_nobody_would_write_is_refused(tmp_path, old, new, message):
+    """Keys that stand twice, nesting and numbers without end: one error that names the file."""
+    Cluster("h100_sxm", 2).save(tmp_path / "broken.toml", source="test", date="2026-11-23")
+    text = (tmp_path / "broken.toml").read_text()
+    assert old in text
+    _write(tmp_path, text.replace(old, new, 1))
+    with pytest.raises(HardwareFileError, match=rf"broken\.toml: {message}"):
+        Cluster.load(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("intra.bandwidth", "inf", "value=inf B/s; a number above 0, and at most"),
+        ("intra.bandwidth", "nan", "value=nan B/s"),
+        ("inter.bandwidth", "0", "value=0 B/s; a number above 0"),
+        ("intra.latency", "-1e-6", "value=-1e-06 s; a number from 0 to 1e\\+06"),
+        ("intra.latency", "1e7", "value=1e\\+07 s"),
+        ("intra.efficiency", "0.0", "value=0 1; a number above 0"),
+        ("matmul.tile_m", "0", "value=0 1; a number above 0"),
+        ("memory_bytes", "1" + "0" * 400, "value=a number of more than 63 bits B"),
+        ("inter.devices_per_nic", "0", "value=0 devices; a number above 0"),
+    ],
+)
+def test_a_number_that_no_hardware_has_is_refused(tmp_path, path, value, message):
+    """By its constant, what it is, and what it must be; it would be a division by 0 or a plan of 1e25 s."""
+    Cluster("h100_sxm", 2).save(tmp_path / "broken.toml", source="test", date="2026-11-23")
+    head, _, tail = (tmp_path / "broken.toml").read_text().partition(f"[{path}]\nvalue = ")
+    _write(tmp_path, f"{head}[{path}]\nvalue = {value}\n{tail.partition(chr(10))[2]}")
+    with pytest.raises(HardwareFileError, match=rf"broken\.toml: constant '{path}' has {message}"):
+        Cluster.load(tmp_path / "broken.toml")
+
+
+def test_more_devices_than_can_be_listed_are_refused():
+    """A billion nodes end in one error; a million devices are a cluster."""
+    assert Cluster("h100_sxm", 2**17).size == 2**20
+    with pytest.raises(TopologyError, match="1000000000 nodes of 8 devices are too many; at most 1048576 devices"):
+        Cluster("h100_sxm", 10**9)
+
+
 def test_a_node_is_put_together_from_parts():
     """The device's usual fabric, a network's own latencies, and a bandwidth of the caller's."""
     node = assemble_node("a100_sxm_40gb", 8, network="omni_path", network_bytes_per_s_per_device=6.25e9)

@@ -78,7 +78,13 @@ def test_a_parameter_moved_by_hand(data: dict[str, Any], tmp_path: Path) -> None
         (lambda found: found.update(autoshard_plan=True), r"plan.json: the plan has schema version True"),
         (lambda found: found.update(memory_budgt=8), r"plan.json: 'memory_budgt' is no field of plans; there are auto"),
         (lambda found: found.update(precision="x"), r"'precision' is 'x' in the plan; it must be null or of 'bf16',"),
-        (lambda found: found.update(objective=float("nan")), r"'objective' is nan in .* must be of int or float\."),
+        (
+            lambda found: found.update(objective=float("nan")),
+            r"not a plan that autoshard wrote: .* 'NaN' is not finite",
+        ),
+        (lambda found: found.update(objective=float("inf")), r"the number 'Infinity' is not finite"),
+        (lambda found: found.update(memory_budget=10**400), r"the number '10+\.\.\.0+' is longer than 64 bits"),
+        (lambda found: found.update(mesh={"data": 10**12}), r"has 1000000000000 ranks; the largest mesh has 1048576"),
         (lambda found: found.update(was_interrupted=1), r"'was_interrupted' is 1 in the plan; it must be of bool\."),
         (lambda found: found.update(mesh={"data": True}), r"'mesh', 'data' is True in the plan; it must be of int\."),
         (lambda found: found.update(mesh={"data": 0}), r"Mesh axis 'data' has size=0"),
@@ -120,6 +126,25 @@ def test_a_damaged_plan(
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(bytes(range(256)))
     with pytest.raises(PlanMismatchError, match=r"plan.json' is not a plan that autoshard wrote: it is no text"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"hardware"', '"mesh": {"data": 4}, "hardware"', "'mesh' stands twice in one object; take one of them out"),
+        ('"model": 2', '"data": 4', "'data' stands twice"),
+        ('"mesh": ', '"mesh": ' + "[" * 100_000, "its lists and objects lie in each other too deeply"),
+        ("}", "", "it is no JSON"),
+    ],
+)
+def test_a_file_that_can_be_read_in_two_ways(
+    data: dict[str, Any], tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    """Or not at all: one error, which names the file."""
+    text = json.dumps(data).replace(old, new)
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanMismatchError, match=rf"plan.json' is not a plan that autoshard wrote: {message}"):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -37,6 +37,13 @@ def test_malformed(axes: dict[str, int]) -> None:
         Mesh(axes)
 
 
+def test_a_mesh_larger_than_any_cluster() -> None:
+    """Its ranks could not even be listed."""
+    assert Mesh({"data": 2**10, "model": 2**10}).size == 2**20
+    with pytest.raises(MeshError, match=r"has 1000000000000 ranks; the largest mesh has 1048576"):
+        Mesh({"data": 10**6, "model": 10**6})
+
+
 def test_unknown_axis() -> None:
     """Asking for an axis that is not there names those that are."""
     with pytest.raises(MeshError, match="its axes are 'data'"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Mesh, P, Plan, PlanMismatchError
+from autoshard import AutoshardError, Mesh, P, Plan, PlanMismatchError
 from tests.passes.deep import Deep, Summed, alike, batch
 
 MESH = Mesh({"a": 2})
@@ -82,3 +82,25 @@ def test_blocks_that_end_in_the_loss_are_planned_whole() -> None:
     """Where blocks are not alike, all are traced."""
     plan = autoshard.plan(Summed([nn.GELU] * 8), MESH, example_inputs=batch())
     assert not plan.repeats
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"behind": 10**9},
+        {"behind": -1},
+        {"before": 10**9},
+        {"before": -5},
+        {"period": 0},
+        {"period": -1},
+        {"period": 10**9},
+    ],
+    ids=str,
+)
+def test_units_that_cannot_be_are_refused(planned: tuple[Deep, Plan], change: dict[str, int]) -> None:
+    """A plan file that leaves out a billion blocks ends in one error, and at once."""
+    model, plan = planned
+    data = plan.to_json()
+    data["repeats"][0].update(change)
+    with pytest.raises(AutoshardError, match=r"no list of blocks .* as long as the plan says|another model"):
+        autoshard.prove(model, Plan.from_json(data), example_inputs=batch(), optimizer="sgd")
