@@ -178,7 +178,9 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
             lambda path=path: Plan.load(path)
         )
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    assert "autoshard wrote: it is no JSON, " in refused(lambda: Plan.load(tmp_path / "deep.json"))
+    assert "autoshard wrote: its lists and objects lie in each other too deeply" in refused(
+        lambda: Plan.load(tmp_path / "deep.json")
+    )
 
 
 @pytest.mark.parametrize(
