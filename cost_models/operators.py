@@ -8,8 +8,9 @@ results, which holds for everything but contractions: what sounds like one and h
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log2, prod
+from types import MappingProxyType
 
 # Each fills its part of the table.
 from cost_models import contractions as contractions
@@ -103,6 +104,29 @@ def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments:
 def factory(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
     """Results are written; the operand gives its shape only."""
     return memory_bound((), outputs)
+
+
+RANDOM_KERNELS: Mapping[str, int] = MappingProxyType({"random": 190, "poisson": 2300, "binomial": 540, "gamma": 1840})
+"""Kernels that the definitions of random numbers in `autoshard.kernels` launch; those of `random` to within 7 %.
+
+What draws until a number is accepted launches more for more elements: counted for 100,000.
+"""
+
+_WORD_BYTES = 8
+
+
+def _register_random(name: str) -> None:
+    def count(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
+        """Each kernel of Philox and of the distribution reads and writes 64 bits of each element, and computes once."""
+        kernels, elements = RANDOM_KERNELS[name], numel(outputs[0])
+        moved = kernels * elements * _WORD_BYTES
+        return Work(kernels * elements, moved, moved, Kind.POINTWISE, "f32", steps=kernels)
+
+    operator_cost(f"autoshard.{name}.default")(count)
+
+
+for _name in RANDOM_KERNELS:
+    _register_random(_name)
 
 
 @operator_cost(

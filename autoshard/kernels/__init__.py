@@ -1,8 +1,8 @@
 """Semantic operators and their kernels; nothing here knows of graphs, meshes or plans.
 
-Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout,
-cross-entropy, recurrent layers and their backwards, quantising), each with a plain PyTorch reference. The Triton
-kernels and the table that says which operator they may stand in for are in `autoshard.kernels.registry`, which
+Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout, random
+numbers, cross-entropy, recurrent layers and their backwards, quantising), each with a plain PyTorch reference. The
+Triton kernels and the table that says which operator they may stand in for are in `autoshard.kernels.registry`, which
 imports triton.
 """
 
@@ -13,7 +13,9 @@ from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_u
 from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
 from autoshard.kernels.quantise import dequantise_sum, quantisation_error, quantise
+from autoshard.kernels.random_numbers import random
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
+from autoshard.kernels.rejection import binomial, gamma, poisson
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
 
 __all__ = [
@@ -22,10 +24,12 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_composite",
+    "binomial",
     "cross_entropy",
     "cross_entropy_backward",
     "dequantise_sum",
     "dropout",
+    "gamma",
     "gru",
     "gru_backward",
     "keep_mask",
@@ -35,8 +39,10 @@ __all__ = [
     "packed_attention",
     "packed_attention_backward",
     "philox_4x32",
+    "poisson",
     "quantisation_error",
     "quantise",
+    "random",
     "random_words",
     "rms_norm_backward_reference",
     "rnn",

@@ -2,11 +2,12 @@
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3.
 The generator is a keyed bijection of a 128 bit counter. Element `i` (linear, row-major) of the array drawn at
-`site` of a program takes the first word of
+`site` of a program takes the words of
 
-    philox(counter = (i mod 2^32, i div 2^32, site, 0), key = (seed mod 2^32, seed div 2^32)),
+    philox(counter = (i mod 2^32, i div 2^32, site, block), key = (seed mod 2^32, seed div 2^32)),
 
-so every shard of an array, on any mesh, draws the numbers that the whole array would. Arithmetic is int64
+so every shard of an array, on any mesh, draws the numbers that the whole array would. Dropout takes the first word of
+block 0, other distributions all four, and those that draw until a number is accepted more blocks. Arithmetic is int64
 with 32 bit masks, hence the same on every device; `kernels/triton_dropout.py` draws the same bits.
 """
 
@@ -70,12 +71,19 @@ def random_words(
         >>> torch.equal(whole[2:, 3:], random_words((2, 3), (2, 3), (4, 6), seed, site=3))
         True
     """
+    return random_block(shape, offset, global_shape, seed, site)[0]
+
+
+def random_block(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int, block: int = 0
+) -> Words:
+    """Four words per element (arguments as `random_words`); those of each block, in [0, 2^32), are independent."""
     index = _global_index(shape, offset, global_shape, seed.device)
     seed = seed.reshape(())
     zero = torch.zeros_like(seed)
-    counter = (index & _MASK, (index >> 32) & _MASK, zero + (site & _MASK), zero)
+    counter = (index & _MASK, (index >> 32) & _MASK, zero + (site & _MASK), zero + (block & _MASK))
     key = (seed & _MASK, (seed >> 32) & _MASK)
-    return philox_4x32(counter, key)[0]
+    return philox_4x32(counter, key)
 
 
 def uniform(

@@ -29,6 +29,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     optimizers,
     pointwise,
     pooling,
+    random_numbers,
     recurrent,
     reductions,
     softmax,

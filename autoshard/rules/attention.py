@@ -1,4 +1,4 @@
-"""Rules of `autoshard::attention`, of sequences that are packed too, and `autoshard::dropout`.
+"""Rules of `autoshard::attention`, of sequences that are packed too.
 
 Batch, heads and query rows are independent. A group of query heads shares a key head, so a split of heads
 is a split of key heads first. The masks of dropout and causality follow the global index, so that a piece
@@ -7,14 +7,13 @@ needs its offset in the matrix of probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import autoshard.kernels  # noqa: F401  (defines the operators)
-from autoshard.rules.dims import broadcast_dims, elementwise
-from autoshard.rules.local import LocalContext
+from autoshard.rules.dims import broadcast_dims
+from autoshard.rules.local import LocalContext, shifted
 from autoshard.rules.notation import Dims, Rule, parse
 from autoshard.rules.registry import sharding_rule
 
@@ -94,11 +93,7 @@ def _local_attention(context: LocalContext, *args: Any) -> Any:
     """The last two arguments place the piece in the global matrix of probabilities."""
     *others, offset, global_shape = args
     batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in its shape
-    return context.default(*others, _shifted(offset, [batch, heads, queries, 0]), global_shape)
-
-
-def _shifted(offset: Sequence[Any], shift: Sequence[Any]) -> list[Any]:
-    return [by if start == 0 else start + by for start, by in zip(offset, shift, strict=True)]
+    return context.default(*others, shifted(offset, [batch, heads, queries, 0]), global_shape)
 
 
 @sharding_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -123,21 +118,3 @@ def cpu_attention_backward(
     operands = (_OUT, _Q, _K, _V, _OUT, _LSE, *_optional(attn_mask, None))
     sizes = _head_sizes(q, k)
     return Rule((operands, (_Q, _K, _V)), sizes=sizes, blocked=("s", *_BLOCKED), linear=[(0,)])
-
-
-@sharding_rule(autoshard_ops.dropout.default)
-def dropout(x: torch.Tensor, seed: torch.Tensor, *_: Any) -> Rule:
-    (dims,), results = elementwise([x.shape])
-    return Rule(((dims, ()), results), linear=[(0,)], local=_local_dropout, padding={})
-
-
-def _local_dropout(
-    context: LocalContext,
-    x: Any,
-    seed: Any,
-    p: float,
-    site: int,
-    offset: Sequence[Any],
-    global_shape: Sequence[int],
-) -> Any:
-    return context.default(x, seed, p, site, _shifted(offset, context.output_offset()), global_shape)

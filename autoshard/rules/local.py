@@ -9,7 +9,7 @@ tensor operands (`arange`) is emitted too, and not run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 
@@ -90,3 +90,8 @@ def whole_to_piece(context: LocalContext, factors: Iterable[str]) -> float:
     """How many times more elements the whole has than each rank's piece, padding included, along `factors`."""
     sizes = [(context.global_size(factor), context.local_size(factor)) for factor in factors]
     return math.prod(size / local for size, local in sizes if size != local)
+
+
+def shifted(offset: Sequence[Any], shift: Sequence[Any]) -> list[Any]:
+    """The global index of a piece's first element: that of what it is a piece of, moved by `shift`."""
+    return [by if start == 0 else start + by for start, by in zip(offset, shift, strict=True)]

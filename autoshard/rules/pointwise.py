@@ -58,7 +58,7 @@ _LINEAR_IN_FIRST = """
     true_divide.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py.default
     special_xlog1py.other_scalar real imag _neg_view polar
     sigmoid_backward tanh_backward gelu_backward silu_backward hardswish_backward mish_backward logit_backward
-    rrelu_with_noise_backward
+    rrelu_with_noise_backward _standard_gamma_grad _dirichlet_grad
 """
 
 # Never decreasing in the first operand, anywhere on the real line; and never increasing.

@@ -25,6 +25,7 @@ from autoshard.tracing.joint import JointGraph
 from autoshard.tracing.lazy_module import lazy_module
 from autoshard.tracing.operand_types import refuse_types
 from autoshard.tracing.provenance import attribute_nodes
+from autoshard.tracing.random_numbers import is_random
 from autoshard.tracing.simplify import Copier
 
 _KEPT_META = ("val", "phase", "module", "source")
@@ -229,11 +230,11 @@ def _check_operators(program: Program) -> None:
         if not isinstance(target, torch._ops.OpOverload):
             continue
         where = _where(node.meta)
-        if torch.Tag.nondeterministic_seeded in target.tags:
+        if is_random(node):
             raise TraceError(
                 f"The model uses the random operator {target}{where}, whose values would depend on how the program "
-                f"is sharded. Use dropout (torch.nn.functional.dropout), or draw the values outside the model and "
-                f"pass them in as an input."
+                f"is sharded. Use one that does not (docs/randomness.md lists them), or draw the values outside the "
+                f"model and pass them in as an input."
             )
         if target._schema.is_mutable:
             raise TraceError(

@@ -29,8 +29,9 @@ from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_reads import Accesses
+from autoshard.tracing.random_numbers import number_random_operators
 from autoshard.tracing.recurrent import computing_packed_sequences
-from autoshard.tracing.semantic import keep_operators_whole, number_random_operators
+from autoshard.tracing.semantic import keep_operators_whole
 
 ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -9,10 +9,8 @@ probabilities as targets, a mask that requires grad) becomes ordinary operators 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,36 +22,11 @@ from torch.nn import functional as F
 import autoshard.kernels as kernels
 from autoshard.errors import TraceError
 from autoshard.ir.precision import widen
+from autoshard.tracing.random_numbers import SITES
 from autoshard.tracing.recurrent import RECURRENT
 
 _MEAN, _SUM = 1, 2
 _CROSS_ENTROPY: OpOverload = torch.ops.aten.cross_entropy_loss.default
-
-
-@dataclass(slots=True)
-class RandomSites:
-    """The seed of a program and the number of its next random operator."""
-
-    seed: Tensor
-    next_site: int = 0
-
-    def take(self) -> int:
-        """The number of one more random operator."""
-        self.next_site += 1
-        return self.next_site - 1
-
-
-_SITES: contextvars.ContextVar[RandomSites] = contextvars.ContextVar("autoshard_random_sites")
-
-
-@contextlib.contextmanager
-def number_random_operators(seed: Tensor) -> Iterator[None]:
-    """Random operators called within use `seed` and are numbered from 0."""
-    token = _SITES.set(RandomSites(seed))
-    try:
-        yield
-    finally:
-        _SITES.reset(token)
 
 
 @contextlib.contextmanager
@@ -80,7 +53,7 @@ def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
 
 def _drop(x: Tensor, p: float) -> Tensor:
     """Dropout with 0 < p < 1 by the counter-based generator."""
-    sites = _SITES.get()
+    sites = SITES.get()
     return torch.ops.autoshard.dropout(x, sites.seed, p, sites.take(), [0] * x.dim(), list(x.shape))
 
 
@@ -135,7 +108,7 @@ def _attention_4d(
     probabilities = [q.size(0), q.size(1), q.size(2), k.size(2)]
     seed, site = None, 0
     if dropout_p > 0.0:
-        sites = _SITES.get()
+        sites = SITES.get()
         seed, site = sites.seed, sites.take()
     rest = (seed, dropout_p, is_causal, scale, site, [0, 0, 0, 0], probabilities)
     if mask is not None and mask.requires_grad:

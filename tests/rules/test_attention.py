@@ -1,4 +1,4 @@
-"""Attention and dropout: pieces see the masks of the whole."""
+"""Attention: pieces see the masks of the whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
-from tests.rules.recording import MESH_PAIRS, MESHES, check_recorded, check_splits
+from tests.rules.recording import MESHES, check_recorded, check_splits
 
 ops = torch.ops.autoshard
 _MESHES = (*MESHES, Mesh({"a": 4, "b": 2}))
@@ -92,13 +92,6 @@ def test_packed_sequences(keys: int, queries: int) -> None:
     out, lse = ops.packed_attention(q, k, v, *rest)
     check_splits(ops.packed_attention.default, q, k, v, *rest, meshes=_MESHES)
     check_splits(ops.packed_attention_backward.default, out, q, k, v, out, lse, *rest, meshes=_MESHES)
-
-
-@given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3), MESH_PAIRS)
-def test_dropout(shape: list[int], pair: Sequence[Mesh]) -> None:
-    """The mask of a piece is a piece of the mask."""
-    x = torch.randn(*shape, dtype=torch.float64)
-    check_splits(ops.dropout.default, x, torch.tensor(11), 0.5, 2, [0] * len(shape), shape, meshes=pair)
 
 
 def test_attention_of_pytorch_on_a_cpu() -> None:

@@ -1,0 +1,191 @@
+"""`autoshard::random`: an array of random numbers that depend on the global index, so no mesh changes them.
+
+Each element has its own four words of Philox (`philox.py`). From these come two numbers u, v in [0, 1) with 53 bits,
+and all distributions in float64, rounded to the type of the result at the end:
+
+    uniform      low + (high - low) u, where u is cut to the bits that the type can hold, so that it is never 1
+    normal       mean + std sqrt(-2 ln(1 - u)) cos(2 pi v)      Box, Muller 1958
+    log_normal   exp of a normal number
+    exponential  -ln(1 - u) / rate, never 0
+    cauchy       median + sigma tan(pi (u - 1/2))
+    geometric    1 + floor(ln(1 - u) / ln(1 - p)): the number of trials up to the first success
+    bernoulli    1 where u < p
+    integer      low + (63 bits mod (high - low))
+
+A new distribution is one more entry of `DISTRIBUTIONS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from autoshard.errors import KernelError
+from autoshard.kernels.library import define
+from autoshard.kernels.philox import Words, random_block
+
+Number = bool | int | float
+
+_BITS = 53
+_UNIT = 2.0**-_BITS
+_LEAST = 2.0 ** -(_BITS + 1)
+_MOST_INTEGERS = 2**63
+_UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def random_reference(
+    seed: Tensor,
+    distribution: str,
+    parameters: Sequence[Number],
+    site: int,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    global_shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The random numbers of one shard of a global array.
+
+    Args:
+        seed: int64 scalar tensor; its device is the result's.
+        distribution: a name in `DISTRIBUTIONS`.
+        parameters: of the distribution, in the order of the module's table.
+        site: the number of this random operator in the program.
+        shape: the shard's shape.
+        offset: global index of the shard's first element, one entry per dim.
+        global_shape: the shape of the whole array.
+        dtype: of the result.
+
+    Returns:
+        Tensor of `shape`, contiguous.
+
+    Raises:
+        KernelError: the distribution is not known, or its parameters are out of range.
+
+    Example:
+        >>> whole = random_reference(torch.tensor(7), "normal", (0, 1), 3, (4,), (0,), (4,), dtype=torch.float32)
+        >>> part = random_reference(torch.tensor(7), "normal", (0, 1), 3, (2,), (2,), (4,), dtype=torch.float32)
+        >>> torch.equal(whole[2:], part)
+        True
+    """
+    _check(distribution, parameters)
+    words = random_block(shape, offset, global_shape, seed, site)
+    return DISTRIBUTIONS[distribution].draw(words, *parameters, dtype=dtype).contiguous()
+
+
+def bits_53(high: Tensor, low: Tensor) -> Tensor:
+    """An int64 in [0, 2^53) from two words."""
+    return ((high << 21) | (low >> 11)) & (2**_BITS - 1)
+
+
+def unit(high: Tensor, low: Tensor) -> Tensor:
+    """A float64 in [0, 1) from two words."""
+    return bits_53(high, low).to(torch.float64) * _UNIT
+
+
+def standard_exponential(words: Words) -> Tensor:
+    """Float64, never 0 and never infinite: from the first two words."""
+    return -torch.log1p(-unit(words[0], words[1]).clamp_min(_LEAST))
+
+
+def standard_normal(words: Words) -> Tensor:
+    """Float64, from all four words."""
+    return torch.sqrt(2.0 * standard_exponential(words)) * torch.cos(2.0 * math.pi * unit(words[2], words[3]))
+
+
+def _uniform(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> Tensor:
+    cut = _BITS - _UNIFORM_BITS.get(dtype, _BITS)
+    u = (bits_53(words[0], words[1]) >> cut).to(torch.float64) * 2.0 ** (cut - _BITS)
+    drawn = (u * (high - low) + low).to(dtype)
+    return torch.where(drawn < high, drawn, low).to(dtype)  # rounding may have reached the end
+
+
+def _normal(words: Words, mean: Number, std: Number, *, dtype: torch.dtype) -> Tensor:
+    return (standard_normal(words) * std + mean).to(dtype)
+
+
+def _log_normal(words: Words, mean: Number, std: Number, *, dtype: torch.dtype) -> Tensor:
+    return torch.exp(standard_normal(words) * std + mean).to(dtype)
+
+
+def _exponential(words: Words, rate: Number, *, dtype: torch.dtype) -> Tensor:
+    return (standard_exponential(words) / rate).to(dtype)
+
+
+def _cauchy(words: Words, median: Number, sigma: Number, *, dtype: torch.dtype) -> Tensor:
+    return (median + sigma * torch.tan(math.pi * (unit(words[0], words[1]) - 0.5))).to(dtype)
+
+
+def _geometric(words: Words, p: Number, *, dtype: torch.dtype) -> Tensor:
+    return (1.0 + torch.floor(standard_exponential(words) / -math.log1p(-p))).to(dtype)
+
+
+def _bernoulli(words: Words, p: Number, *, dtype: torch.dtype) -> Tensor:
+    return (unit(words[0], words[1]) < p).to(dtype)
+
+
+def _integer(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> Tensor:
+    drawn = ((words[0] << 32) | words[1]) & (_MOST_INTEGERS - 1)
+    span = int(high) - int(low)
+    return ((drawn if span == _MOST_INTEGERS else drawn % span) + int(low)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One distribution.
+
+    Args:
+        draw: from the words of each element, and the parameters, to numbers of `dtype`.
+        accepts: whether parameters are in range.
+        range: what `accepts` asks, for messages.
+    """
+
+    draw: Callable[..., Tensor]
+    accepts: Callable[..., bool]
+    range: str
+
+
+DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
+    {
+        "uniform": Distribution(_uniform, lambda low, high: low <= high, "low <= high"),
+        "normal": Distribution(_normal, lambda mean, std: std >= 0, "std >= 0"),
+        "log_normal": Distribution(_log_normal, lambda mean, std: std > 0, "std > 0"),
+        "exponential": Distribution(_exponential, lambda rate: rate > 0, "rate > 0"),
+        "cauchy": Distribution(_cauchy, lambda median, sigma: sigma > 0, "sigma > 0"),
+        "geometric": Distribution(_geometric, lambda p: 0 < p < 1, "0 < p < 1"),
+        "bernoulli": Distribution(_bernoulli, lambda p: 0 <= p <= 1, "0 <= p <= 1"),
+        "integer": Distribution(
+            _integer, lambda low, high: 0 < int(high) - int(low) <= _MOST_INTEGERS, "low < high <= low + 2^63"
+        ),
+    }
+)
+
+
+def _check(distribution: str, parameters: Sequence[Number]) -> None:
+    if distribution not in DISTRIBUTIONS:
+        raise KernelError(f"distribution={distribution!r} is not known. Known: {', '.join(DISTRIBUTIONS)}.")
+    found = DISTRIBUTIONS[distribution]
+    if not found.accepts(*parameters):
+        raise KernelError(f"{distribution} numbers need {found.range}; got {', '.join(map(str, parameters))}.")
+
+
+def _fake(
+    seed: Tensor, distribution: str, parameters: Sequence[Number], site: int, shape: Sequence[int],
+    offset: Sequence[int], global_shape: Sequence[int], *, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    _check(distribution, parameters)
+    return seed.new_empty(shape, dtype=dtype)
+
+
+random = define(
+    "random",
+    "(Tensor seed, str distribution, Scalar[] parameters, SymInt site, SymInt[] shape, SymInt[] offset, "
+    "SymInt[] global_shape, *, ScalarType dtype) -> Tensor",
+    random_reference,
+    _fake,
+)

@@ -1,0 +1,115 @@
+"""Random operators of PyTorch in a trace: one operator of ours with a seed, or one clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard.errors import TraceError
+from autoshard.ir.program import InputKind, Program
+from autoshard.tracing import trace
+from tests.end_to_end.random_models import FAMILIES, Drawing
+
+_OURS = ("autoshard.random", "autoshard.dropout", "autoshard.poisson", "autoshard.binomial", "autoshard.gamma")
+
+
+class _Does(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight)
+
+
+def _traced(function: Callable[[Tensor], Tensor]) -> Program:
+    return trace(_Does(function), (torch.randn(4, 6),))
+
+
+def _draws(program: Program) -> list[torch.fx.Node]:
+    return [node for node in program.graph.nodes if str(node.target).startswith(_OURS)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_draw_has_a_number_of_its_own(family: str) -> None:
+    """The seed is an input of the program; no operator that draws from a generator is left."""
+    program = trace(Drawing(FAMILIES[family], 6), (torch.randn(4, 6),))
+    calls = [node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert not [call for call in calls if torch.Tag.nondeterministic_seeded in call.tags]
+    assert len(program.inputs_of(InputKind.SEED)) == 1
+    forward = [node for node in _draws(program) if node.meta["phase"] == "forward"]
+    sites = [node.args[3 if "autoshard.random" in str(node.target) else -3] for node in forward]
+    assert len(forward) >= len(FAMILIES[family]) - 1  # evaluation draws nothing
+    assert len(set(sites)) == len(sites)
+
+
+def test_a_draw_knows_its_line_and_module() -> None:
+    """As every other node does."""
+    (node,) = _draws(_traced(lambda h: h + torch.randn_like(h)))
+    assert node.meta["source"].startswith("test_random_numbers.py:")
+    assert node.meta["val"].shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda h, generator: h + torch.rand(6, generator=generator), "rand.generator"),
+        (lambda h, generator: h + torch.empty(6).normal_(generator=generator), "normal_.default"),
+        (lambda h, generator: h * torch.bernoulli(h.detach().sigmoid(), generator=generator), "bernoulli.default"),
+        (lambda h, generator: h * torch.randperm(6, generator=generator), "randperm.generator"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_generators_are_refused(draw: Callable[[Tensor, torch.Generator], Tensor], name: str) -> None:
+    """The message names the operator, the line and what to do; the default generator is none."""
+    message = rf"calls aten\.{name} at test_random_numbers\.py:\d+ in <lambda> with generator=.*Leave generator= out"
+    with pytest.raises(TraceError, match=message):
+        _traced(lambda h: draw(h, torch.Generator()))
+    assert _draws(_traced(lambda h: draw(h, torch.default_generator)))
+
+
+def test_other_random_operators_are_refused() -> None:
+    """Those without a form that no mesh changes, with the page that lists the others."""
+    with pytest.raises(TraceError, match=r"random operator aten\._fused_dropout\.default at .*docs/randomness\.md"):
+        _traced(lambda h: torch.ops.aten._fused_dropout(h, 0.5)[0])
+
+
+class _NoisyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + torch.rand_like(grad)
+
+
+def test_draws_of_a_backward_are_refused() -> None:
+    """They come after the forward was traced."""
+    with pytest.raises(TraceError, match=r"random operator aten\.rand_like\.default"):
+        _traced(_NoisyBackward.apply)
+
+
+def test_attention_that_drops_nothing_is_not_random() -> None:
+    """PyTorch's own attention, called by name, may drop; without it is a plain operator."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert not _draws(_traced(lambda h: attend(h[None, None], h[None, None], h[None, None])[0]))
+    with pytest.raises(TraceError, match=r"random operator aten\._scaled_dot_product_flash_attention_for_cpu"):
+        _traced(lambda h: attend(h[None, None], h[None, None], h[None, None], dropout_p=0.5)[0])
+
+
+def test_parameters_out_of_range_are_refused() -> None:
+    """As one device refuses them, when it is traced."""
+    with pytest.raises(TraceError, match=r"normal numbers need std >= 0; got 0\.0, -1\.0"):
+        _traced(lambda h: h + torch.empty(6).normal_(0.0, -1.0))
+
+
+def test_numbers_lie_in_memory_as_those_of_pytorch() -> None:
+    """A transposed tensor has random numbers like it, which can be viewed in the same ways."""
+    program = _traced(lambda h: h.t() + torch.rand_like(h.t()).t().reshape(-1).view(4, 6).t())
+    assert len(_draws(program)) == 1
