@@ -154,6 +154,31 @@ def test_evaluation_draws_too(context: Callable[[], AbstractContextManager[None]
         assert torch.equal(found, expected)
 
 
+def test_layers_are_dropped_by_what_is_drawn() -> None:
+    """A branch on a number that is drawn takes the way of each call's own, on every mesh; an impossible one is one way."""
+
+    class LayerDrop(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.layers, self.p = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), p
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if torch.rand([]) >= self.p:
+                    x = layer(x)
+            return x.square().mean()
+
+    for p, ways in ((0.0, 1), (0.5, 4)):
+        losses = []
+        for mesh in (PAIR, ONE):
+            torch.manual_seed(0)
+            sharded = autoshard.compile(LayerDrop(p), mesh)
+            torch.manual_seed(4)
+            losses.append([sharded(torch.ones(4, 4)).item() for _ in range(12)])
+            assert len(sharded.programs) == len(set(losses[-1])) == ways
+        assert losses[0] == pytest.approx(losses[1])
+
+
 def test_two_operators_and_two_elements_draw_different_numbers() -> None:
     """Each call of an operator is a site of its own, a layer that is called twice too."""
 
