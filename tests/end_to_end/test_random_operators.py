@@ -155,7 +155,7 @@ def test_evaluation_draws_too(context: Callable[[], AbstractContextManager[None]
 
 
 def test_layers_are_dropped_by_what_is_drawn() -> None:
-    """A branch on a number that is drawn takes the way of each call's own, on every mesh; an impossible one is one way."""
+    """A branch on what is drawn takes the same way on every mesh, another each call; one that is impossible never."""
 
     class LayerDrop(nn.Module):
         def __init__(self, p: float) -> None:
