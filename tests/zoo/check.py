@@ -35,7 +35,8 @@ from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.tracing import check_guards, trace
-from autoshard.tracing.semantic import keep_operators_whole, number_random_operators
+from autoshard.tracing.random_numbers import number_random_operators
+from autoshard.tracing.semantic import keep_operators_whole
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
