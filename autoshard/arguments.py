@@ -253,7 +253,9 @@ def check_has_loss(program: Program) -> None:
             "requires grad. Return the loss as a tensor that is not detached, or pass loss_fn=."
         )
     nodes = program.nodes_by_name()
-    values = {slot.name: nodes[slot.node].meta["val"] for slot in program.outputs_of(OutputKind.OUTPUT)}
+    kept = {f"output:{index}" for index in program.kept}
+    slots = [slot for slot in program.outputs_of(OutputKind.OUTPUT) if slot.name not in kept]
+    values = {slot.name: nodes[slot.node].meta["val"] for slot in slots}
     outputs = [Output(name, tuple(value.shape), value.dtype) for name, value in values.items()]
     loss_among(outputs, {slot.name for slot in program.inputs_of(InputKind.TANGENT)})
 

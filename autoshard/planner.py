@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +36,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.update import Update, names_state
+from autoshard.ir.update import Update
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
 from autoshard.progress import interruptible, search_bar
 from autoshard.runtime.agreement import make_together
@@ -116,7 +115,7 @@ class Planner:
         found = fingerprint(program)
         known = next((item for item in request.known if item.fingerprint == found), None)
         if known is not None:
-            return replace(known, python_reads=program.python_reads)
+            return replace(known, python=program.python)
         chosen = engine.share(lambda: self._plan_for(program, request, engine.mesh))
         phased = make_together(
             engine,
@@ -134,7 +133,7 @@ class Planner:
             time.perf_counter() - start,
             chosen.predicted.step_time_s,
         )
-        return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python_reads)
+        return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python)
 
     @property
     def _is_for_outputs(self) -> bool:
@@ -258,10 +257,12 @@ class Planner:
 
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
         from passes.pipeline import PlanOptions
+        from passes.planning.constraints import constraints_on
 
+        constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
         budget = self.memory_budget if self.memory_budget is not None else self.cluster_for(mesh).device.memory_bytes
         return PlanOptions(
-            constraints={**self._constraints_of(program), **_within(program, placed)},
+            constraints={**constraints, **_within(program, placed)},
             memory_budget=budget,
             time_budget_s=self.time_budget_s,
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
@@ -386,17 +387,6 @@ class Planner:
         verify_phases(phased)
         _LOGGER.debug("%s", report)
         return phased, report
-
-    def _constraints_of(self, program: Program) -> dict[str, PartitionSpec]:
-        """The constraints, without those on outputs or state that this program (an evaluation, say) does not have."""
-        outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
-        without_state = self.has_update and not updates(program)
-        return {
-            pattern: spec
-            for pattern, spec in self.constraints.items()
-            if (not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs))
-            and not (without_state and names_state(pattern))
-        }
 
 
 def refuse_scaling(precision: str | None) -> None:

@@ -28,7 +28,7 @@ def _parts(program: Program) -> Iterator[bytes]:
     yield repr(program.output_tree).encode()
     for index, value in sorted(program.output_constants.items()):
         yield f"{index}: {_text(value)}".encode()
-    yield repr(program.guards).encode()
+    yield repr((program.guards, sorted(program.kept.items()))).encode()
     yield from _constants(program.graph_module)
     if program.guard_program is not None:
         yield str(program.guard_program.graph).encode()

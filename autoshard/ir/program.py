@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec
 
-from autoshard.ir.python_guards import PythonReads
+from autoshard.ir.python_guards import PythonUse
 from autoshard.ir.repeat import Repeat
 
 
@@ -105,7 +105,8 @@ class Program:
             in `output_constants` by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
         repeats: blocks of the model that the program leaves out; it is for planning only then.
-        python_reads: attributes of the model that its Python read while it was traced.
+        python: what the model's Python read and set while it was traced.
+        kept: outputs that the call leaves in attributes of modules ("router.aux_loss"), by leaf index; not returned.
     """
 
     graph_module: fx.GraphModule
@@ -116,7 +117,8 @@ class Program:
     guards: tuple[Guard, ...] = ()
     guard_program: fx.GraphModule | None = None
     repeats: tuple[Repeat, ...] = ()
-    python_reads: PythonReads = field(default_factory=PythonReads)
+    python: PythonUse = field(default_factory=PythonUse)
+    kept: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -109,6 +109,7 @@ class PythonGuards:
         contents: containers among these values, and what they held.
         empties: containers that held nothing, each with its title.
         versions: tensors that are neither parameters, buffers nor inputs, each with its title and its version.
+        settings: see `PythonUse`; what a call sets when these guards hold.
     """
 
     namespaces: tuple[Namespace, ...] = ()
@@ -116,6 +117,7 @@ class PythonGuards:
     empties: tuple[Any, ...] = ()
     empty_titles: tuple[str, ...] = ()
     versions: tuple[tuple[str, torch.Tensor, int], ...] = ()
+    settings: tuple[tuple[Any, str, Any], ...] = ()
 
     def hold(self) -> bool:
         """Whether a program that was traced under these guards is what a trace would give now."""
@@ -135,16 +137,20 @@ class PythonGuards:
 
 
 @dataclass(frozen=True, slots=True)
-class PythonReads:
-    """What a trace read in Python.
+class PythonUse:
+    """What a trace read and set in Python.
 
     Args:
         names: for each object its title, itself and the names that were looked up in it.
         containers: dicts, lists and sets that were read as a whole, with their titles.
+        settings: attributes that the call sets to plain values: object, name and value.
+        notes: sentences for the user: what a compiled call does not do.
     """
 
     names: tuple[tuple[str, Any, tuple[str, ...]], ...] = ()
     containers: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[Any, str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
         """Guards on what is there now; `registered` are tensors that the program takes as inputs."""
@@ -153,7 +159,7 @@ class PythonReads:
             collected.add(title, holder, names)
         for title, value in self.containers:
             collected.open(title, value)
-        return collected.guards()
+        return replace(collected.guards(), settings=self.settings)
 
 
 class _Collected:

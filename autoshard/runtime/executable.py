@@ -11,7 +11,7 @@ import torch
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, OutputKind
-from autoshard.ir.python_guards import PythonGuards, PythonReads
+from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
 from autoshard.runtime.versions import Key, inputs_behind_gradients
@@ -28,7 +28,7 @@ class CompiledProgram:
             out as they lie, not gathered.
         update: what the program's update was traced for, if it is that of a whole training step.
         fingerprint: of the traced program, see `autoshard.ir.fingerprint`; "" if there is none.
-        python_reads: what the trace read in Python.
+        python: what the trace read in Python.
     """
 
     phased: PhasedProgram
@@ -36,7 +36,7 @@ class CompiledProgram:
     sharded_outputs: frozenset[str] = frozenset()
     update: Update | None = None
     fingerprint: str = ""
-    python_reads: PythonReads = field(default_factory=PythonReads)
+    python: PythonUse = field(default_factory=PythonUse)
 
 
 _STATES = 8
@@ -64,7 +64,11 @@ class Executable:
 
     def serves_state(self) -> bool:
         """Whether the program is the one of the model's Python as it is now."""
-        return not self.python_guards or any(guards.hold() for guards in reversed(self.python_guards))
+        for index, guards in reversed(list(enumerate(self.python_guards))):
+            if guards.hold():
+                self.python_guards.append(self.python_guards.pop(index))
+                return True
+        return not self.python_guards
 
     def state_changes(self) -> Sequence[str]:
         """What changed in the model's Python since the program was last traced."""
@@ -74,6 +78,12 @@ class Executable:
         """Serve another state of the model's Python, for which a trace gave the same program."""
         del self.python_guards[: -_STATES + 1]
         self.python_guards.append(guards)
+
+    def set_attributes(self) -> None:
+        """Set the plain attributes that the model's own call sets, in the state that was last found to be served."""
+        for holder, name, value in self.python_guards[-1].settings if self.python_guards else ():
+            if vars(holder).get(name, MISSING) is not value:
+                setattr(holder, name, value)
 
     @cached_property
     def inputs(self) -> tuple[LocalSlot, ...]:

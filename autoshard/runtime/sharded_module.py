@@ -117,6 +117,7 @@ class ShardedModule(nn.Module):
         self._lengths = lengths
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
+        self._notes: set[str] = set()
         self.seeds = SeedSequence()
         self.training = model.training
         self._share_members(model)
@@ -334,7 +335,11 @@ class ShardedModule(nn.Module):
                 refuse_statistics(executable.phased.lowered.traced)
             self._place(executable)
             executable.load()
-        executable.serve_state(compiled.python_reads.guards([*model.parameters(), *model.buffers()]))
+        for note in compiled.python.notes:
+            if note not in self._notes:
+                _LOGGER.warning("%s", note)
+                self._notes.add(note)
+        executable.serve_state(compiled.python.guards([*model.parameters(), *model.buffers()]))
         return executable
 
     def _facts(self, signature: str) -> dict[str, str]:
@@ -402,17 +407,25 @@ class ShardedModule(nn.Module):
             self.seeds.restart()
 
     def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
-        """Write buffers back, and nest the outputs as the model does."""
+        """Write buffers back and attributes that the call sets, and nest the outputs as the model does."""
         program = executable.phased.lowered.traced
+        executable.set_attributes()
         leaves = dict(program.output_constants)
         for slot, output in zip(executable.outputs, outputs, strict=True):
             if slot.slot.kind == OutputKind.BUFFER_UPDATE:
                 self.update_buffer(slot.slot.name, output)
             else:
                 leaves[int(slot.slot.name.removeprefix("output:"))] = output
+        for index, path in program.kept.items():
+            self.keep(path, leaves.pop(index))
         if program.output_tree is None:
             return tuple(leaves[index] for index in sorted(leaves))
         return pytree.tree_unflatten([leaves[index] for index in range(len(leaves))], program.output_tree)
+
+    def keep(self, path: str, value: torch.Tensor) -> None:
+        """Leave a tensor where the model's own call leaves it, in an attribute of a module."""
+        owner, _, name = path.rpartition(".")
+        setattr(self._original[0].get_submodule(owner), name, value)
 
     @torch.no_grad()
     def update_buffer(self, name: str, value: torch.Tensor) -> None:

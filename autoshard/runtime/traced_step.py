@@ -123,6 +123,11 @@ class TracedStep:
         for slot in executable.outputs:
             if slot.slot.kind == OutputKind.BUFFER_UPDATE:
                 self._sharded.update_buffer(slot.slot.name, executable.write_output(outputs[slot.slot.name], slot))
+        executable.set_attributes()
+        for index, path in executable.phased.lowered.traced.kept.items():
+            name = f"output:{index}"
+            kept = next(slot for slot in executable.outputs if slot.slot.name == name)
+            self._sharded.keep(path, executable.write_output(outputs[name], kept))
         slot = loss_of(executable)
         return executable.write_output(outputs[slot.slot.name], slot), saved
 
@@ -137,7 +142,9 @@ def find_loss(outputs: Any) -> torch.Tensor:
 
 def loss_of(executable: Executable) -> LocalSlot:
     """The output that is the loss: that which `find_loss` finds; `TraceError` where nothing can be trained by it."""
+    kept = {f"output:{index}" for index in executable.phased.lowered.traced.kept}
     slots = {slot.slot.name: slot for slot in executable.outputs if slot.slot.kind == OutputKind.OUTPUT}
+    slots = {name: slot for name, slot in slots.items() if name not in kept}
     outputs = [Output(name, tuple(slot.shape), slot.dtype) for name, slot in slots.items()]
     return slots[loss_among(outputs, {slot.slot.name for slot in executable.tangents}).name]
 

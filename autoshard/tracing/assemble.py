@@ -79,6 +79,7 @@ def _finish(copier: Copier, slots: tuple[InputSlot, ...], results: _Results, joi
         outputs=outputs,
         output_tree=joint.result.tree,
         output_constants=dict(joint.result.constants),
+        kept=dict(joint.result.kept),
         guards=guards,
         guard_program=guard_program,
     )

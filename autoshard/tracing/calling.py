@@ -68,13 +68,16 @@ class Result:
     """What a traced call returned: filled by `FlatModule` when it runs.
 
     `indices` are the leaf indices of the tensors, `constants` the other leaves; objects that a program cannot
-    return are None there, and their types are in `dropped`.
+    return are None there, and their types are in `dropped`. `kept` are tensors left in attributes of modules, by leaf
+    index behind those returned; `lost` are attributes with tensors that a program does not leave there.
     """
 
     tree: pytree.TreeSpec | None = None
     indices: tuple[int, ...] = ()
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    kept: dict[int, str] = dataclasses.field(default_factory=dict)
+    lost: tuple[str, ...] = ()
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

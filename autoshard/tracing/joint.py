@@ -22,13 +22,13 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
-from autoshard.tracing.attributes import keeping_attributes
+from autoshard.tracing.attributes import keep_scalars, keeping_attributes
 from autoshard.tracing.caches import emptying_caches
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
-from autoshard.tracing.python_reads import Accesses
+from autoshard.tracing.python_use import Accesses
 from autoshard.tracing.random_numbers import number_random_operators
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole
@@ -66,7 +66,7 @@ class TraceOptions:
     With `as_compiled`, torch.compiler.is_compiling() is true for the model's code, as under torch.compile:
     some models then do without branches on values. With `casts`, the model computes in their type. Values that depend
     on random operators may be read where their `seed` is given. `device`: where tensors on the meta device are taken
-    to be.
+    to be. `keeps_gradients`: scalars that the call leaves in attributes get tangents, as losses do.
     """
 
     grad: bool = True
@@ -77,6 +77,7 @@ class TraceOptions:
     casts: Casts | None = None
     seed: Tensor | None = None
     device: torch.device | None = None
+    keeps_gradients: bool = True
 
 
 class FlatModule(nn.Module):
@@ -105,7 +106,7 @@ class FlatModule(nn.Module):
         args, kwargs = self._call.assemble(inputs)
         casts = self._options.casts
         with contextlib.ExitStack() as stack:
-            stack.enter_context(keeping_attributes(model))
+            kept = stack.enter_context(keeping_attributes(model))
             stack.enter_context(emptying_caches(model))
             self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs, flat[-1])))
             narrow = {} if casts is None else cast_parameters(casts.names(model), traced_state, casts.dtype)
@@ -118,12 +119,15 @@ class FlatModule(nn.Module):
             stack.enter_context(self._provenance)
             stack.enter_context(self.accesses.recording())
             value = self._options.call(model, args, kwargs)
+            found = kept()
         check_unchanged(narrow)
         _keep_assigned(traced_state, given, after)
         outputs = flatten_result(value, self.result)
+        returned = len(outputs)
+        outputs += keep_scalars(found, self.accesses, self.result)
         outputs = outputs if casts is None else [widen_scalar(output) for output in outputs]
         guarded = [tensor.detach().clone() for tensor in self.reads.tensors]
-        return (*select_tangents(outputs, self._options), *guarded)
+        return (*select_tangents(outputs, self._options, returned), *guarded)
 
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
@@ -145,13 +149,13 @@ def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], aft
             state[name].copy_(after[name])
 
 
-def select_tangents(outputs: Sequence[Tensor], options: TraceOptions) -> list[Tensor]:
+def select_tangents(outputs: Sequence[Tensor], options: TraceOptions, returned: int) -> list[Tensor]:
     """Detach the outputs that no gradient will come in for; all are contiguous copies, so none aliases another.
 
-    A tangent has its output's layout, and is contiguous then.
+    A tangent has its output's layout, and is contiguous then. The first outputs are `returned`, others are kept.
     """
-    losses = [_is_loss(output) for output in outputs]
-    if options.grad and (options.all_tangents or not any(losses)):
+    losses = [_is_loss(output) and (i < returned or options.keeps_gradients) for i, output in enumerate(outputs)]
+    if options.grad and (options.all_tangents or not any(losses[:returned])):
         return [_copy(output) for output in outputs]
     return [
         _copy(output if is_loss and options.grad else output.detach())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,8 +10,6 @@ from torch import nn
 from autoshard.errors import TraceError
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.program import Program
-
-_LOGGER = logging.getLogger(__name__)
 
 State = Mapping[tuple[str, str], Any]
 """Numbers, strings, truth values and containers of them that modules hold, by the module's name and the attribute's."""
@@ -44,20 +41,25 @@ def refuse_counting(
         return frozenset()
     other = trace_again()
     counting = _changed(before, once) & _changed(once, python_state(model))
-    names = ", ".join(sorted(f"{name}.{attribute}".removeprefix(".") for name, attribute in counting))
     if counting and fingerprint(other) != fingerprint(program):
         raise TraceError(
-            f"{type(model).__name__} changes {names} with every call, and what it computes depends on it: a trace "
-            "would compute every step with the value of the first. Make it a buffer, or pass it as a tensor."
-        )
-    if counting:
-        _LOGGER.warning(
-            "%s changes %s with every call. What it computes was found not to depend on it; compiled calls run no "
-            "Python of the model, and leave it as it is.",
-            type(model).__name__,
-            names,
+            f"{type(model).__name__} changes {_names(counting)} with every call, and what it computes depends on it: a "
+            "trace would compute every step with the value of the first. Make it a buffer, or pass it as a tensor."
         )
     return frozenset(counting)
+
+
+def counting_note(model: nn.Module, counting: frozenset[tuple[str, str]]) -> Iterator[str]:
+    """What a user must know of attributes that every call changes."""
+    if counting:
+        yield (
+            f"{type(model).__name__} changes {_names(counting)} with every call. What it computes was found not to "
+            "depend on that; compiled calls run no Python of the model, and leave it as it is."
+        )
+
+
+def _names(attributes: frozenset[tuple[str, str]]) -> str:
+    return ", ".join(sorted(f"{name}.{attribute}".removeprefix(".") for name, attribute in attributes))
 
 
 def _is_plain(value: Any, depth: int = 3) -> bool:

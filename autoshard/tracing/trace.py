@@ -23,6 +23,7 @@ from autoshard.ir.derivative import Derivative
 from autoshard.ir.program import Program
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
+from autoshard.tracing.attributes import kept_note
 from autoshard.tracing.calling import Call, ModelCall, check_fits, count_targets, take_apart, warn_of_dropped
 from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.derivative import GradientCall, innermost_arguments, refuse_casts
@@ -30,8 +31,8 @@ from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error
-from autoshard.tracing.python_reads import all_reads
-from autoshard.tracing.python_state import python_state, refuse_counting
+from autoshard.tracing.python_state import counting_note, python_state, refuse_counting
+from autoshard.tracing.python_use import all_reads
 from autoshard.tracing.update import append_update
 
 _LOGGER = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def trace(
         refuse_casts(casts)
         model_call = GradientCall.of(model_call, derivatives)
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
+    options = replace(options, keeps_gradients=update is None)
     before = python_state(model)
     joint = _capture(model, call, options, values)
     warn_of_dropped(joint.result)
@@ -103,8 +105,9 @@ def trace(
     counting = refuse_counting(
         model, before, program, lambda: assemble_program(_capture(model, call, options, values), model, call)
     )
-    reads = all_reads(model) if joint.accesses is None else joint.accesses.reads(model, besides=counting)
-    program = replace(program, python_reads=reads)
+    use = all_reads(model) if joint.accesses is None else joint.accesses.use(model, counting)
+    notes = [*counting_note(model, counting), *kept_note(model, joint.result)]
+    program = replace(program, python=replace(use, notes=tuple(notes)))
     return program if update is None else append_update(program, update)
 
 

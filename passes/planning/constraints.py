@@ -15,6 +15,7 @@ from autoshard.errors import InvalidSpecError
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.update import names_state
 from passes.planning.build_assignment import PlanningProblem
 from passes.strategies.enumerate_strategies import SearchSpace, Site
 
@@ -44,6 +45,19 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
                 raise InvalidSpecError(f"{asks}, and {asked[variable]}; they lie alike. Leave one of the two out.")
             asked[variable] = asks
     return allowed
+
+
+def constraints_on(
+    program: Program, constraints: Mapping[str, PartitionSpec], *, without_state: bool
+) -> dict[str, PartitionSpec]:
+    """The constraints, without those on outputs or state that this program (an evaluation, say) does not have."""
+    outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
+    return {
+        pattern: spec
+        for pattern, spec in constraints.items()
+        if (not pattern.startswith("output:") or any(fnmatchcase(name, pattern) for name in outputs))
+        and not (without_state and names_state(pattern))
+    }
 
 
 def constrained_outputs(program: Program, constraints: Collection[str]) -> frozenset[str]:

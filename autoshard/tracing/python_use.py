@@ -1,4 +1,4 @@
-"""Which attributes a traced call reads: those that a program depends on, and no others.
+"""Which attributes a traced call reads, those that a program depends on, and which it sets.
 
 While the call runs, looking an attribute up in any module is noted, and so is setting one. An attribute that the call
 sets before it reads it does not depend on what it was. Dynamo reads bytecode instead of running it; then all that
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from autoshard.ir.python_guards import PythonReads
+from autoshard.ir.python_guards import PLAIN, PythonUse
 
 _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 """Members and modes: a program is looked up by parameters, buffers and modes; submodules are always guarded."""
@@ -29,7 +29,11 @@ class Accesses:
 
     def __init__(self) -> None:
         self._read: dict[int, tuple[nn.Module, set[str]]] = {}
-        self.written: dict[int, tuple[nn.Module, set[str]]] = {}
+        self._set: list[tuple[nn.Module, str, Any]] = []
+
+    def has_read(self, module: nn.Module, name: str) -> bool:
+        """Whether any run read an attribute before it set it."""
+        return id(module) in self._read and name in self._read[id(module)][1]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -53,21 +57,32 @@ class Accesses:
         finally:
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
-            _add(self._read, read)
-            _add(self.written, written)
+            for key, (module, names) in read.items():
+                self._read.setdefault(key, (module, set()))[1].update(names)
+            self._set = [
+                (module, name, module.__dict__[name])
+                for module, names in written.values()
+                for name in sorted(names)
+                if isinstance(module.__dict__.get(name, self), PLAIN)
+            ]
 
-    def reads(self, model: nn.Module, besides: frozenset[tuple[str, str]]) -> PythonReads:
-        """What was read; `besides` are attributes that do not matter, by the module's name and their own."""
+    def use(self, model: nn.Module, counting: frozenset[tuple[str, str]]) -> PythonUse:
+        """What was read, and what the last run set; `counting` are attributes that every call changes."""
         titles = {id(module): name for name, module in reversed(list(model.named_modules()))}
         names = []
         for module, found in self._read.values():
             if type(module).__module__.startswith("autoshard.tracing"):
                 continue
             title = titles.get(id(module), type(module).__qualname__)
-            names.append((title, module, tuple(sorted(n for n in found if _matters(n) and (title, n) not in besides))))
+            names.append((title, module, tuple(sorted(n for n in found if _matters(n) and (title, n) not in counting))))
         classes = _class_attributes(names)
         members = [(f"{title}._modules", module._modules) for title, module, _ in names]
-        return PythonReads((*names, *classes), (*members, *_global_hooks()))
+        settings = tuple(
+            (module, name, value)
+            for module, name, value in self._set
+            if id(module) in titles and _matters(name) and (titles[id(module)], name) not in counting
+        )
+        return PythonUse((*names, *classes), (*members, *_global_hooks()), settings)
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
@@ -80,19 +95,14 @@ class _Noted(dict[int, tuple[nn.Module, set[str]]]):
         return found[1]
 
 
-def _add(all_runs: dict[int, tuple[nn.Module, set[str]]], run: _Noted) -> None:
-    for key, (module, names) in run.items():
-        all_runs.setdefault(key, (module, set()))[1].update(names)
-
-
-def all_reads(model: nn.Module) -> PythonReads:
+def all_reads(model: nn.Module) -> PythonUse:
     """All that the modules of a model hold."""
     names = [
         (title, module, tuple(name for name in vars(module) if _matters(name)))
         for title, module in model.named_modules()
     ]
     members = [(f"{title}._modules", module._modules) for title, module, _ in names]
-    return PythonReads(tuple(names), (*members, *_global_hooks()))
+    return PythonUse(tuple(names), (*members, *_global_hooks()))
 
 
 def _matters(name: str) -> bool:
