@@ -239,7 +239,7 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 
 
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
-    """The weighted sum of two tensors, or of a tensor and a number.
+    """The weighted sum of two tensors, or of a tensor and a number, which may come first.
 
     A tensor may hold -inf (a mask). So may what awaits a maximum, on a rank with nothing; what awaits a minimum, +inf.
     Where the two become infinities of different signs, their sum is no number.
@@ -247,6 +247,9 @@ def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
     if not isinstance(other, torch.Tensor):
         is_ordered = x.is_floating_point() and _is_finite(other)
         return shift(x, other) if scale == 1 else _rule([x], (), _if(is_ordered, scaled(scale, 0)))
+    if not isinstance(x, torch.Tensor):
+        is_ordered = other.is_floating_point() and _is_finite(x)
+        return _rule([other], (), _if(is_ordered, scaled(other_scale, 0)))
     is_real = all(isinstance(factor, int | float) for factor in (scale, other_scale))
     awaited = Reduction.MAX if is_real and (scale > 0) == (other_scale > 0) else Reduction.MIN
     carries = [carry for carry in [*scaled(scale, 0), *scaled(other_scale, 1)] if carry.reduction is awaited]

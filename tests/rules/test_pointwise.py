@@ -38,6 +38,7 @@ _MASK = tensor(4, 2) > 0
     [
         (aten.add.Tensor, (_X, _X), [(0, 1)]),
         (aten.add.Tensor, (_X, 2.0), []),
+        (aten.add.Tensor, (2.0, _X), []),
         (aten.add.Scalar, (_X, 2.0), []),
         (aten.sub.Tensor, (_X, _X), [(0, 1)]),
         (aten.rsub.Scalar, (_X, 2.0), []),
@@ -95,6 +96,9 @@ _ORDERED: list[tuple[torch._ops.OpOverload, tuple[Any, ...], str]] = [
     (aten.sin.default, (_X,), ""),
     (aten.sub.Tensor, (_X, _X), "0min>min 1min>max"),
     (aten.add.Tensor, (_X, _MASK), "0max>max 1max>max"),
+    (aten.add.Tensor, (2.0, _X), "0max>max 0min>min"),
+    (aten.sub.Tensor, (2.0, _X), "0max>min 0min>max"),
+    (aten.add.Tensor, (2.0, _X > 0), ""),
     (aten.maximum.default, (_X, _X), "01max>max 0max>max 0min>min 1max>max 1min>min"),
     (aten.ge.Tensor, (_X, _X), "0max>max 0min>min 1max>min 1min>max"),
     (aten.mul.Tensor, (_X, _X), "01product>product"),
