@@ -181,7 +181,10 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
             "compiled step runs forward and backward once. Use an optimizer whose step() needs no closure."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise NotAvailableError("optimizer=SparseAdam takes sparse gradients only, and those of a program are dense.")
+        raise NotAvailableError(
+            "optimizer=SparseAdam takes sparse gradients only, and those of a program are dense. Use Adam, "
+            "AdamW, Adagrad or SGD."
+        )
 
 
 def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:

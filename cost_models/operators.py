@@ -178,6 +178,27 @@ def bytes_alone(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arg
     return memory_bound(inputs, outputs)
 
 
+@operator_cost("autoshard.ctc_loss.default")
+def ctc_loss(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
+    """Results: loss, log_alpha [N, T, 2 S + 1], of which an element adds three exponentials and one log-probability.
+
+    Some 10 operations, counted in torch's kernel. Each column of log_alpha is read once for the next.
+    """
+    table = outputs[1]
+    read = size_bytes(inputs) + size_bytes([table])
+    return Work(10 * numel(table), read, size_bytes(outputs), Kind.GATHER, compute_dtype(inputs))
+
+
+@operator_cost("autoshard.ctc_loss_backward.default")
+def ctc_loss_backward(
+    inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]
+) -> Work:
+    """Backward variables as large as log_alpha, the last operand, are made and read, and both go into the gradient."""
+    table = inputs[-1]
+    read, written = size_bytes(inputs) + 2 * size_bytes([table]), size_bytes(outputs) + size_bytes([table])
+    return Work(20 * numel(table), read, written, Kind.GATHER, compute_dtype(inputs))
+
+
 _SORTING_NAMES = """
     sort.default sort.stable argsort.default argsort.stable msort.default median.default median.dim
     nanmedian.default nanmedian.dim mode.default unique_dim.default _unique2.default unique_consecutive.default

@@ -8,6 +8,7 @@ imports triton.
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
+from autoshard.kernels.ctc_loss import ctc_loss, ctc_loss_backward
 from autoshard.kernels.dropout import dropout
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
 from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
@@ -27,6 +28,8 @@ __all__ = [
     "binomial",
     "cross_entropy",
     "cross_entropy_backward",
+    "ctc_loss",
+    "ctc_loss_backward",
     "dequantise_sum",
     "dropout",
     "gamma",

@@ -65,6 +65,17 @@ def _split_cross_entropy(
     return call(aten.masked_fill.Scalar, loss, is_ignored, 0), lse
 
 
+@sharding_rule(autoshard_ops.ctc_loss.default)
+def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> str:
+    """Sequences are independent; alignments go through all of their times and classes."""
+    return "_ n _, n _, n, n -> n, n _ _"
+
+
+@sharding_rule(autoshard_ops.ctc_loss_backward.default)
+def ctc_loss_backward(*_: Any) -> str:
+    return "n, _ n _, n _, n, n, n, n _ _ -> _ n _"
+
+
 @sharding_rule(autoshard_ops.cross_entropy_backward.default)
 def cross_entropy_backward(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any

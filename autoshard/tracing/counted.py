@@ -1,7 +1,7 @@
 """Operators whose result has as many rows as a tensor has nonzero elements: the same with the number known.
 
-`x[mask]`, `nonzero`, `masked_select`, `unique` and `repeat_interleave` make tensors whose shape depends on values.
-Where the values are known while tracing, so is the number of rows; the program then makes a tensor of that size
+`x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` make tensors whose shape depends on
+values. Where the values are known while tracing, so is the number of rows; the program then makes a tensor of that size
 (`aten.nonzero_static`), and the number is guarded as any value that was read: a call with another is traced anew.
 """
 
@@ -65,12 +65,79 @@ def _unique(
     return values.index_select(0, firsts), inverse, counts
 
 
+def _starts(rows: Tensor) -> Tensor:
+    """Which of the rows [N, ...] differ from the one before."""
+    differs = (rows[1:] != rows[:-1]).flatten(1).any(1) if rows.dim() > 1 else rows[1:] != rows[:-1]
+    return torch.cat([differs.new_ones(min(len(rows), 1)), differs])
+
+
+def _runs(count: Count, rows: Tensor, of: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first row of each run of equal rows, each row's run, and how many rows a run has; `of(x)` are the rows."""
+    starts = _starts(rows)
+    size = count(lambda tensor: _starts(of(tensor)).sum(), x)
+    firsts = aten.nonzero_static(starts, size=size).select(1, 0)
+    ranks = starts.cumsum(0) - 1
+    return rows.index_select(0, firsts), ranks, firsts.new_zeros(size).index_add(0, ranks, torch.ones_like(ranks))
+
+
+def _unique_consecutive(
+    count: Count, x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    def of(tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1) if dim is None else tensor.movedim(dim, 0)
+
+    rows, ranks, counts = _runs(count, of(x), of, x)
+    empty = ranks.new_empty(0)
+    inverse = ranks.view(x.shape) if dim is None else ranks
+    return (
+        rows if dim is None else rows.movedim(0, dim),
+        inverse if return_inverse else empty,
+        counts if return_counts else empty,
+    )
+
+
+def _order(rows: Tensor) -> Tensor:
+    """The order of rows [N, ...], by their first element, then by their second."""
+    flat = rows.flatten(1)
+    order = torch.arange(len(rows), device=rows.device)
+    for column in reversed(range(flat.shape[1])):
+        order = order[flat[order, column].argsort(stable=True)]
+    return order
+
+
+def _unique_dim(
+    count: Count, x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    def of(tensor: Tensor) -> Tensor:
+        rows = tensor.movedim(dim, 0)
+        return rows[_order(rows)]
+
+    order = _order(x.movedim(dim, 0))
+    rows, ranks, counts = _runs(count, x.movedim(dim, 0)[order], of, x)
+    empty = ranks.new_empty(0)
+    inverse = torch.empty_like(order).scatter(0, order, ranks) if return_inverse else empty
+    return rows.movedim(0, dim), inverse, counts if return_counts else empty
+
+
+def _bincount(count: Count, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    size = max(minlength, count(lambda tensor: tensor.max() + 1, x) if x.numel() else 0)
+    if weights is None:
+        counts, addends = torch.zeros(size, dtype=torch.int64, device=x.device), torch.ones_like(x, dtype=torch.int64)
+    else:
+        addends = weights if weights.dtype == torch.float32 else weights.double()
+        counts = torch.zeros(size, dtype=addends.dtype, device=x.device)
+    return counts.index_add(0, x, addends)
+
+
 COUNTED: Mapping[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.unique_dim.default: _unique_dim,
+    aten.bincount.default: _bincount,
 }
 """Operator to a function that makes the call by way of `count`."""
 

@@ -1,4 +1,4 @@
-"""Keeps semantic operators whole: attention, dropout, cross-entropy, RMS norm and recurrent layers (`recurrent`).
+"""Keeps semantic operators whole: attention, dropout, losses, RMS norm and recurrent layers (`ctc`, `recurrent`).
 
 PyTorch decomposes these operators before a trace sees them, and differently on each device. While we trace,
 their composite definitions are replaced by calls of `autoshard::*` operators (see `autoshard.kernels`), as
@@ -22,6 +22,8 @@ from torch.nn import functional as F
 import autoshard.kernels as kernels
 from autoshard.errors import TraceError
 from autoshard.ir.precision import widen
+from autoshard.tracing.ctc import CTC
+from autoshard.tracing.dense import DENSE
 from autoshard.tracing.random_numbers import SITES
 from autoshard.tracing.recurrent import RECURRENT
 
@@ -277,5 +279,7 @@ _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {
     _CROSS_ENTROPY: _cross_entropy,
     torch.ops.aten.rms_norm.default: _rms_norm,
     torch.ops.aten._fused_rms_norm.default: _fused_rms_norm,
+    **CTC,
+    **DENSE,
     **RECURRENT,
 }

@@ -48,6 +48,18 @@ def test_products_count_two_flops_per_multiply_add(name, inputs, output, flops):
     assert found.kind is Kind.MATMUL
 
 
+def test_ctc_moves_its_table():
+    """Forward and backward variables [2, 8, 7] of a batch of 2, 8 times and targets of 3."""
+    lengths, loss, table = indices(2), tensor(2), tensor(2, 8, 7)
+    operands = [tensor(8, 2, 5), indices(2, 3), lengths, lengths]
+    forward = work("autoshard.ctc_loss.default", operands, [loss, table])
+    assert forward.flops == 10 * 2 * 8 * 7
+    assert forward.bytes_written == 2 * (2 + 2 * 8 * 7)
+    backward = work("autoshard.ctc_loss_backward.default", [loss, *operands, loss, table], [operands[0]])
+    assert backward.flops == 2 * forward.flops
+    assert backward.bytes_read > forward.bytes_read
+
+
 def convolution_arguments(transposed: bool, groups: int) -> tuple:
     return (None, None, None, [1, 1], [0, 0], [1, 1], transposed, [0, 0], groups)
 

@@ -43,6 +43,20 @@ def test_cross_entropy_of_infinite_logits() -> None:
     check_splits(ops.cross_entropy.default, logits, torch.tensor([4, 5, 6, -100]), -100, 0.0)
 
 
+@given(batch=st.sampled_from([3, 4, 6]), pair=MESH_PAIRS)
+def test_ctc_loss(batch: int, pair: Sequence[Mesh]) -> None:
+    """Sequences are split, forward and backward, with targets of unlike lengths."""
+    log_probs = torch.randn(7, batch, 5, dtype=torch.float64).log_softmax(-1)
+    targets, lengths = torch.randint(1, 5, (batch, 3)), torch.arange(batch)
+    operands = (log_probs, targets, 7 - lengths % 2, lengths % 4)
+    check_splits(ops.ctc_loss.default, *operands, 0, False, meshes=pair)
+    grad = torch.randn(batch, dtype=torch.float64)
+    results = ops.ctc_loss(*operands, 0, False)
+    check_splits(ops.ctc_loss_backward.default, grad, *operands, *results, 0, False, meshes=pair)
+    found = strategies(ops.ctc_loss.default, (*operands, 0, False), {}, 2)
+    assert any(operand[0].is_shard(1) and all(x.is_shard(0) for x in results) for operand, results in found)
+
+
 def test_the_loss_of_split_classes_is_whole() -> None:
     """Reductions over classes happen inside, so that the loss of each row arrives complete."""
     args = (torch.randn(4, 8), torch.zeros(4, dtype=torch.int64), -100, 0.0)

@@ -26,6 +26,11 @@ def _unique(x: Tensor, mask: Tensor) -> Tensor:
     return x[inverse] * numbers[inverse].view(-1, 1) + counts.sum() + numbers.shape[0]
 
 
+def _of_runs(x: Tensor, runs: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
+    weights = (runs.reshape(len(counts), -1).sum(1) + 1) * counts
+    return x * weights[inverse].view(-1, 1) + counts.shape[0]
+
+
 SELECTIONS: dict[str, Select] = {
     "index by a mask": lambda x, mask: x[mask],
     "index by a mask of rows": lambda x, mask: x[mask[:, 0]],
@@ -34,6 +39,11 @@ SELECTIONS: dict[str, Select] = {
     "masked_select": lambda x, mask: torch.masked_select(x, mask),
     "masked_select, broadcast": lambda x, mask: torch.masked_select(x, mask[:, :1]),
     "unique": _unique,
+    "unique_consecutive": lambda x, mask: _of_runs(x, *torch.unique_consecutive(mask.sum(1), True, True)),
+    "unique_consecutive, rows": lambda x, mask: _of_runs(x, *torch.unique_consecutive(mask[:, :2], True, True, 0)),
+    "unique, columns": lambda x, mask: _of_runs(x.T, *torch.unique(mask.T[:, :2].long(), True, True, True, 0)),
+    "bincount": lambda x, mask: x.mean() * torch.bincount(mask.sum(1)).float(),
+    "bincount, weighted": lambda x, mask: x.mean() * torch.bincount(mask.sum(1), x[:, 0].detach().double(), 4).float(),
     "repeat_interleave": lambda x, mask: x.repeat_interleave(mask.sum(1), dim=0),
 }
 

@@ -1,0 +1,106 @@
+"""`autoshard::ctc_loss` and its backward: the loss of each sequence by connectionist temporal classification.
+
+The negative log of the probability that a sequence of T distributions over C symbols gives a target, summed over all
+alignments with blanks (Graves et al., "Connectionist Temporal Classification", ICML 2006). torch computes it; here its
+table `log_alpha` has a size that the operands' shapes tell: it is as wide as the longest target could be, not as the
+longest target is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autoshard.kernels.library import define, differentiate
+
+aten = torch.ops.aten
+
+
+def ctc_loss_reference(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sequence, infinite where no alignment gives the target, and the forward variables.
+
+    Args:
+        log_probs: [T, N, C], float32 or float64.
+        targets: [N, S] integers in [0, C), none of them blank; what is behind a target's length is not looked at.
+        input_lengths: [N] integers, each at most T.
+        target_lengths: [N] integers, each at most S.
+        blank: the class of the blank.
+
+    Returns:
+        loss [N] and log_alpha [N, T, 2 S + 1], in the type of log_probs; -inf behind a sequence's lengths.
+    """
+    loss, log_alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank)
+    width = 2 * targets.shape[1] + 1
+    log_alpha = F.pad(log_alpha, (0, width - log_alpha.shape[2]))
+    device = log_probs.device  # of lengths and targets that may be elsewhere, as torch takes them
+    states = torch.arange(width, device=device) <= 2 * target_lengths.to(device)[:, None, None]
+    times = torch.arange(len(log_probs), device=device)[:, None] < input_lengths.to(device)[:, None, None]
+    return loss, torch.where(states & times, log_alpha, float("-inf"))  # torch leaves the others as they were in memory
+
+
+def ctc_loss_backward_reference(
+    grad_loss: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    loss: Tensor,
+    log_alpha: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    """The gradient of the log-probabilities, [T, N, C]; with `zero_infinity`, that of infinite losses is zero."""
+    lengths = (input_lengths, target_lengths)
+    return aten._ctc_loss_backward.Tensor(
+        grad_loss, log_probs, targets, *lengths, loss, log_alpha, blank, zero_infinity
+    ).contiguous()
+
+
+def _fake(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    time, batch, _classes = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, time, 2 * targets.shape[1] + 1)
+
+
+def _fake_backward(grad_loss: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return (None,) * 6
+    grad = ctc_loss_backward(grad_loss, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return grad, None, None, None, None, None
+
+
+def _implementation(*args: Any) -> tuple[Tensor, Tensor]:
+    return ctc_loss_reference(*args[:-1])  # zero_infinity is for the backward
+
+
+_OPERANDS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"
+ctc_loss = define(
+    "ctc_loss",
+    f"({_OPERANDS}, int blank, bool zero_infinity) -> (Tensor loss, Tensor log_alpha)",
+    _implementation,
+    _fake,
+)
+ctc_loss_backward = define(
+    "ctc_loss_backward",
+    f"(Tensor grad_loss, {_OPERANDS}, Tensor loss, Tensor log_alpha, int blank, bool zero_infinity) -> Tensor",
+    ctc_loss_backward_reference,
+    _fake_backward,
+)
+differentiate(ctc_loss, _setup_context, _backward)

@@ -1,0 +1,116 @@
+"""`ctc_loss` in models: loss and gradients are those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoshard
+from autoshard.errors import TraceError
+from autoshard.tracing import check_guards, trace
+
+MESHES = (autoshard.Mesh({"data": 2}), autoshard.Mesh({"data": 2, "model": 2}))
+Lengths = Any
+"""A tensor or a list."""
+
+
+class Recognises(nn.Module):
+    """A loss of sounds [N, T, 4] and what is said in them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 5)
+        self.options = options
+
+    def forward(self, x: Tensor, targets: Tensor, inputs: Lengths, lengths: Lengths) -> Tensor:
+        log_probs = self.linear(x).log_softmax(-1)
+        log_probs = log_probs.transpose(0, 1) if x.dim() == 3 else log_probs
+        loss = F.ctc_loss(log_probs, targets, inputs, lengths, **self.options)
+        return (loss * torch.linspace(1, 2, loss.numel()).view_as(loss)).sum()
+
+
+def _call(seed: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, targets = torch.randn(4, 9, 4, generator=generator), torch.randint(1, 5, (4, 6), generator=generator)
+    return x, targets, torch.tensor([9, 8, 7, 9]), torch.tensor(lengths)
+
+
+def _check(model: nn.Module, sharded: Any, *call: Any) -> None:
+    expected = model(*call)
+    gradients = torch.autograd.grad(expected, [*model.parameters()])
+    model.zero_grad()
+    loss = sharded(*call)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(gradients))
+
+
+@pytest.mark.parametrize(
+    ("form", "reduction"), [("rows", "none"), ("rows", "mean"), ("one behind the other", "mean"), ("lists", "sum")]
+)
+def test_ctc_loss_equals_one_device(form: str, reduction: str) -> None:
+    """Targets in rows and one behind the other, lengths as tensors and lists, an impossible and an empty target."""
+    model = Recognises(reduction=reduction, blank=0, zero_infinity=reduction != "none")
+    for mesh in MESHES:
+        sharded = autoshard.compile(model, mesh)
+        for seed, lengths in enumerate([(3, 2, 1, 2), (1, 0, 4, 3), (2, 2, 2, 2)]):
+            x, targets, inputs, counts = _call(seed, lengths)
+            if form == "one behind the other":
+                targets = torch.cat([row[:count] for row, count in zip(targets, lengths, strict=True)])
+            if form == "lists":
+                inputs, counts = inputs.tolist(), counts.tolist()
+            _check(model, sharded, x, targets, inputs, counts)
+
+
+def test_a_sequence_without_a_batch() -> None:
+    """log_probs [T, C] and a target [S]."""
+    x, targets, _, _ = _call(0, (3,))
+    model = Recognises(zero_infinity=True)
+    _check(model, autoshard.compile(model, MESHES[0]), x[0], targets[0, :3], torch.tensor(9), torch.tensor(3))
+
+
+def test_an_impossible_target_is_infinite() -> None:
+    """Unless infinite losses are asked to be zero, with their gradients."""
+    x, targets, inputs, _ = _call(0, (3,))
+    call = (x, targets, inputs.clamp(max=2), torch.tensor([6, 1, 1, 1]))
+    assert autoshard.compile(Recognises(reduction="none"), MESHES[0])(*call).isinf()
+    model = Recognises(reduction="none", zero_infinity=True)
+    _check(model, autoshard.compile(model, MESHES[0]), *call)
+
+
+def test_lengths_of_targets_in_rows_are_not_read() -> None:
+    """Targets one behind the other guard how long the longest is, to a multiple of 32."""
+    x, targets, inputs, lengths = _call(0, (3, 2, 1, 2))
+    assert not trace(Recognises(), (x, targets, inputs, lengths)).guards
+    flat = targets.flatten()[:8]
+    program = trace(Recognises(), (x, flat, inputs, lengths))
+    assert check_guards(program, (x, flat, inputs, torch.tensor([5, 1, 1, 1])))
+    assert not check_guards(program, (x, flat, inputs, torch.tensor([40, 1, 1, 1])))
+
+
+def test_counts_of_sequences_that_differ_are_refused() -> None:
+    """The message has the sizes."""
+    x, targets, inputs, lengths = _call(0, (3, 2, 1, 2))
+    with pytest.raises(TraceError, match="log_probs of 4 sequences"):
+        trace(Recognises(), (x, targets, inputs[:3], lengths))
+
+
+def test_sequences_are_split() -> None:
+    """A long batch is computed in parts."""
+    model = nn.Sequential(nn.Linear(4, 5))
+    x, targets = torch.randn(64, 512, 4), torch.randint(1, 5, (64, 64))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        lengths = torch.full((64,), 512), torch.full((64,), 64)
+        return F.ctc_loss(outputs.transpose(0, 1).log_softmax(-1), targets, *lengths)
+
+    plan = autoshard.plan(model, MESHES[0], example_inputs=(x, targets), loss_fn=loss)
+    assert {"autoshard.ctc_loss.default", "autoshard.ctc_loss_backward.default"} <= {
+        item.operator for item in plan.coverage["split"]
+    }
