@@ -64,7 +64,7 @@ def attention_reference(
     Raises:
         ValueError: shapes that do not fit, or dropout without a seed.
     """
-    _check(q, k, v, seed, dropout_p)
+    check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
     lse = torch.logsumexp(scores, dim=-1)  # [B, H, S]
     weights = _probabilities(scores, lse)
@@ -126,7 +126,7 @@ def attention_composite(
     Its dropout goes through `autoshard::dropout`, which is differentiable, at the same global index and so
     with the same mask as `autoshard::attention`.
     """
-    _check(q, k, v, seed, dropout_p)
+    check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
     is_dead = (scores == -_INFINITY).all(-1, keepdim=True)
     weights = torch.softmax(torch.where(is_dead, 0.0, scores), dim=-1)
@@ -136,7 +136,8 @@ def attention_composite(
     return _merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q).to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float) -> None:
+def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float) -> None:
+    """Raise `ValueError` for operands that do not fit each other, or dropout without a seed."""
     shapes = f"q={tuple(q.shape)}, k={tuple(k.shape)}, v={tuple(v.shape)}"
     if not (q.dim() == k.dim() == v.dim() == 4):
         raise ValueError(f"attention takes q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; found {shapes}.")
@@ -195,7 +196,7 @@ def _merge(x: Tensor, q: Tensor) -> Tensor:
     return x.reshape(*q.shape[:3], x.shape[-1])
 
 
-def _fake(
+def fake_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -208,12 +209,16 @@ def _fake(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, seed, dropout_p)
+    """Empty results of the right shapes and dtypes."""
+    check_attention(q, k, v, seed, dropout_p)
     rows = q.shape[:3]
     return q.new_empty((*rows, v.shape[3])), q.new_empty(rows, dtype=accumulation_dtype(q.dtype))
 
 
-def _fake_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+def fake_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty gradients of the right shapes and dtypes."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -240,17 +245,14 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor
 
 _CONSTANTS = "float dropout_p, bool is_causal, float scale, SymInt site, SymInt[] offset, SymInt[] global_shape"
 
-attention = define(
-    "attention",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, {_CONSTANTS}) -> (Tensor out, Tensor lse)",
-    attention_reference,
-    _fake,
-)
-attention_backward = define(
-    "attention_backward",
+ARGUMENTS = f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, {_CONSTANTS}) -> (Tensor out, Tensor lse)"
+BACKWARD_ARGUMENTS = (
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? seed, "
-    f"{_CONSTANTS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    attention_backward_reference,
-    _fake_backward,
+    f"{_CONSTANTS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+attention = define("attention", ARGUMENTS, attention_reference, fake_attention)
+attention_backward = define(
+    "attention_backward", BACKWARD_ARGUMENTS, attention_backward_reference, fake_attention_backward
 )
 differentiate(attention, _setup_context, _backward)

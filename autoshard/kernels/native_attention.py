@@ -1,0 +1,350 @@
+"""Attention on torch's fused kernels: `autoshard::attention` and its backward with memory linear in the sequence.
+
+Which kernel runs depends on the device, the types and the shapes alone:
+
+| call | kernel |
+|---|---|
+| CPU | `aten._scaled_dot_product_flash_attention_for_cpu` |
+| CUDA, 16 bits, no mask, not causal unless square | `aten._scaled_dot_product_flash_attention` |
+| CUDA, others | `aten._scaled_dot_product_efficient_attention` |
+| dropout; heads that no kernel takes | the definition, a block of queries at a time |
+
+Three steps bring a call into a form that the kernels take:
+
+1. A causal call whose queries begin `shift` rows below the keys (a shard of the sequence) is two calls: all queries see
+   the first `shift` keys, and the others causally. The results are merged by their log-sum-exp. The backward of each,
+   given the merged result and log-sum-exp, is its share of the gradients (Dao et al. 2022, appendix B.4).
+2. A mask becomes numbers to add, of a block of queries at a time; causality beside a mask is part of these.
+3. Key heads that several query heads share are repeated where a kernel takes none that are shared, and their gradients
+   are summed.
+
+A row that is masked throughout has log-sum-exp -inf and a result of zeros. Dropout is Philox at the global index, which
+no fused kernel of torch draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.attention import (
+    ARGUMENTS,
+    BACKWARD_ARGUMENTS,
+    attention_backward_reference,
+    attention_reference,
+    check_attention,
+    fake_attention,
+    fake_attention_backward,
+)
+from autoshard.kernels.library import accumulation_dtype, define
+
+aten = torch.ops.aten
+
+_BLOCK_ELEMENTS = 1 << 22
+"""Scores, or numbers of a mask, of a block of queries: 16 MiB of float32."""
+_LARGEST_FLASH_HEAD = 256
+"""Of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
+_HEAD_STEP, _ROW_STEP, _MASK_STEP = 8, 32, 16
+"""What the memory-efficient kernel's head sizes, rows of log-sum-exp, and columns of masks are multiples of."""
+
+Result = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A fused kernel of torch.
+
+    Args:
+        forward: `(q, k, v, bias, is_causal, scale)` to the result and log-sum-exp [B, H, S].
+        backward: `(grad_out, q, k, v, bias, out, lse, is_causal, scale)` to the gradients of q, k and v.
+    """
+
+    forward: Callable[..., Result]
+    backward: Callable[..., Gradients]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one call of a kernel computes: some queries on some keys, causally from the first of both or not."""
+
+    rows: range
+    keys: range
+    is_causal: bool = False
+    bias: Tensor | None = None
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The operands of the part."""
+        return _cut(q, self.rows), _cut(k, self.keys), _cut(v, self.keys)
+
+
+def _cut(x: Tensor, places: range) -> Tensor:
+    """The part of [B, H, S, ...] at consecutive places of the sequence."""
+    return x if len(places) == x.shape[2] else x.narrow(2, places.start, len(places))
+
+
+def native_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float, site: int, offset: Sequence[int], global_shape: Sequence[int],
+) -> Result:  # fmt: skip
+    """Attention of grouped heads; arguments, results and errors are those of `attention_reference`."""
+    check_attention(q, k, v, seed, dropout_p)
+    found: list[Result] = []
+    if dropout_p > 0.0 or not _has_kernel(q, k, v):
+        for rows in _blocks(q, q.shape[0] * q.shape[1] * k.shape[2]):
+            block = (
+                _cut(q, rows),
+                k,
+                v,
+                None if mask is None else _rows_of(mask, rows),
+                seed,
+                dropout_p,
+                is_causal,
+                scale,
+                site,
+            )
+            found.append(attention_reference(*block, _moved(offset, rows), global_shape))
+    else:
+        k, v = _repeated(k, q), _repeated(v, q)
+        for rows, parts in _parts(q, k, mask, is_causal, offset):
+            results = [_forward(*part.of(q, k, v), part, scale) for part in parts]
+            found.append(_merge(results) if results else _nothing(_cut(q, rows), v))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
+
+
+def native_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
+    seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float, site: int, offset: Sequence[int],
+    global_shape: Sequence[int],
+) -> Gradients:  # fmt: skip
+    """Gradients of q, k and v in their shapes and dtypes; arguments are those of `attention_backward_reference`."""
+    sums = _Sums(q, k, v)
+    if dropout_p > 0.0 or not _has_kernel(q, k, v):
+        for rows in _blocks(q, q.shape[0] * q.shape[1] * k.shape[2]):
+            of_rows = (_cut(out, rows), _cut(lse, rows), seed, dropout_p, is_causal, scale, site)
+            block = (
+                _cut(grad_out, rows),
+                _cut(q, rows),
+                k,
+                v,
+                None if mask is None else _rows_of(mask, rows),
+                *of_rows,
+            )
+            sums.add(
+                _Part(rows, range(k.shape[2])), attention_backward_reference(*block, _moved(offset, rows), global_shape)
+            )
+        return sums.gradients()
+    all_k, all_v = _repeated(k, q), _repeated(v, q)
+    for _, parts in _parts(q, k, mask, is_causal, offset):
+        for part in parts:
+            rows = part.rows
+            given = (_cut(grad_out, rows), *part.of(q, all_k, all_v), part.bias, _cut(out, rows), _cut(lse, rows))
+            dq, dk, dv = _kernel_of(q, part).backward(*given, part.is_causal, scale)
+            sums.add(part, (dq, _summed(dk, k), _summed(dv, v)))
+    return sums.gradients()
+
+
+class _Sums:
+    """Gradients as sums over parts; where one part is everything, its own."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._like = (q, k, v)
+        self._whole: Gradients | None = None
+        self._sums: Gradients | None = None
+
+    def add(self, part: _Part, gradients: Gradients) -> None:
+        """Add the gradients of a part."""
+        q, k, _ = self._like
+        if self._sums is None and (len(part.rows), len(part.keys)) == (q.shape[2], k.shape[2]):
+            self._whole = gradients
+            return
+        if self._sums is None:
+            wide = [accumulation_dtype(item.dtype) for item in self._like]
+            dq, dk, dv = (torch.zeros_like(item, dtype=dtype) for item, dtype in zip(self._like, wide, strict=True))
+            self._sums = dq, dk, dv
+        for total, gradient, place in zip(self._sums, gradients, (part.rows, part.keys, part.keys), strict=True):
+            _cut(total, place).add_(gradient)
+
+    def gradients(self) -> Gradients:
+        """What was added, in the dtypes of q, k and v."""
+        found = self._whole or self._sums or tuple(map(torch.zeros_like, self._like))
+        dq, dk, dv = (total.to(item.dtype) for total, item in zip(found, self._like, strict=True))
+        return dq, dk, dv
+
+
+def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a fused kernel takes the types and head sizes: on CUDA, of 64 bits none does."""
+    if q.device.type == "cpu":
+        return q.shape[-1] == v.shape[-1]
+    is_narrow = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return q.device.type == "cuda" and is_narrow and q.shape[-1] % _HEAD_STEP == 0 == v.shape[-1] % _HEAD_STEP
+
+
+def _kernel_of(q: Tensor, part: _Part) -> _Kernel:
+    """The kernel of a part, of those that take its types."""
+    if q.device.type == "cpu":
+        return _CPU
+    is_square = not part.is_causal or len(part.rows) == len(part.keys)
+    is_flash = q.dtype != torch.float32 and part.bias is None and is_square and q.shape[-1] <= _LARGEST_FLASH_HEAD
+    return _FLASH if is_flash else _EFFICIENT
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> Result:
+    out, lse = _kernel_of(q, part).forward(q, k, v, part.bias, part.is_causal, scale)
+    if part.bias is None:
+        return out, lse
+    is_dead = (part.bias == -math.inf).all(-1)  # [B or 1, H or 1, S or 1]
+    return out.masked_fill(is_dead.unsqueeze(-1), 0.0), lse.masked_fill(is_dead, -math.inf)
+
+
+def _parts(
+    q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, offset: Sequence[int]
+) -> Iterator[tuple[range, Sequence[_Part]]]:
+    """The queries in blocks, in order, with the parts of each; none of those that see no key."""
+    shift, queries, keys = offset[2] - offset[3], range(q.shape[2]), range(k.shape[2])
+    if mask is not None:
+        for rows in _blocks(q, mask.shape[0] * mask.shape[1] * len(keys)):
+            yield rows, (_Part(rows, keys, bias=_bias_of(mask, rows, q, k, shift if is_causal else None)),)
+    elif not is_causal or shift >= len(keys) - 1:
+        yield queries, (_Part(queries, keys),)
+    elif shift == 0:
+        yield queries, (_Part(queries, keys, is_causal=True),)
+    elif shift > 0:
+        yield queries, (_Part(queries, keys[:shift]), _Part(queries, keys[shift:], is_causal=True))
+    else:
+        yield queries[:-shift], ()
+        if queries[-shift:]:
+            yield queries[-shift:], (_Part(queries[-shift:], keys, is_causal=True),)
+
+
+def _bias_of(mask: Tensor, rows: range, q: Tensor, k: Tensor, shift: int | None) -> Tensor:
+    """The numbers to add to the scores of a block of queries; with `shift`, causality as well."""
+    block = _rows_of(mask, rows)
+    if block.dtype == torch.bool:
+        block = q.new_zeros(block.shape).masked_fill(block.logical_not(), -math.inf)
+    block = block.to(q.dtype)
+    if shift is not None:
+        places = block.new_ones(max(rows.stop, k.shape[2]), dtype=torch.int64).cumsum(0)
+        queries, keys = places.narrow(0, rows.start, len(rows)), places.narrow(0, 0, k.shape[2])
+        block = block.masked_fill(keys > queries.unsqueeze(-1) + shift, -math.inf)
+    return block.expand(*block.shape[:2], len(rows), k.shape[2])
+
+
+def _rows_of(mask: Tensor, rows: range) -> Tensor:
+    return mask if mask.shape[2] == 1 else _cut(mask, rows)
+
+
+def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
+    """The queries, in blocks of at most `_BLOCK_ELEMENTS` elements, and at least a row."""
+    count = q.shape[2]
+    size = max(1, _BLOCK_ELEMENTS // max(1, elements_of_row))
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _moved(offset: Sequence[int], rows: range) -> list[int]:
+    """Where the probabilities of a block of queries begin."""
+    return [offset[0], offset[1], offset[2] + rows.start, offset[3]]
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """[B, G, T, D] to [B, H, T, D]: each key head for the query heads that share it."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _summed(gradient: Tensor, x: Tensor) -> Tensor:
+    """The way back of `_repeated`, for gradients."""
+    if gradient.shape[1] == x.shape[1]:
+        return gradient
+    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _nothing(q: Tensor, v: Tensor) -> Result:
+    """The result of queries that see no key."""
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    return out, q.new_full(q.shape[:3], -math.inf, dtype=accumulation_dtype(q.dtype))
+
+
+def _merge(results: Sequence[Result]) -> Result:
+    """Attention over all keys from that over parts of them, of which each has a key that each row sees."""
+    if len(results) == 1:
+        return results[0]
+    lse = torch.stack([lse for _, lse in results]).logsumexp(0)
+    weighted = [out * torch.exp(part - lse).unsqueeze(-1) for out, part in results]
+    return torch.stack(weighted).sum(0).to(results[0][0].dtype), lse
+
+
+def _without_dead_rows(lse: Tensor) -> Tensor:
+    """Log-sum-exp by which the probabilities of rows that see no key are 0, not NaN."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Result:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+
+
+def _cpu_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    is_causal: bool, scale: float,
+) -> Gradients:  # fmt: skip
+    lse = lse if bias is None else _without_dead_rows(lse)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, is_causal: bool, scale: float) -> Result:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
+
+
+def _flash_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float,
+) -> Gradients:  # fmt: skip
+    state = q.new_empty((), dtype=torch.int64)  # of a generator that nothing draws from
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, state, scale=scale
+    )
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Result:
+    out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, _aligned(bias, q), True, 0.0, is_causal, scale=scale
+    )
+    return out, lse.narrow(2, 0, q.shape[2])
+
+
+def _efficient_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    is_causal: bool, scale: float,
+) -> Gradients:  # fmt: skip
+    state = q.new_empty((), dtype=torch.int64)
+    lse = torch.nn.functional.pad(_without_dead_rows(lse), (0, -lse.shape[2] % _ROW_STEP), value=math.inf)
+    wanted = [True, True, True, False]
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, k, v, _aligned(bias, q), out, lse, state, state, 0.0, wanted, is_causal, scale=scale
+    )[:3]
+
+
+def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """A bias [B, H, S, T] whose rows begin at multiples of `_MASK_STEP`, as the kernel reads them."""
+    if bias is None:
+        return None
+    columns = bias.shape[-1]
+    padded = torch.nn.functional.pad(bias, (0, -columns % _MASK_STEP))
+    return padded.narrow(-1, 0, columns).expand(*q.shape[:2], -1, -1)
+
+
+_CPU = _Kernel(_cpu_forward, _cpu_backward)
+_FLASH = _Kernel(_flash_forward, _flash_backward)
+_EFFICIENT = _Kernel(_efficient_forward, _efficient_backward)
+
+native = define("native_attention", ARGUMENTS, native_attention, fake_attention)
+native_backward = define(
+    "native_attention_backward", BACKWARD_ARGUMENTS, native_attention_backward, fake_attention_backward
+)

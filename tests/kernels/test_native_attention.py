@@ -1,0 +1,134 @@
+"""Attention on torch's fused kernels equals its definition, in memory that grows linearly with the sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.kernels import native_attention as module
+from autoshard.kernels.attention import attention_backward_reference, attention_reference
+from autoshard.kernels.native_attention import native_attention, native_attention_backward
+
+SEED = torch.tensor(5)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Arguments of attention: grouped heads, masks of all broadcasts, causal shards of a sequence, dropout."""
+    batch, groups, shared, queries, keys, head = (draw(st.integers(1, most)) for most in (2, 2, 2, 9, 9, 5))
+    value_size = draw(st.sampled_from([head, head + 1]))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    heads = groups * shared
+    q, k, v = (
+        drawn(batch, heads, queries, head),
+        drawn(batch, groups, keys, head),
+        drawn(batch, groups, keys, value_size),
+    )
+    shape = [draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys)]
+    kind = draw(st.sampled_from(["none", "bool", "float"]))
+    mask = {"none": None, "bool": drawn(*shape) > -0.5, "float": drawn(*shape)}[kind]
+    is_causal, shift = draw(st.booleans()), draw(st.integers(-3, 10))
+    offset = [0, 0, max(shift, 0), max(-shift, 0)]
+    dropout_p = draw(st.sampled_from([0.0, 0.0, 0.4]))
+    whole = [batch, heads, queries + offset[2], keys + offset[3]]
+    return q, k, v, mask, SEED, dropout_p, is_causal, 0.4, 3, offset, whole
+
+
+@given(calls(), st.sampled_from([1 << 22, 8]))
+def test_equals_the_definition(arguments: tuple[Any, ...], block_elements: int) -> None:
+    """Results, log-sum-exp and gradients, whole or in blocks of few queries; rows that see no key are zeros."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK_ELEMENTS", block_elements)
+        found = native_attention(*arguments)
+        expected = attention_reference(*arguments)
+        _assert_close(found, expected, arguments[0].dtype)
+        grad_out = torch.randn_like(expected[0])
+        q, k, v, mask, *rest = arguments
+        given_backward = (grad_out, q, k, v, mask, *expected, *rest)
+        gradients = native_attention_backward(*given_backward)
+    _assert_close(gradients, attention_backward_reference(*given_backward), q.dtype)
+
+
+def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+class _Largest(TorchDispatchMode):
+    """The operators that ran, and the elements of the largest tensor that one made; `known` tensors are not made."""
+
+    def __init__(self, *known: Tensor | None) -> None:
+        super().__init__()
+        self.known = {item.untyped_storage()._cdata for item in known if item is not None}
+        self.elements = 0
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.operators.add(str(func).removeprefix("aten.").removesuffix(".default"))
+        for value in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.known:
+                self.elements = max(self.elements, value.untyped_storage().nbytes() // value.element_size())
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"masked": True}, {"dropout_p": 0.2}, {"shift": 512}])
+def test_memory_is_linear(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor has as many elements as there are scores; the mask's own are the caller's."""
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 1 << 14)
+    size, shift = 1024, options.get("shift", 0)
+    q, k, v = torch.randn(3, 1, 2, size, 8).unbind()
+    mask = torch.rand(1, 1, size, size) > 0.1 if options.get("masked") else None
+    constants = (SEED, options.get("dropout_p", 0.0), True, 0.3, 0, [0, 0, shift, 0], [1, 2, size + shift, size])
+    with _Largest(mask) as mode:
+        out, lse = native_attention(q, k, v, mask, *constants)
+        native_attention_backward(torch.ones_like(out), q, k, v, mask, out, lse, *constants)
+    assert mode.elements <= 4 * size * 2 * 8 + (1 << 14)
+
+
+CUDA_KERNELS = [
+    (torch.bfloat16, {}, "flash"),
+    (torch.float16, {}, "flash"),
+    (torch.bfloat16, {"keys": 48}, "efficient"),
+    (torch.bfloat16, {"shift": 32}, "flash"),
+    (torch.float32, {}, "efficient"),
+    (torch.bfloat16, {"masked": True}, "efficient"),
+    (torch.bfloat16, {"head": 512}, "efficient"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options", "kernel"), CUDA_KERNELS)
+def test_kernels_on_cuda(dtype: torch.dtype, options: dict[str, Any], kernel: str) -> None:
+    """On fake CUDA tensors the operators that run are torch's fused kernels, forward and backward."""
+    size, head, shift = 64, options.get("head", 32), options.get("shift", 0)
+    with FakeTensorMode() as fakes:
+
+        def on_cuda(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return FakeTensor(fakes, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda"))
+
+        q = on_cuda(2, 4, size, head)
+        k, v = on_cuda(2, 2, 2, options.get("keys", size), head).unbind()
+        mask = on_cuda(2, 1, size, size, dtype=torch.bool) if options.get("masked") else None
+        constants = (None, 0.0, True, 0.3, 0, [0, 0, shift, 0], [2, 4, size + shift, size])
+        with _Largest() as mode:
+            out, lse = native_attention(q, k, v, mask, *constants)
+            assert (out.shape, lse.shape) == ((2, 4, size, head), (2, 4, size))
+            gradients = native_attention_backward(torch.empty_like(out), q, k, v, mask, out, lse, *constants)
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
+    name = f"_scaled_dot_product_{kernel}_attention"
+    assert {name, f"{name}_backward"} <= mode.operators
+    assert not mode.operators & {"bmm", "matmul", "_softmax", "_local_scalar_dense"}
