@@ -115,9 +115,10 @@ def compile(
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
             update is not traced.
-        backend: "eager"; "triton" for fused kernels, hand-written and generated, which on a CPU stand back for their
-            references unless Triton's interpreter is asked for (TRITON_INTERPRET=1); "inductor" (with processes) for
-            the hand-written ones, and Inductor for the rest; "auto" is "eager".
+        backend: "auto": every operator on the kernel that torch has for the device; "reference": semantic operators
+            (attention) by their definitions in plain PyTorch, for tests; "triton": fused kernels, hand-written and
+            generated, which on a CPU stand back for their references unless Triton's interpreter is asked for
+            (TRITON_INTERPRET=1); "inductor" (with processes): the hand-written ones, and Inductor for the rest.
         verify: check that the program to run equals the traced one.
         time_budget_s: seconds that the search for a plan may take; Ctrl-C ends it too, see `plan`.
         dynamic_lengths: names of arguments to what their padding holds: {"input_ids": 0, "attention_mask": 0,
@@ -165,6 +166,7 @@ def compile(
         time_budget_s=time_budget_s,
         with_kernels=has_kernels(backend, device),
         with_generated=backend == "triton",
+        with_native=backend != "reference",
     )
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)

@@ -29,7 +29,7 @@ from cost_models.joined import JoinedCluster
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
-BACKENDS = ("auto", "eager", "inductor", "triton")
+BACKENDS = ("auto", "inductor", "reference", "triton")
 
 
 def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
@@ -53,7 +53,7 @@ def check_is_materialised(model: nn.Module) -> None:
 def check_backend(name: Any) -> None:
     """Raise `NotAvailableError` for a backend that does not exist."""
     if not isinstance(name, str) or name not in BACKENDS:
-        raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'eager', 'inductor' or 'triton'.")
+        raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'inductor', 'reference' or 'triton'.")
 
 
 def check_flags(**flags: Any) -> None:

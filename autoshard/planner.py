@@ -79,6 +79,7 @@ class Planner:
         micro_batches: how many a training step has.
         with_kernels: let Triton kernels stand in for operators, and predict that.
         with_generated: generated ones too; the prediction has them either way, as what Inductor writes.
+        with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         progress: whether searches show how they go; see `search_bar`.
         others: see `compile`.
     """
@@ -100,6 +101,7 @@ class Planner:
     time_budget_s: float = 60.0
     with_kernels: bool = False
     with_generated: bool = True
+    with_native: bool = True
     progress: bool | None = False
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
@@ -378,8 +380,13 @@ class Planner:
 
         cluster = self.cluster_for(chosen.mesh)
         on_pass = verify_pass if _verifies_each_pass() else None
-        kernels = {"with_kernels": self.with_kernels, "with_generated": self.with_generated}
-        phased = lower_program(program, chosen, cluster, **kernels, on_pass=on_pass)
+        phased = lower_program(
+            *(program, chosen, cluster),
+            with_kernels=self.with_kernels,
+            with_generated=self.with_generated,
+            with_native=self.with_native,
+            on_pass=on_pass,
+        )
         if not self.verify:
             return phased, None
         verify_preparation(program, phased.lowered.traced)

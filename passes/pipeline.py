@@ -24,6 +24,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.lowering.lower import Lower, result_key
+from passes.lowering.select_kernels import SelectKernels
 from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
@@ -316,6 +317,7 @@ def lower_program(
     *,
     with_kernels: bool = False,
     with_generated: bool = True,
+    with_native: bool = True,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
@@ -327,6 +329,7 @@ def lower_program(
         with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
             without, for verification.
         with_generated: generated ones too, for the groups that hand-written ones leave.
+        with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
@@ -336,8 +339,9 @@ def lower_program(
     passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes, plan.offload.nodes))
     prepared = prepare_for(program, plan) if on_pass is None else _run(passes, program, on_pass)
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
+    select = (SelectKernels(),) if with_native else ()
     if not with_kernels:
-        return _run((SplitPhases(),), lowered, on_pass)
+        return _run((SplitPhases(), *select), lowered, on_pass)
     from passes.lowering.fuse_kernels import FuseKernels
     from passes.lowering.generate_kernels import GenerateKernels
 
@@ -346,7 +350,7 @@ def lower_program(
     if on_pass is not None:
         on_pass(SplitPhases(), fused, phased)
     generated = (GenerateKernels(None if cluster is None else cluster.device),) if with_generated else ()
-    return _run(generated, phased, on_pass)
+    return _run((*generated, *select), phased, on_pass)
 
 
 def plan_of_choice(

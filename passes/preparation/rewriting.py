@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
@@ -26,6 +26,20 @@ def copy_program(program: Program) -> Program:
     if any(old != new for old, new in names.items()):
         _restore_names(environment)
     return dataclasses.replace(program, graph_module=lazy_module(program.graph_module, graph))
+
+
+def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx.GraphModule:
+    """The same graph with other operators in the place of some, which take the same arguments; itself without these."""
+    if not any(node.op == "call_function" and node.target in targets for node in graph_module.graph.nodes):
+        return graph_module
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copied = environment[node] = graph.node_copy(node, environment.__getitem__)
+        copied.meta = dict(node.meta)
+        if node.op == "call_function":
+            copied.target = targets.get(node.target, node.target)
+    return lazy_module(graph_module, graph)
 
 
 def _restore_names(environment: dict[fx.Node, fx.Node]) -> None:

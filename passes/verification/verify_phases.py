@@ -7,9 +7,9 @@ the update from those of the values that the backward carries into it, and of th
 What the forward leaves on the host for the backward is only fetched from there (`passes.verification.verify_offload`).
 Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 
-Kernels are written out as the calls that they stand for first (`expand_kernels`), so what is proven of phases
-with kernels is that these calls are the joint program's, sums and products in either order of their operands; that a
-kernel computes them is what its tests show.
+Native operators are read as the semantic ones that they run. Kernels are written out as the calls that they stand for
+first (`expand_kernels`). So what is proven of phases with kernels is that these calls are the joint program's, sums and
+products in either order of their operands; that a kernel computes them is what its tests show.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch import fx
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import to_host
 from passes.preparation.number_values import Numbering, number_graph
+from passes.preparation.rewriting import with_targets
 from passes.verification.verify_offload import verify_offload
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
@@ -62,7 +64,8 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without kernels; triton is imported only for one that has some."""
+    """The graph without kernels; triton is imported only for one that has some of it."""
+    graph_module = with_targets(graph_module, SEMANTIC)
     if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
         return graph_module
     from passes.verification.expand_kernels import expand_kernels

@@ -84,12 +84,12 @@ def _is_made(node: fx.Node) -> bool:
 
 @pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)
 def test_models_with_kernels_equal_models_without(make: Callable[[], tuple[nn.Module, Any]]) -> None:
-    """Loss and gradients of backend="triton" are those of "eager"; the phases, with their kernels, verify."""
+    """Loss and gradients of backend="triton" are those of "auto"; the phases, with their kernels, verify."""
     model, inputs = make()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     plan = autoshard.plan(model, Mesh({"x": 2}), example_inputs=inputs, precision="f32")
     losses, gradients, found = [], [], set()
-    for backend in ("eager", "triton"):
+    for backend in ("auto", "triton"):
         sharded = autoshard.compile(model, Mesh({"x": 2}), backend=backend, plan=plan)
         result = sharded(*args, **kwargs)
         loss = result if isinstance(result, torch.Tensor) else result.loss

@@ -48,7 +48,7 @@ def write_file(text: str) -> Path:
     except OSError as error:
         raise KernelError(
             f"generated kernels cannot be written to {str(path.parent)!r}: {error}. Set XDG_CACHE_HOME to a folder "
-            "that can be written, or use backend='eager'."
+            "that can be written, or use backend='auto'."
         ) from error
     return path
 

@@ -1,0 +1,21 @@
+"""What semantic operators run on: operators of ours that take the same arguments and call torch's fused kernels.
+
+A semantic operator's own implementation is its definition in plain PyTorch: its meaning, and the reference of tests. A
+program runs the native one in its place (`passes.lowering.select_kernels`), unless `backend="reference"` asks for the
+definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch._ops import OpOverload
+
+from autoshard.kernels.attention import attention, attention_backward
+from autoshard.kernels.native_attention import native, native_backward
+
+NATIVE: Mapping[OpOverload, OpOverload] = MappingProxyType(
+    {attention: native, attention_backward: native_backward},
+)
+SEMANTIC: Mapping[OpOverload, OpOverload] = MappingProxyType({made: meant for meant, made in NATIVE.items()})
