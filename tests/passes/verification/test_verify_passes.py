@@ -115,7 +115,13 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
     program = trace(Layers(), (torch.ones(4, 8),), {})
     plan = pipeline.plan_program(program, MESH, local_cluster(MESH), pipeline.PlanOptions())
     pipeline.lower_program(program, plan, on_pass=watched)
-    assert seen == [*(type(item).__name__ for item in pipeline.PREPARATION), "InsertRecompute", "Lower", "SplitPhases"]
+    assert seen == [
+        *(type(item).__name__ for item in pipeline.PREPARATION),
+        "InsertRecompute",
+        "Lower",
+        "SplitPhases",
+        "SelectKernels",
+    ]
     monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
     compile_layers()
 
