@@ -37,6 +37,18 @@ def test_vector_norm(order: float) -> None:
     assert any(inputs[0].is_shard(0) and outputs[0].is_replicate() for inputs, outputs in found)
 
 
+@pytest.mark.parametrize("order", [1, 3, 2, None, math.inf])
+def test_norms_of_any_order_are_theirs(order: float | None) -> None:
+    """The older operators of a norm, whose order stands elsewhere; beside torch.linalg on the whole tensor."""
+    x = tensor(4, 8)
+    expected = torch.linalg.vector_norm(x, 2 if order is None else order, dim=1)
+    torch.testing.assert_close(aten.norm.ScalarOpt_dim(x, order, [1]), expected)
+    check_splits(aten.norm.ScalarOpt_dim, x, order, [1])
+    check_splits(aten.norm.ScalarOpt_dim, x, order, [0], True)
+    if order is not None:
+        check_splits(aten.norm.Scalar, x, order)
+
+
 @pytest.mark.parametrize(
     ("op", "args"),
     [

@@ -180,6 +180,36 @@ def test_operands_of_several_types_are_brought_to_the_narrow_one() -> None:
     torch.testing.assert_close(output_of(model, (x,)), run_in_precision(model, BF16, x), rtol=2**-7, atol=0)
 
 
+class Explicit(nn.Module):
+    """A product that its author asks for in float32, beside one that may be narrow: a router of experts, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow, self.wide = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.narrow(x)
+        return F.linear(hidden.float(), self.wide.weight.float()).square().mean()
+
+
+def test_products_that_are_asked_for_in_float32_are_computed_so() -> None:
+    """Counted in the program, forward and backward, and beside the cast model itself, which has casts of its own."""
+    model, x = Explicit(), torch.randn(16, 8)
+    program = trace(model, (x,), compute_dtype=BF16)
+    products = [node for node in program.graph.nodes if ".mm." in str(node.target) or "addmm" in str(node.target)]
+    kinds = [{operand.meta["val"].dtype for operand in node.all_input_nodes} for node in products]
+    assert sorted(kinds, key=str) == [{BF16}] * 2 + [{torch.float32}] * 3
+    copied = Explicit().to(BF16)
+    expected = copied(x.to(BF16))
+    expected.backward()
+    assert expected.dtype is torch.float32
+    found = {name: value for (_, name), value in run_program(program, model, (x,)).items()}
+    torch.testing.assert_close(found["output:0"], expected, rtol=1e-6, atol=0)
+    for name, parameter in copied.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad.float(), rtol=2**-8, atol=1e-6)
+
+
 def test_replaced_operators_come_back() -> None:
     """After a trace, and after a run on one device, PyTorch refuses them again."""
     model, x = Mixed(), torch.randn(3, 2, 4)

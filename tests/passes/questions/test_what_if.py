@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import autoshard
 from autoshard import Cluster, Mesh, P
@@ -138,6 +139,20 @@ def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
         assert item.lower_bound <= tight.objective
     assert found.binding in stated
     assert found.binding in str(found)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "links"),
+    [(1, 4, {"10 % faster links in a node"}), (4, 1, {"10 % faster network"}), (2, 2, None)],
+)
+def test_limits_ask_for_what_the_cluster_has(nodes: int, devices: int, links: set[str] | None) -> None:
+    """One node has no network in use, and nodes of one device have no links inside."""
+    cluster = Cluster("h100_sxm", nodes=nodes, devices_per_node=devices)
+    plan = autoshard.plan(
+        nn.Linear(64, 64), cluster, mesh=Mesh({"data": 4}), example_inputs=(torch.ones(8, 64),), optimizer=None
+    )
+    found = {item.name for item in limits_of(plan).variants if "links" in item.name or "network" in item.name}
+    assert found == (links or {"10 % faster links in a node", "10 % faster network"})
 
 
 def test_without_a_limit_memory_is_no_question(free: Plan) -> None:

@@ -39,6 +39,17 @@ def test_whole_tensors_are_broadcast_by_as_many_ranks_as_there_are() -> None:
     assert broadcasts_time(1e9, 8, wide, many, MODEL) < broadcasts_time(1e9, 64, wide, many, MODEL)
 
 
+def test_gradients_are_reduced_over_both_axes_of_replicas() -> None:
+    """Data and context, 2 x 8, are 16 replicas: as long as 16 of data, longer than 2, and than 8."""
+    recipes = [Recipe(data=2, context=8), Recipe(data=16), Recipe(data=2), Recipe(data=8)]
+    both, alone, *fewer = (
+        exchange_times(1e9, 0.0, each, recipe_groups(each, _cluster(each)), _cluster(each), MODEL)[0]
+        for each in recipes
+    )
+    assert both == alone
+    assert all(both > less for less in fewer)
+
+
 def test_whole_tensors_reduce_gradients_to_all() -> None:
     """An all-reduce in place of a reduce-scatter takes longer."""
     scattered, whole = (Recipe(data=16, zero=1, whole_tensors=flag) for flag in (False, True))

@@ -17,3 +17,13 @@ def test_groups_follow_megatrons_order_of_ranks() -> None:
     assert (groups.tensor.size, groups.tensor.inter) == (4, None)
     assert (groups.replicas.size, groups.replicas.per_node, groups.replicas.nodes) == (4, 2, 2)
     assert groups.neighbours.inter is not None
+
+
+def test_gradients_are_reduced_over_data_and_context() -> None:
+    """Ranks of both hold the same parameters: the group is that of as many ranks of data alone."""
+    both, alone = Recipe(data=4, context=4, tensor=2), Recipe(data=16, tensor=2)
+    found, expected = (recipe_groups(recipe, _cluster(recipe)) for recipe in (both, alone))
+    assert found.replicas == expected.replicas
+    assert (found.replicas.size, found.zero.size, found.context.size) == (16, 16, 4)
+    half = recipe_groups(Recipe(data=4, context=4, tensor=2, zero=3, zero_group=8), _cluster(both))
+    assert (half.zero.size, half.outer.size) == (8, 2)
