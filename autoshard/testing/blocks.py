@@ -309,6 +309,25 @@ def residual(draw: Draw, writer: SourceWriter) -> None:
         writer.line("h = skip + h")
 
 
+def random_numbers(draw: Draw, writer: SourceWriter) -> None:
+    """Noise, masks, slopes or an order that are drawn; none depends on what rounding may change."""
+    forms = (
+        "h = F.dropout(h, 0.25)",
+        "h = F.alpha_dropout(h, 0.2, training=True)",
+        "h = F.rrelu(h, training=True)",
+        "h = F.gumbel_softmax(h, dim=-1)",
+        "h = h + 0.1 * torch.randn_like(h)",
+        "h = h + 0.1 * torch.empty_like(h).exponential_()",
+        "h = h * torch.rand({batch}, 1, {width})",
+        "h = h * torch.empty_like(h).bernoulli_(0.6)",
+        "h = h + torch.randint(0, 4, ({length}, 1)) / 4",
+        "h = h[torch.randperm({batch})]",
+        "h = h * torch.multinomial(torch.ones({batch}, {length}), {length}).unsqueeze(-1) / {length}",
+    )
+    sizes = {"batch": writer.batch, "length": writer.length, "width": writer.width}
+    writer.line(draw(st.sampled_from(forms)).format(**sizes))
+
+
 BLOCKS: tuple[Callable[[Draw, SourceWriter], None], ...] = (
     linear,
     matmul_chain,

@@ -31,8 +31,8 @@ from autoshard.testing.training import (
     gradient_descent,
     in_type,
     options_of,
-    train,
     train_alone,
+    train_as_is,
     train_compiled,
     train_nearby,
     train_precisely,
@@ -66,7 +66,7 @@ def check_plan(
     that differ too (`CheckReport.small_failure`).
 
     Args:
-        model: any module without randomness (put it in `eval()` if it has dropout); left as it is.
+        model: any module; left as it is. One device draws the random numbers that ranks do, if it draws any.
         mesh: the mesh to simulate.
         inputs: positional arguments, or keyword arguments as a mapping.
         plan: the plan to run; None plans.
@@ -90,8 +90,7 @@ def check_plan(
 
     Raises:
         NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, no step is asked for, one device
-            cannot run the model in `precise`, or values differ of a model that draws random numbers, as one device
-            draws others.
+            cannot run the model in `precise`.
     """
     if not isinstance(steps, int) or steps < 1:
         raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one.")
@@ -103,14 +102,13 @@ def check_plan(
     sharded = _compile(copy.deepcopy(model), mesh, training, plan, precision, traced)
     if sharded.plan is None:
         raise AssertionError("with example inputs there is a plan")
+    training = replace(training, draws=_draws(sharded))
     name = sharded.plan.precision
     exact = _exactly(model, precise, training) if precise is not None or name is not None else {}
     compared = compare_all(train_compiled(sharded, training), train_alone(alone, name, training), exact)
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
     if exact:
         report = report.sampled(partial(train_nearby, model, name, training), exact)
-    if not report.is_equal:
-        _refuse_randomness(sharded)
     if precise is not None and name is None and not report.is_equal:
         report = _settled(report, model, precise, training)
     return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, training))
@@ -152,7 +150,7 @@ def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training
     except AutoshardError as error:
         _LOGGER.info("the same specs cannot be run in %s: %s", dtype, error)
         return report
-    compared = compare_all(train_compiled(compiled, training), train(precise, precise, training))
+    compared = compare_all(train_compiled(compiled, training), train_as_is(precise, precise, training))
     return replace(report, precisely=compared)
 
 
@@ -164,15 +162,9 @@ def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
     return replace(plan, program_digest=prepare_for(program, plan).digest(), inputs=inputs)
 
 
-def _refuse_randomness(compiled: ShardedModule | TrainStep) -> None:
-    traced = _compiled_program(compiled).phased.lowered.traced
-    for slot in traced.inputs_of(InputKind.SEED):
-        drawing = next(iter(traced.nodes_by_name()[slot.node].users))
-        raise NotAvailableError(
-            f"The model draws random numbers ({drawing.name}, {drawing.meta.get('source') or 'unknown line'}): ranks "
-            "draw the same ones, and one device that runs plain PyTorch others. Compare it in eval(), or with dropout "
-            "of 0; what ranks draw can be compared with autoshard.compile on a mesh of one."
-        )
+def _draws(compiled: ShardedModule | TrainStep) -> bool:
+    """Whether what was compiled draws random numbers."""
+    return bool(_compiled_program(compiled).phased.lowered.traced.inputs_of(InputKind.SEED))
 
 
 def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:

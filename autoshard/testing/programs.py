@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from autoshard.testing.blocks import BLOCKS, Draw, SourceWriter, scale_and_shift
+from autoshard.testing.blocks import BLOCKS, Draw, SourceWriter, random_numbers, scale_and_shift
 from autoshard.testing.source import run_code
 from autoshard.testing.whole_step import WholeStep
 
@@ -44,7 +44,7 @@ class DrawnProgram:
 
 
 def programs(
-    *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False
+    *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False, draws: bool = False
 ) -> st.SearchStrategy[DrawnProgram]:
     """Small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and a loss or none.
 
@@ -53,13 +53,14 @@ def programs(
         uneven: whether some dims are no multiples of four; None draws it, rarely true.
         whole_steps: whether programs are training steps: with a loss, an optimizer whose update is traced, clipping and
             micro-batches; None draws it.
+        draws: whether blocks may draw random numbers: `check_plan` then has one device draw the same.
 
     Example:
         >>> from hypothesis import find
         >>> find(programs(max_blocks=0), lambda program: True).source.splitlines()[0]
         'import torch'
     """
-    return st.composite(_draw_program)(max_blocks, uneven, whole_steps)
+    return st.composite(_draw_program)(max_blocks, uneven, whole_steps, draws)
 
 
 def run_source(source: str) -> DrawnProgram:
@@ -73,7 +74,9 @@ def run_source(source: str) -> DrawnProgram:
     return DrawnProgram(scope["model"], tuple(scope["inputs"]), source, scope.get("whole_step"))
 
 
-def _draw_program(draw: Draw, max_blocks: int, uneven: bool | None, whole_steps: bool | None) -> DrawnProgram:
+def _draw_program(
+    draw: Draw, max_blocks: int, uneven: bool | None, whole_steps: bool | None, draws: bool
+) -> DrawnProgram:
     is_step = draw(st.booleans()) if whole_steps is None else whole_steps
     parts = draw(st.sampled_from((1, 2))) if is_step else 1
     writer = _start(draw, uneven, parts)
@@ -81,7 +84,7 @@ def _draw_program(draw: Draw, max_blocks: int, uneven: bool | None, whole_steps:
     if is_step:
         scale_and_shift(draw, writer)  # something to train
     for _ in range(draw(st.integers(0, max_blocks))):
-        draw(st.sampled_from(BLOCKS))(draw, writer)
+        draw(st.sampled_from((*BLOCKS, random_numbers) if draws else BLOCKS))(draw, writer)
     draw(st.sampled_from(_LOSSES if is_step else (*_LOSSES, _exit_hidden)))(draw, writer)
     return run_source(writer.source(draw(st.integers(0, 3)), _draw_step(draw, parts) if is_step else ()))
 

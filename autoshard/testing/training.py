@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.precision import PRECISIONS
+from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_step import find_loss
 from autoshard.runtime.train_step import TrainStep
@@ -20,17 +22,20 @@ from autoshard.testing.rounding import nudge
 from autoshard.testing.whole_step import MakeOptimizer, WholeStep
 from autoshard.tracing.calling import cast_floats
 from autoshard.tracing.precision import run_in_precision
+from autoshard.tracing.random_numbers import number_random_operators
+from autoshard.tracing.semantic import keep_operators_whole
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What to train on, for how long and by what."""
+    """What to train on, for how long and by what; `draws`: by a model that draws random numbers."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     steps: int
     make_optimizer: MakeOptimizer
     whole_step: WholeStep | None
+    draws: bool = False
 
 
 def gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -116,7 +121,30 @@ def _state_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str,
 def train_alone(model: nn.Module, precision: str | None, training: Training) -> dict[str, torch.Tensor]:
     """Train a model on one device, by the casts of a precision."""
     narrow = None if precision is None else PRECISIONS[precision]
-    return train(model, model if narrow is None else partial(run_in_precision, model, narrow), training)
+    return train_as_is(model, model if narrow is None else partial(run_in_precision, model, narrow), training)
+
+
+def train_as_is(model: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
+    """Train on one device; it draws what ranks do, if anything."""
+    return train(model, _drawing_in_turn(call) if training.draws else call, training)
+
+
+def _drawing_in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Each call has the next seed, from the first one on."""
+    seeds = SeedSequence()
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        with drawing_alike(seeds.draw()):
+            return call(*args, **kwargs)
+
+    return draw
+
+
+@contextlib.contextmanager
+def drawing_alike(seed: torch.Tensor) -> Iterator[None]:
+    """Within, a plain call draws what a compiled one with this seed does."""
+    with number_random_operators(seed), keep_operators_whole():
+        yield
 
 
 def train_nearby(model: nn.Module, precision: str | None, training: Training, number: int) -> dict[str, torch.Tensor]:
@@ -134,7 +162,7 @@ def train_nearby(model: nn.Module, precision: str | None, training: Training, nu
 def train_precisely(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
     """`train` of a copy of the model, it and its inputs in another floating type, or in their own."""
     precise, training = in_type(model, dtype, training)
-    return train(precise, precise, training)
+    return train_as_is(precise, precise, training)
 
 
 def in_type(model: nn.Module, dtype: torch.dtype | None, training: Training) -> tuple[nn.Module, Training]:

@@ -14,7 +14,7 @@ from autoshard.tracing.precision import run_in_precision
 
 def any_plan(data: st.DataObject, most_plans: int = 1) -> int:
     """Every strategy of every node, on any mesh; half of the plans recompute."""
-    mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs())
+    mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs(draws=True))
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans):
         options = {"plan": plan, "traced": traced_call(program, plan.precision), "precise": torch.float64}
@@ -26,7 +26,7 @@ def any_plan(data: st.DataObject, most_plans: int = 1) -> int:
 def any_plan_of_a_whole_step(data: st.DataObject, most_plans: int = 1) -> int:
     """Loss, parameters, buffers and optimizer state after two steps, with clipping and micro-batches."""
     mesh = data.draw(meshes(max_ranks=4, max_axes=2))
-    program = data.draw(programs(max_blocks=3, whole_steps=True))
+    program = data.draw(programs(max_blocks=3, whole_steps=True, draws=True))
     pairs = 0
     for plan in _some_plans(data, program, mesh, most_plans):
         whole = {"whole_step": program.whole_step, "steps": 2}
@@ -49,7 +49,7 @@ def any_plan_in_bf16(data: st.DataObject, most_plans: int = 1) -> int:
 
 def chosen_plan(data: st.DataObject, most_plans: int = 1) -> int:
     """The plan that the planner picks, over two steps."""
-    mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs())
+    mesh, program = data.draw(meshes(max_ranks=4, max_axes=2)), data.draw(programs(draws=True))
     check_plan(program.model, mesh, program.inputs, steps=2, precise=torch.float64).raise_if_different()
     return 1
 

@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Mesh
-from autoshard.testing import DrawnProgram, check_plan, programs
+from autoshard.testing import DrawnProgram, check_plan, meshes, plans, programs
+from autoshard.testing.blocks import SourceWriter, pointwise, random_numbers, scale_and_shift
+from autoshard.testing.programs import run_source
 from tests.end_to_end.drawn_pairs import any_plan, any_plan_of_a_whole_step
 
 
@@ -26,3 +28,18 @@ def test_any_legal_plan_of_a_whole_step_equals_one_device(data: st.DataObject) -
 def test_the_chosen_plan_equals_one_device(program: DrawnProgram, mesh: Mesh) -> None:
     """The plan that the planner picks, over two steps."""
     check_plan(program.model, mesh, program.inputs, steps=2, precise=torch.float64).raise_if_different()
+
+
+@given(st.data())
+@settings(max_examples=4)
+def test_any_legal_plan_of_a_model_that_draws_equals_one_device(data: st.DataObject) -> None:
+    """Random numbers of each kind, in two steps; one device has the same seeds."""
+    mesh, writer = data.draw(meshes(max_ranks=4, max_axes=2)), SourceWriter(batch=4, length=3, width=6, rows=4)
+    x = writer.input("x", "torch.randn(4, 3, 6)")
+    writer.line(f"h = {x}")
+    for block in (scale_and_shift, random_numbers, pointwise, random_numbers):
+        block(data.draw, writer)
+    writer.line("return h.square().mean()")
+    program = run_source(writer.source(data.draw(st.integers(0, 3))))
+    plan = data.draw(plans(program, mesh))
+    check_plan(program.model, mesh, program.inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()

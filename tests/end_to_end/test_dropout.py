@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Mesh, NotAvailableError, P, PartitionSpec
+from autoshard import Mesh, P, PartitionSpec
 from autoshard.testing import check_plan
+from autoshard.testing.training import drawing_alike
 from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import assert_equal, train
@@ -28,12 +29,16 @@ def test_training_with_dropout_equals_a_mesh_of_one(name: str) -> None:
     assert_equal(trainings[1], trainings[0])
 
 
-def test_plans_of_models_with_dropout_are_compared_without_it() -> None:
-    """One device draws other masks: that is said, with the line, not reported as a fault of the plan."""
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.ones(4, 8)
-    with pytest.raises(NotAvailableError, match=r"draws random numbers \(dropout, .*Compare it in eval\(\)"):
-        check_plan(model, SQUARE, (x,))
-    assert check_plan(model.eval(), SQUARE, (x,)).is_equal
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_plans_of_models_with_dropout_are_compared_with_its_masks(precision: str | None) -> None:
+    """One device draws the masks that ranks draw, in each of several steps."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.ones(4, 8)
+    assert check_plan(model, SQUARE, (x,), steps=3, precision=precision).is_equal
+    with drawing_alike(torch.tensor(1)):
+        first, again = model(x), model(x)
+    with drawing_alike(torch.tensor(1)):
+        assert torch.equal(model(x), first)
+    assert not torch.equal(first, again)
 
 
 @pytest.mark.parametrize("spec", [P(), P("data", "model"), P(("data", "model"))], ids=str)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,9 +34,8 @@ from autoshard.runtime.engine import Engine, SimulatorEngine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.sharded_module import Request, ShardedModule
+from autoshard.testing.training import drawing_alike
 from autoshard.tracing import check_guards, trace
-from autoshard.tracing.random_numbers import number_random_operators
-from autoshard.tracing.semantic import keep_operators_whole
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
@@ -168,13 +167,6 @@ def train_and_evaluate(
         leaves = pytree.tree_leaves(network(**batches[-1]))
     outputs = _floating({f"evaluation, output {index}": leaf for index, leaf in enumerate(leaves)})
     return {**seen, **outputs}
-
-
-@contextlib.contextmanager
-def drawing_alike(seed: torch.Tensor) -> Iterator[None]:
-    """Within, a plain call draws what a compiled one with this seed does."""
-    with number_random_operators(seed), keep_operators_whole():
-        yield
 
 
 def _draws(sharded: ShardedModule) -> bool:
