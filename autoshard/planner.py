@@ -108,8 +108,6 @@ class Planner:
         """See `Compiler`. The first rank plans for all."""
         from passes.planning.constraints import constrained_outputs
 
-        if request.derivatives and self._is_for_outputs:
-            return replace(self, fixed=None, made=None, before=None, traced=None, constraints={})(request, engine)
         start = time.perf_counter()
         program = make_together(
             engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": fingerprint(made)}
@@ -118,7 +116,9 @@ class Planner:
         known = next((item for item in request.known if item.fingerprint == found), None)
         if known is not None:
             return replace(known, python=program.python)
-        chosen = engine.share(lambda: self._plan_for(program, request, engine.mesh))
+        # What was asked of the model's outputs does not hold of gradients in their place.
+        free = replace(self, fixed=None, made=None, before=None, constraints={}) if request.derivatives else self
+        chosen = engine.share(lambda: free._plan_for(program, request, engine.mesh))
         phased = make_together(
             engine,
             "lowering",
@@ -127,7 +127,7 @@ class Planner:
         )
         if self.with_kernels:
             make_together(engine, "block sizes", folder_identity, lambda folder: {_FOLDER: folder})
-        sharded_outputs = constrained_outputs(program, self.constraints)
+        sharded_outputs = constrained_outputs(program, free.constraints)
         _LOGGER.info(
             "compiled %s for %s in %.1f s, predicted step time %.3g s",
             request.signature,
@@ -136,12 +136,6 @@ class Planner:
             chosen.predicted.step_time_s,
         )
         return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python)
-
-    @property
-    def _is_for_outputs(self) -> bool:
-        """Whether it was told something that holds of calls which return the model's outputs, not gradients of them."""
-        told = (self.fixed, self.made, self.before, self.traced)
-        return bool(self.constraints) or any(item is not None for item in told)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """See `Compiler`."""

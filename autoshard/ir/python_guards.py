@@ -110,6 +110,7 @@ class PythonGuards:
         empties: containers that held nothing, each with its title.
         versions: tensors that are neither parameters, buffers nor inputs, each with its title and its version.
         settings: see `PythonUse`; what a call sets when these guards hold.
+        of_another: they are on another model than the one that is called, of which it is a copy: they do not hold.
     """
 
     namespaces: tuple[Namespace, ...] = ()
@@ -118,11 +119,13 @@ class PythonGuards:
     empty_titles: tuple[str, ...] = ()
     versions: tuple[tuple[str, torch.Tensor, int], ...] = ()
     settings: tuple[tuple[Any, str, Any], ...] = ()
+    of_another: bool = False
 
     def hold(self) -> bool:
         """Whether a program that was traced under these guards is what a trace would give now."""
         return (
-            not any(self.empties)
+            not self.of_another
+            and not any(self.empties)
             and all(item.holds() for item in self.namespaces)
             and all(item.holds() for item in self.contents)
             and all(tensor._version == version for _, tensor, version in self.versions)

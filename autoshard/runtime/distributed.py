@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.fx.proxy import GraphAppendingTracer
 
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, NotAvailableError
 from autoshard.ir.emit import emit_reshard
 from autoshard.ir.local import running_at
 from autoshard.ir.lowered import LocalSlot
@@ -68,6 +68,18 @@ class DistributedEngine:
         self._check_in_place = check_in_place
         self._finish_in_place = finish_in_place
         self._reshard_loaded = lru_cache(_MOST_RESHARDS)(self._load_reshard)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedEngine:
+        """The engine itself: copies of a model run on the same ranks."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: process groups are this run's, and a rank has its shards alone."""
+        raise NotAvailableError(
+            f"A model that runs on {self.mesh} with a process per rank cannot be pickled (by torch.save, say): its "
+            "process groups are this run's, and a rank holds its shards alone. Save sharded.state_dict() with "
+            "torch.distributed.checkpoint, and load it into a model that was compiled anew; copy.deepcopy works."
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -160,6 +172,11 @@ class DistributedEngine:
         shards = distribute_tensor(tensor, self.device_mesh, placements, src_data_rank=None)
         local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
         return self._from_local(local, tuple(tensor.shape), placements)
+
+    @torch.no_grad()
+    def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See `Engine`."""
+        return self._shard(tensor.to(self.device), like.placements) if isinstance(like, DTensor) else tensor
 
     @torch.no_grad()
     def add(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

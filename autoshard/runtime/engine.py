@@ -71,6 +71,10 @@ class Engine(Protocol):
         """`tensor`, which lies as `slot` says, or else a tensor with its value that does."""
         ...
 
+    def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A tensor with the value of `tensor`, which is whole, that lies as `like` does."""
+        ...
+
     def add(self, first: LocalValue, second: LocalValue) -> LocalValue:
         """The sum of two local values under one spec, sums or addends of sums; `first` may be written over."""
         ...
@@ -157,6 +161,10 @@ class SimulatorEngine:
         return torch.zeros(slot.shape, dtype=slot.dtype, device=self.device)
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
+        """See `Engine`: all tensors lie alike here."""
+        return tensor
+
+    def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """See `Engine`: all tensors lie alike here."""
         return tensor
 

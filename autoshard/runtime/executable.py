@@ -62,6 +62,10 @@ class Executable:
         """The program."""
         return self.compiled.phased
 
+    def for_a_copy(self) -> Executable:
+        """The program for a copy of its model, which serves the copy's state once a trace of that gave it too."""
+        return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
+
     def serves_state(self) -> bool:
         """Whether the program is the one of the model's Python as it is now."""
         for index, guards in reversed(list(enumerate(self.python_guards))):

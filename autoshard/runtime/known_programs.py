@@ -46,6 +46,13 @@ class KnownPrograms:
         while len(self) > self.most:
             self._forget_one()
 
+    def for_a_copy(self) -> KnownPrograms:
+        """The programs for a copy of their model."""
+        copy = KnownPrograms(self.most)
+        for key, known in self._programs.items():
+            copy._programs[key] = [executable.for_a_copy() for executable in known]
+        return copy
+
     def _use(self, key: Hashable, executable: Executable) -> None:
         known = self._programs[key]
         known.append(known.pop(next(i for i, item in enumerate(known) if item is executable)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 _MASK = (1 << 64) - 1
+_SIGN = 1 << 63
 
 
 class SeedSequence:
@@ -13,20 +14,32 @@ class SeedSequence:
     After `torch.manual_seed(s)` with another `s` than before, the module starts the sequence of `s`; with
     the same `s`,
     `restart` does. Ranks must set equal seeds; they compare them when they compile and when the seed changes.
+    A state that is loaded goes on with the sequence that it was saved from, whatever torch's seed is then.
     """
 
     def __init__(self) -> None:
-        self.base = torch.initial_seed()
+        self.base = self._seen = torch.initial_seed()
         self.count = 0
 
     @property
     def is_outdated(self) -> bool:
         """Whether torch was given another seed since."""
-        return torch.initial_seed() != self.base
+        return torch.initial_seed() != self._seen
 
     def restart(self, count: int = 0) -> None:
         """Go on after `count` calls of the sequence of torch's present seed."""
         self.base, self.count = torch.initial_seed(), count
+        self._seen = self.base
+
+    def state(self) -> torch.Tensor:
+        """The sequence and the number of calls so far, to go on from: int64[2]."""
+        base = (self.base & _MASK) - ((self.base & _SIGN) << 1)
+        return torch.tensor([base, self.count], dtype=torch.int64)
+
+    def load(self, state: torch.Tensor) -> None:
+        """Go on from where `state` was taken."""
+        base, count = state.tolist()
+        self.base, self.count, self._seen = base & _MASK, count, torch.initial_seed()
 
     def peek(self) -> torch.Tensor:
         """The next seed, a 0-dim int64 tensor, which stays the next."""

@@ -12,6 +12,7 @@ call.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,7 @@ from autoshard.runtime.lengths import Lengths, refuse_statistics
 from autoshard.runtime.parameters import digest_of, lent_parameters, outlined_parameters
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, signature_of
+from autoshard.runtime.state import lay_out_state, may_draw, take_seeds, write_seeds
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -173,6 +175,38 @@ class ShardedModule(nn.Module):
             if original is None:
                 raise
             return getattr(original[0], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
+        """A copy with a model of its own, which runs the same programs on the same ranks."""
+        memo[id(self.compiler)] = self.compiler
+        memo[id(self._known)] = self._known.for_a_copy()
+        if self._last is not None:
+            memo[id(self._last)] = self._last.for_a_copy()
+        memo[id(self)] = result = type(self).__new__(type(self))
+        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the programs, which are compiled anew where the module is loaded."""
+        return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `nn.Module`; random numbers go on from where they were."""
+        super().__setstate__(state)
+        self.seeds.load(self.seeds.state())
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._original[0]._save_to_state_dict(destination, prefix, keep_vars)
+        if self.seeds.count or may_draw(self._original[0]):
+            write_seeds(destination, prefix, self.seeds)
+
+    @in_normal_mode
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        seeds = take_seeds(state_dict, prefix, self._original[0])
+        if seeds is not None:
+            self.seeds.load(seeds)
+        lay_out_state(state_dict, prefix, self._original[0], self._engine.lay_out_like)
+        self._original[0]._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
@@ -359,8 +393,8 @@ class ShardedModule(nn.Module):
         """An example of an input for tracing: of its own, so that tracing leaves no trace on the user's tensor."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        copy = self._engine.global_copy(leaf).detach()
-        return (copy.clone() if copy.is_inference() else copy).requires_grad_(leaf.requires_grad)
+        example = self._engine.global_copy(leaf).detach()
+        return (example.clone() if example.is_inference() else example).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
         """Lay parameters out as the first program that has them says, and remember where optimizer state lies."""

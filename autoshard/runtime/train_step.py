@@ -85,18 +85,13 @@ class TrainStep:
             return self.sharded.compile_for(*part_args, **part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of model, optimizer and random numbers, to go on from."""
-        return {
-            "model": self.sharded.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": {"calls": self.sharded.seeds.count},
-        }
+        """The state of model (with its random numbers) and optimizer, to go on from."""
+        return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.sharded.seeds.restart(state["random"]["calls"])
 
     def _needs_gradients(self) -> bool:
         """Whether this step's gradients must be in `.grad`; the first time, say why."""
