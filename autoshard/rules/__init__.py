@@ -28,6 +28,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     offload,
     optimizers,
     pointwise,
+    pointwise_pairs,
     pooling,
     random_numbers,
     recurrent,

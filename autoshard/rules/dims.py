@@ -6,8 +6,10 @@ A rule for tensors of any rank cannot be one fixed string. It names the dims of 
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 
@@ -91,6 +93,11 @@ def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 def is_additive(*tensors: torch.Tensor) -> bool:
     """Whether partial sums of these tensors make sense: everything but booleans."""
     return all(tensor.dtype != torch.bool for tensor in tensors)
+
+
+def are_finite(*numbers: Any) -> bool:
+    """Whether none of the numbers among a call's arguments is infinite, or none at all."""
+    return all(cmath.isfinite(number) for number in numbers)
 
 
 def tensors(*values: object) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from autoshard.errors import OperatorError, RuleInferenceError
-from autoshard.rules.notation import Dims, Rule, bind, parse, render
+from autoshard.rules.notation import Beside, Dims, Rule, bind, parse, render
 from autoshard.rules.registry import checked_operator, has_rule, mark_inferred, sharding_rule, tensor_operands
 from autoshard.rules.sampling import Call, Sampler, Tie, Trial, agree, call_of, is_additive
 
@@ -337,6 +337,7 @@ def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence
         f"{render(operands)} -> {render(results)}",
         reduce={name: factor.reduction for factor, name in names.items() if factor.reduction is not None},
         linear=_linear_sets(sampler, trials),
+        beside=dict.fromkeys(range(len(sampler.sample)), Beside.NEVER),  # trials do not show where it has poles
         added=sorted({index for factor in factors for index in factor.added}),
         whole={name: results for name, results in whole.items() if results},
     )

@@ -19,7 +19,7 @@ from autoshard.rules.dims import (
     with_blocked,
     without,
 )
-from autoshard.rules.notation import Carry, Rule
+from autoshard.rules.notation import Beside, Carry, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -38,7 +38,9 @@ def _batched(
         shapes = [x.shape[: x.dim() - own] for x, own in zip(tensors, operands, strict=True)]
         batch = named(len(broadcast_shape(shapes)))
         dims = [(*broadcast_dims(shape, batch), *all_blocked(own)) for shape, own in zip(shapes, operands, strict=True)]
-        return Rule((dims, [(*batch, *all_blocked(own)) for own in results]), linear=linear, even=("*",))
+        beside = dict.fromkeys(range(len(tensors)), Beside.NEVER)
+        sides = (dims, [(*batch, *all_blocked(own)) for own in results])
+        return Rule(sides, linear=linear, beside=beside, even=("*",))
 
     return rule
 
@@ -99,7 +101,7 @@ def lu_solve(
     result = (*batch, BLOCKED, ("r",)) if left else (*batch, ("r",), BLOCKED)
     of_lu, of_pivots = broadcast_dims(lu.shape[:-2], batch), broadcast_dims(pivots.shape[:-1], batch)
     operands = ((*of_lu, BLOCKED, BLOCKED), (*of_pivots, BLOCKED), broadcast_dims(b.shape, result))
-    return Rule((operands, (result,)), linear=[(2,)], even=[factor for (factor,) in batch])
+    return Rule((operands, (result,)), linear=[(2,)], beside={0: Beside.NEVER}, even=[f for (f,) in batch])
 
 
 @sharding_rule(aten._trilinear.default)
@@ -134,7 +136,8 @@ def cdist_backward(
         return None
     batch = named(a.dim() - 2, "b")
     left, right, pairs = (*batch, ("m",), BLOCKED), (*batch, ("n",), BLOCKED), (*batch, ("m",), ("n",))
-    return Rule(((pairs, left, right, pairs), (left,)), reduce={"n": "sum"}, linear=[(0,)])
+    sides = ((pairs, left, right, pairs), (left,))
+    return Rule(sides, reduce={"n": "sum"}, linear=[(0,)], beside={3: Beside.NEVER})
 
 
 @sharding_rule(aten.linalg_cross.default)
@@ -179,4 +182,5 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> Rule:
 def weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int) -> Rule:
     dims = with_blocked(named(v.dim()), [position for position in range(v.dim()) if position != dim])
     norm_dims = broadcast_dims(g.shape, dims)
-    return Rule(((dims, dims, norm_dims, norm_dims), (dims, norm_dims)), linear=[(0,)])
+    sides = ((dims, dims, norm_dims, norm_dims), (dims, norm_dims))
+    return Rule(sides, linear=[(0,)], beside={3: Beside.NEVER})

@@ -14,7 +14,7 @@ from autoshard.rules.carries import linear_result, sums_by_result
 from autoshard.rules.dims import elementwise, named, names, tensors
 from autoshard.rules.indexing import local_indices
 from autoshard.rules.local import LocalContext, whole_to_piece
-from autoshard.rules.notation import Carry, Rule
+from autoshard.rules.notation import Beside, Carry, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -81,7 +81,8 @@ def cross_entropy_backward(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any
 ) -> Rule:
     local = _local_cross_entropy_backward(logits.dtype, lse.dtype)
-    return Rule("n, n c, n, n -> n c", linear=[(0,)], local=local, padding={})
+    beside = dict.fromkeys((1, 3), Beside.ANYTHING)  # the gradient is scaled by a probability
+    return Rule("n, n c, n, n -> n c", linear=[(0,)], beside=beside, local=local, padding={})
 
 
 def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype) -> Any:
@@ -204,7 +205,9 @@ def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
     x = (rows[0], ("c",), *rows[1:])
     grad = rows if reduction == _NONE else ()
     operands = (grad, x, rows, *(((("c",),),) if is_weighted else ()), ())
-    return Rule((operands, (x,)), blocked=("c",), linear=[(0,), *([(3,)] if is_weighted else [])])
+    linear = [(0,), *([(3,)] if is_weighted else [])]
+    beside = {1: Beside.ANYTHING, len(operands) - 1: Beside.NEVER if reduction == _MEAN else Beside.ANYTHING}
+    return Rule((operands, (x,)), blocked=("c",), linear=linear, beside=beside)
 
 
 @sharding_rule(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)

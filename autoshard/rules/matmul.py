@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from autoshard.rules.carries import increasing_addend, meaningful, products, scaled
-from autoshard.rules.dims import all_blocked, broadcast_dims, named
+from autoshard.rules.dims import all_blocked, are_finite, broadcast_dims, named
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Carry, Dims, Rule, parse
+from autoshard.rules.notation import Beside, Carry, Dims, Rule, parse
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
@@ -77,14 +77,16 @@ def addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) 
     operands, (result,) = parse("b m k, b k n -> m n")
     sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
     carries = _scaled_addend(bias, kwargs.get("beta", 1))
-    return Rule(sides, reduce={"b": "sum", "k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND, carries=carries)
+    linear = _PRODUCT_WITH_ADDEND if are_finite(*kwargs.values()) else ()
+    return Rule(sides, reduce={"b": "sum", "k": "sum"}, added=(0,), linear=linear, carries=carries)
 
 
 def _with_addend(bias: torch.Tensor, notation: str, *, beta: Any = 1, alpha: Any = 1) -> Rule:
     operands, (result,) = parse(notation)
     sides = ((broadcast_dims(bias.shape, result), *operands), (result,))
     carries = _scaled_addend(bias, beta)
-    return Rule(sides, reduce={"k": "sum"}, added=(0,), linear=_PRODUCT_WITH_ADDEND, carries=carries)
+    linear = _PRODUCT_WITH_ADDEND if are_finite(beta, alpha) else ()
+    return Rule(sides, reduce={"k": "sum"}, added=(0,), linear=linear, carries=carries)
 
 
 def _scaled_addend(bias: torch.Tensor, beta: Any) -> list[Carry]:
@@ -121,7 +123,7 @@ def solve_triangular(a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: boo
     free, _ = ("r",), ("_",)
     result = (*batch, _, free) if left else (*batch, free, _)
     operands = ((*broadcast_dims(a.shape[:-2], batch), _, _), broadcast_dims(b.shape, result))
-    return Rule((operands, (result,)), linear=((1,),))
+    return Rule((operands, (result,)), linear=((1,),), beside={0: Beside.NEVER})
 
 
 @sharding_rule(aten._scaled_mm.default)

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +31,22 @@ Dims = tuple[tuple[str, ...], ...]
 
 Rewrite = Callable[..., Any]
 """`rewrite(context, *args, **kwargs)`: emits the local form of a call; see `autoshard.rules.local`."""
+
+
+class Beside(StrEnum):
+    """What must be known of an operand for a sum to pass that is pending in others; see `autoshard.rules.linearity`."""
+
+    FINITE = "finite"
+    """It is multiplied with: it must hold no infinity. Any operand of which a rule says nothing else."""
+
+    NOT_ZERO = "not zero"
+    """It is divided by."""
+
+    ANYTHING = "anything"
+    """What the pending operand is multiplied with is bounded, whatever the operand holds; or nothing is."""
+
+    NEVER = "never"
+    """Results are infinite for some finite numbers that no range tells: a logarithm, a singular matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,8 @@ class Rule:
         linear: sets of operand indices in which all results are jointly linear: if exactly those
             operands are partial sums, so are the results. `[(0,), (1,)]` for a product, `[(0, 1)]` for a sum, `[()]`
             for a result that is zero.
+        beside: what must be known of an operand outside such a set for the sum to pass, where that is not that it holds
+            no infinity: `{1: Beside.NOT_ZERO}` for a quotient.
         transparent: the operator only moves elements of operand 0, so any partial reduction passes through.
         carries: other ways for partial values to pass through: a maximum through what is monotone.
         added: operands that enter results by addition beside a reduced factor (the bias of `addmm`): where an axis
@@ -84,6 +103,7 @@ class Rule:
     notation: str | tuple[Sequence[Dims], Sequence[Dims]]
     reduce: Mapping[str, str] | None = None
     linear: Sequence[Sequence[int]] = ()
+    beside: Mapping[int, Beside] | None = None
     transparent: bool = False
     carries: Iterable[Carry] = ()
     added: Iterable[int] = ()
@@ -128,6 +148,7 @@ class BoundRule:
     padding: Mapping[str, tuple[Fill, ...]] = field(default_factory=dict)
     carries: tuple[Carry, ...] = ()
     exchanged: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[int, Beside] = field(default_factory=dict)
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -173,6 +194,7 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
         local=rule.local,
         carries=tuple(rule.carries),
         exchanged={factor: least for factor, least in (rule.exchanged or {}).items() if factor in live},
+        beside=dict(rule.beside or {}),
     )
     _check_reductions(rule, bound)
     return bound

@@ -7,7 +7,7 @@ linear, a maximum where it keeps the order of numbers, a product where it is a p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from autoshard.rules.carries import (
     scaled,
     through_conversion,
 )
-from autoshard.rules.dims import all_blocked, elementwise, is_additive, tensors
-from autoshard.rules.notation import Carry, Rule
+from autoshard.rules.dims import are_finite, elementwise, is_additive, tensors
+from autoshard.rules.notation import Beside, Carry, Rule
 from autoshard.rules.registry import sharding_rule, tensor_operands
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ _NONLINEAR = """
     special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
     special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_hermite_polynomial_h
     special_hermite_polynomial_he special_i0e special_i1 special_i1e special_laguerre_polynomial_l
-    special_legendre_polynomial_p
+    special_legendre_polynomial_p _standard_gamma_grad _dirichlet_grad
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
     special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
     special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
@@ -54,11 +54,14 @@ _NONLINEAR = """
 """
 
 # In the first operand, with the others fixed: scalings, and backwards, which are linear in the gradient.
-_LINEAR_IN_FIRST = """
-    true_divide.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py.default
-    special_xlog1py.other_scalar real imag _neg_view polar
-    sigmoid_backward tanh_backward gelu_backward silu_backward hardswish_backward mish_backward logit_backward
-    rrelu_with_noise_backward _standard_gamma_grad _dirichlet_grad
+_LINEAR_IN_FIRST = "real imag _neg_view sigmoid_backward tanh_backward rrelu_with_noise_backward"
+
+# The same, with a scale that has poles at finite numbers, or overflows at some.
+_LINEAR_BETWEEN_POLES = "ldexp.Tensor xlogy.Tensor special_xlog1py.default logit_backward"
+
+# The same, with a scale that is bounded whatever the second operand is.
+_LINEAR_AND_BOUNDED = """
+    polar gelu_backward silu_backward hardswish_backward mish_backward softplus_backward hardsigmoid_backward
 """
 
 # Never decreasing in the first operand, anywhere on the real line; and never increasing.
@@ -95,18 +98,31 @@ def _is_functional(operator: Any) -> bool:
     return takes_tensor and not schema.is_mutable and not any(argument.is_out for argument in schema.arguments)
 
 
-def _pointwise(names: str, linear: Callable[[Sequence[torch.Tensor]], Linear], carries: Sequence[Carry] = ()) -> None:
-    """Register the pointwise rule for `names`, with linearity as a function of the tensor operands."""
+def _pointwise(
+    names: str,
+    linear: Callable[[Sequence[torch.Tensor]], Linear],
+    carries: Sequence[Carry] = (),
+    second: Beside = Beside.FINITE,
+) -> None:
+    """Register the pointwise rule for `names`, with linearity as a function of the tensor operands.
+
+    `second`: what the second operand must be for a sum to pass through the first.
+    """
 
     @sharding_rule(*_overloads(names))
     def rule(*args: Any, **kwargs: Any) -> Rule | None:
         operands = tensor_operands(args, kwargs)
-        return _rule(operands, linear(operands), carries) if operands else None
+        return _rule(operands, linear(operands), carries, {1: second}) if operands else None
 
 
-def _rule(operands: Sequence[torch.Tensor], linear: Linear = (), carries: Sequence[Carry] = ()) -> Rule:
+def _rule(
+    operands: Sequence[torch.Tensor],
+    linear: Linear = (),
+    carries: Sequence[Carry] = (),
+    beside: Mapping[int, Beside] | None = None,
+) -> Rule:
     sides = elementwise([operand.shape for operand in operands])
-    return Rule(sides, linear=linear, carries=meaningful(operands, carries))
+    return Rule(sides, linear=linear, carries=meaningful(operands, carries), beside=beside)
 
 
 def _never(operands: Sequence[torch.Tensor]) -> Linear:
@@ -127,9 +143,12 @@ def _in_both(operands: Sequence[torch.Tensor]) -> Linear:
 
 _pointwise(_NONLINEAR, _never)
 _pointwise(_LINEAR_IN_FIRST, _in_first)
+_pointwise(_LINEAR_BETWEEN_POLES, _in_first, second=Beside.NEVER)
+_pointwise(_LINEAR_AND_BOUNDED, _in_first, second=Beside.ANYTHING)
+_pointwise("true_divide.Tensor", _in_first, second=Beside.NOT_ZERO)
 _pointwise(_INCREASING, _never, increasing((0,)))
 _pointwise(_DECREASING, _never, decreasing((0,)))
-_pointwise(_MASKING_BACKWARDS, _in_first, moving((0,)))
+_pointwise(_MASKING_BACKWARDS, _in_first, moving((0,)), Beside.ANYTHING)
 _pointwise(_INCREASING_ABOVE, _never, minima((0,)))
 _pointwise("rsqrt", _never, [carry for carry in decreasing((0,)) if carry.reduction is Reduction.MIN])
 _pointwise("complex.default", _in_both)
@@ -143,8 +162,7 @@ _pointwise("max.other maximum fmax clamp_min.Tensor", _never, [*increasing((0,),
 _pointwise("min.other minimum fmin clamp_max.Tensor", _never, [*increasing((0,), (1,)), *minima((0, 1))])
 _pointwise("logaddexp logaddexp2", _never, increasing((0,), (1,)))
 _pointwise("conj_physical _conj_physical _conj resolve_conj resolve_neg", _in_first, moving((0,)))
-_pointwise("softplus_backward", _in_first)
-_pointwise("deg2rad rad2deg hardsigmoid_backward", _in_first, increasing((0,)))
+_pointwise("deg2rad rad2deg", _in_first, increasing((0,)))
 
 
 # Where numbers or types among the arguments decide.
@@ -175,10 +193,25 @@ def neg(x: torch.Tensor) -> Rule:
     return _rule([x], _in_first([x]), _if(x.is_floating_point(), decreasing((0,))))
 
 
-@sharding_rule(aten.mul.Scalar, aten.div.Scalar)
+@sharding_rule(aten.mul.Scalar)
 def scale(x: torch.Tensor, other: Any) -> Rule:
+    return _scaled(x, other, is_linear=are_finite(other))
+
+
+@sharding_rule(aten.div.Scalar)
+def scale_down(x: torch.Tensor, other: Any) -> Rule:
+    return _scaled(x, other, is_linear=other != 0)
+
+
+def _scaled(x: torch.Tensor, other: Any, *, is_linear: bool) -> Rule:
     carries = _if(x.is_floating_point(), scaled(other, 0))
-    return _rule([x], _in_first([x]), [*carries, *_if(other == 1, products((0,)))])
+    return _rule([x], _in_first([x]) if is_linear else (), [*carries, *_if(other == 1, products((0,)))])
+
+
+@sharding_rule(aten.xlogy.Scalar_Other, aten.special_xlog1py.other_scalar)
+def scale_by_logarithm(x: torch.Tensor, other: Any) -> Rule:
+    """By that of a number whose logarithm, and that of one more, is finite."""
+    return _rule([x], _in_first([x]) if are_finite(other) and other > 0 else ())
 
 
 @sharding_rule(aten.mul.Tensor)
@@ -192,8 +225,9 @@ def mul(x: torch.Tensor, other: Any) -> Rule:
 @sharding_rule(aten.div.Tensor)
 def div(x: torch.Tensor, other: Any) -> Rule:
     if not isinstance(other, torch.Tensor):
-        return scale(x, other)
-    return _rule([x, other], _in_first([x]), _of_floats(other, _of_floats(x, products((0, 1)))))
+        return scale_down(x, other)
+    carries = _of_floats(other, _of_floats(x, products((0, 1))))
+    return _rule([x, other], _in_first([x]), carries, {1: Beside.NOT_ZERO})
 
 
 @sharding_rule(aten.div.Scalar_mode)
@@ -253,13 +287,13 @@ def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
     is_real = all(isinstance(factor, int | float) for factor in (scale, other_scale))
     awaited = Reduction.MAX if is_real and (scale > 0) == (other_scale > 0) else Reduction.MIN
     carries = [carry for carry in [*scaled(scale, 0), *scaled(other_scale, 1)] if carry.reduction is awaited]
-    linear = [(0, 1)] if is_additive(x, other) else ()
+    linear = [(0, 1)] if is_additive(x, other) and are_finite(scale, other_scale) else ()
     return _rule([x, other], linear, _if(x.is_floating_point() and other.is_floating_point(), carries))
 
 
 @sharding_rule(aten.lerp.Scalar)
 def lerp_by_number(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Rule:
-    return _rule([start, end], [(0, 1)])
+    return _rule([start, end], [(0, 1)] if are_finite(weight) else ())
 
 
 @sharding_rule(aten.pow.Tensor_Scalar)
@@ -303,7 +337,7 @@ def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float 
 def elu_backward(
     grad: torch.Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: torch.Tensor
 ) -> Rule:
-    return _rule([grad, x], [(0,)])
+    return _rule([grad, x], [(0,)], (), {1: Beside.FINITE if is_result else Beside.ANYTHING})
 
 
 @sharding_rule(aten.softplus.default)
@@ -319,12 +353,13 @@ def leaky_relu(x: torch.Tensor, negative_slope: float = 0.01) -> Rule:
 
 @sharding_rule(aten.leaky_relu_backward.default)
 def leaky_relu_backward(grad: torch.Tensor, x: torch.Tensor, negative_slope: float, is_result: bool) -> Rule:
-    return _rule([grad, x], [(0,)], _if(negative_slope > 0, increasing((0,))))
+    linear = [(0,)] if are_finite(negative_slope) else ()
+    return _rule([grad, x], linear, _if(negative_slope > 0, increasing((0,))), {1: Beside.ANYTHING})
 
 
 @sharding_rule(aten.native_dropout_backward.default)
 def native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Rule:
-    return _rule([grad, mask], [(0,)])
+    return _rule([grad, mask], [(0,)] if are_finite(scale) else ())
 
 
 @sharding_rule(aten.threshold.default)
@@ -367,7 +402,7 @@ def copy(x: torch.Tensor, **kwargs: Any) -> Rule:
 @sharding_rule(aten.copy.default)
 def copy_onto(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Rule:
     linear = [(1,)] if keeps_sums(source.dtype, x.dtype) else ()
-    return _rule([x, source], linear, through_conversion(source.dtype, x.dtype, 1))
+    return _rule([x, source], linear, through_conversion(source.dtype, x.dtype, 1), {0: Beside.ANYTHING})
 
 
 @sharding_rule(aten._to_copy.default)
@@ -422,50 +457,21 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> Rule:
 
 @sharding_rule(aten.addcmul.default)
 def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float = 1) -> Rule:
-    return _rule([x, a, b], [(0, 1), (0, 2)] if is_additive(x, a, b) else (), increasing_addend(x, a, b, operand=0))
+    linear = [(0, 1), (0, 2)] if is_additive(x, a, b) and are_finite(value) else ()
+    return _rule([x, a, b], linear, increasing_addend(x, a, b, operand=0))
 
 
 @sharding_rule(aten.addcdiv.default)
 def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float = 1) -> Rule:
-    return _rule([x, a, b], [(0, 1)] if is_additive(x, a) else (), increasing_addend(x, a, b, operand=0))
-
-
-@sharding_rule(aten._prelu_kernel_backward.default)
-def prelu_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Rule:
-    return Rule(elementwise([grad.shape, x.shape, weight.shape], results=2), linear=[(0,)])
-
-
-@sharding_rule(aten.frexp.Tensor)
-def frexp(x: torch.Tensor) -> Rule:
-    return Rule(elementwise([x.shape], results=2))
-
-
-@sharding_rule(aten.log_sigmoid_backward.default)
-def log_sigmoid_backward(grad: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor) -> Rule | None:
-    """The buffer of the forward has the shape of `x` on a CPU and is empty on a GPU."""
-    (x_dims,), results = elementwise([x.shape])
-    buffer_dims = x_dims if buffer.shape == x.shape else all_blocked(buffer.dim())
-    return Rule(((x_dims, x_dims, buffer_dims), results), linear=[(0,)])
-
-
-@sharding_rule(aten.log_sigmoid_forward.default)
-def log_sigmoid_forward(x: torch.Tensor) -> Rule | None:
-    (dims,), _ = elementwise([x.shape])
-    buffer_dims = all_blocked(1) if x.device.type == "cuda" else dims
-    return Rule(((dims,), (dims, buffer_dims)))
-
-
-@sharding_rule(aten.bucketize.Tensor)
-def bucketize(x: torch.Tensor, boundaries: torch.Tensor, **kwargs: Any) -> Rule:
-    (dims,), results = elementwise([x.shape])
-    return Rule(((dims, (("_",),)), results), carries=increasing((0,)))
+    linear = [(0, 1)] if is_additive(x, a) and are_finite(value) else ()
+    return _rule([x, a, b], linear, increasing_addend(x, a, b, operand=0), {2: Beside.NOT_ZERO})
 
 
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
     """The values of `x` do not matter, only its shape."""
     linear = [(1,)] if keeps_sums(value.dtype, x.dtype) else ()
-    return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1))
+    return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1), {0: Beside.ANYTHING})
 
 
 @sharding_rule(aten.fill.Scalar)

@@ -7,8 +7,9 @@ operand too. Indices of maxima count elements of the whole plane, without paddin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from autoshard.rules.halo import (
     within,
 )
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Dims, Rule
+from autoshard.rules.notation import Beside, Dims, Rule
 from autoshard.rules.registry import sharding_rule
 
 aten = torch.ops.aten
 
 _LINEAR = ((0,),)
+_BACKWARD: Mapping[str, Any] = MappingProxyType({"linear": _LINEAR, "beside": {1: Beside.ANYTHING}})
+"""In the gradient; of the operand beside it only the shape counts."""
 
 Ints = int | Sequence[int]
 
@@ -186,7 +189,7 @@ def _max_pool_backward(space: int) -> Callable[..., Rule]:
         indices: torch.Tensor,
     ) -> Rule:  # fmt: skip
         windows = _windows(x, space, kernel, stride, padding, dilation, ceil_mode)
-        return _rule(x, windows, "yxy", "x", linear=_LINEAR, local=partial(_local_max_pool_backward, windows=windows))
+        return _rule(x, windows, "yxy", "x", **_BACKWARD, local=partial(_local_max_pool_backward, windows=windows))
 
     return rule
 
@@ -223,7 +226,7 @@ def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
             split = split_halos(context, _halos(windows))
             return context.default(grad, x, _to_piece(context, indices, windows, split) if split else indices)
 
-        return _rule(x, windows, "yxy", "x", linear=_LINEAR, local=local)
+        return _rule(x, windows, "yxy", "x", **_BACKWARD, local=local)
 
     return rule
 
@@ -280,7 +283,7 @@ def _average_pool_backward(space: int) -> Callable[..., Rule]:
     ) -> Rule:  # fmt: skip
         windows = _average_windows(x, space, kernel, stride, padding, ceil_mode, counts_padding, divisor)
         local = partial(_local_average_pool_backward, windows=windows)
-        return _rule(x, windows, "yx", "x", linear=_LINEAR, local=local)
+        return _rule(x, windows, "yx", "x", **_BACKWARD, local=local)
 
     return rule
 
@@ -306,7 +309,7 @@ def _adaptive_average_pool(x: torch.Tensor, sizes: Sequence[int]) -> Rule:
 
 def _adaptive_average_pool_backward(space: int) -> Callable[..., Rule]:
     def rule(grad: torch.Tensor, x: torch.Tensor) -> Rule:
-        return _rule(x, _adaptive_windows(x, grad.shape[-space:]), "yx", "x", linear=_LINEAR)
+        return _rule(x, _adaptive_windows(x, grad.shape[-space:]), "yx", "x", **_BACKWARD)
 
     return rule
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import OperatorError
 from autoshard.ir.spec import Reduction
+from autoshard.rules.linearity import Range, with_safe_sums
 from autoshard.rules.notation import BoundRule, Carry, Rule, bind
 from autoshard.rules.padding import padding_of
 
@@ -123,7 +124,11 @@ def _find(operator: Any) -> RuleFunction | None:
 
 
 def bound_rule(
-    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor | None]
+    operator: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[torch.Tensor | None],
+    ranges: Sequence[Range] | None = None,
 ) -> BoundRule | None:
     """The rule of one call with its factor sizes, or None where the operator has none or refuses the call.
 
@@ -131,6 +136,7 @@ def bound_rule(
         operator: a `torch.ops` overload.
         args, kwargs: the call's arguments, tensors as fake or meta tensors of global shape.
         outputs: the call's results, likewise; None entries of a tuple result are skipped.
+        ranges: what numbers each tensor operand can hold; left out, finite ones other than zero.
     """
     function = _find(operator)
     rule = function(*args, **kwargs) if function is not None else None
@@ -147,7 +153,8 @@ def bound_rule(
         rule = replace(rule, linear=[group for group in rule.linear if wrapped.isdisjoint(group)])
     shapes = [tuple(operand.shape) for operand in operands]
     bound = bind(rule, shapes, [tuple(output.shape) for output in results])
-    return replace(bound, padding=padding_of(operator, rule, bound, [operand.dtype for operand in operands]))
+    bound = replace(bound, padding=padding_of(operator, rule, bound, [operand.dtype for operand in operands]))
+    return bound if ranges is None else with_safe_sums(bound, ranges)
 
 
 def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from autoshard.ir.spec import Reduction
 from autoshard.rules import split_dims
 from autoshard.rules.local import LocalContext
-from autoshard.rules.notation import Rule
+from autoshard.rules.notation import Beside, Rule
 from autoshard.rules.registry import RuleFunction, sharding_rule
 from autoshard.rules.split_dims import converted, is_any_split, split_along, wide
 
@@ -66,7 +67,8 @@ def _softmax_backward(*, is_log: bool) -> RuleFunction:
             result = split_dims.softmax_backward(context, grad, output, dim, factor, is_log=is_log)
             return converted(context, result, wide(sources[0]), input_dtype)
 
-        return split_along(grad, dim, local, 0, operands=2, is_linear=True)
+        rule = split_along(grad, dim, local, 0, operands=2, is_linear=True)
+        return replace(rule, beside={1: Beside.ANYTHING}) if is_log else rule
 
     return rule
 

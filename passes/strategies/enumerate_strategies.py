@@ -23,6 +23,7 @@ from autoshard.kernels.optimizers import IN_PLACE
 from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicated
 from autoshard.rules.hub import hub
 from autoshard.rules.notation import BoundRule
+from autoshard.rules.ranges import Ranges, facts_of, find_ranges
 from autoshard.rules.registry import bound_rule
 from autoshard.runtime.boundary import matches_dtensor
 from passes.preparation.canonicalize import is_view
@@ -153,12 +154,14 @@ class EnumerateStrategies:
     prune: bool = False
     wide_gradients: bool = False
     _calls: dict[Any, _Call] = field(default_factory=dict, repr=False)
+    _numbers: dict[Any, int] = field(default_factory=dict, repr=False)
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     def __call__(self, program: Program) -> SearchSpace:
         """The search space; `NoShardingRuleError` under `strict` for an operator without a rule."""
         kinds = {slot.node: slot.kind for slot in program.inputs}
-        calls = {node.name: self._call(node) for node in program.graph.nodes if _is_call(node)}
+        ranges = find_ranges(program.graph_module)
+        calls = {node.name: self._call(node, ranges) for node in program.graph.nodes if _is_call(node)}
         reductions = _reductions_of(calls.values()) if self.prune else frozenset(Reduction)
         rules = {name: call.rule for name, call in calls.items()}
         narrow = find_narrow_gradients(program, rules) if self.wide_gradients else frozenset()
@@ -206,13 +209,14 @@ class EnumerateStrategies:
         has_work = all(count <= size for count, size in zip(pieces, shape, strict=True))
         return has_work and matches_dtensor(spec, shape, self.mesh)
 
-    def _call(self, node: fx.Node) -> _Call:
-        key = _call_key(node)
+    def _call(self, node: fx.Node, ranges: Ranges) -> _Call:
+        key = _call_key(node), facts_of(node, ranges)
         if key not in self._calls:
-            rule = rule_of(node)
+            rule = rule_of(node, ranges)
             if rule is None and self.strict:
                 raise NoShardingRuleError(no_rule_message(node))
-            self._calls[key] = _Call(len(self._calls), rule)
+            alike = (key[0], None if rule is None else (rule.linear, rule.carries))
+            self._calls[key] = _Call(self._numbers.setdefault(alike, len(self._numbers)), rule)
         return self._calls[key]
 
     def _strategies(
@@ -247,11 +251,18 @@ def no_rule_message(node: fx.Node) -> str:
     )
 
 
-def rule_of(node: fx.Node) -> BoundRule | None:
-    """The bound rule of a call, or None where its operator has none."""
+def rule_of(node: fx.Node, ranges: Ranges | None = None) -> BoundRule | None:
+    """The bound rule of a call, or None where its operator has none.
+
+    Args:
+        node: the call.
+        ranges: of the values of its program (`find_ranges`). Left out, the operands are taken to hold finite numbers
+            other than zero: more sums pass then than a plan may have.
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     values = tensor_values(node)
-    return bound_rule(node.target, args, kwargs, values)
+    known = None if ranges is None else [ranges[operand] for operand in operands_of(node)]
+    return bound_rule(node.target, args, kwargs, values, known)
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:

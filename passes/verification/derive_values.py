@@ -29,6 +29,7 @@ from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program, tensor_values
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.ranges import Ranges, find_ranges
 from passes.preparation.number_values import Numbering, draws_numbers, number_graph
 from passes.verification.local_forms import LocalForms, Numbers, Way, without_single_axes
 
@@ -45,6 +46,7 @@ class Derivation:
         lowered: the lowered program.
         forms: the local forms on its mesh.
         traced, local: the numbers of their nodes.
+        ranges: what numbers the traced values can be.
         holders: for each traced number, who holds it.
         covered: the local numbers that are part of some proof.
         rules: how many traced calls rest on each operator's rule.
@@ -56,6 +58,7 @@ class Derivation:
     forms: LocalForms
     traced: Numbering = field(init=False)
     local: Numbering = field(init=False)
+    ranges: Ranges = field(init=False)
     holders: defaultdict[int, Holders] = field(default_factory=lambda: defaultdict(dict))
     covered: set[int] = field(default_factory=set)
     rules: Counter[str] = field(default_factory=Counter)
@@ -64,6 +67,7 @@ class Derivation:
     def __post_init__(self) -> None:
         self.traced = number_graph(self.program.graph_module)
         self.local = number_graph(self.lowered.graph_module)
+        self.ranges = find_ranges(self.program.graph_module)
 
     @property
     def mesh(self) -> Mesh:
@@ -127,7 +131,7 @@ class Derivation:
         found: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), found.append)  # repeated where a value is used twice
         holders = [self.holders[self.traced.numbers[operand]] for operand in found]
-        call = self.forms.of_call(node)
+        call = self.forms.of_call(node, self.ranges)
         ways = call.ways(tuple(map(frozenset, holders)))
         derived = [self._derive_way(number, node, way, holders) for way in ways]
         if any(derived) and call.rule is not None:

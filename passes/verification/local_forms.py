@@ -26,8 +26,9 @@ from autoshard.ir.spec_graph import Move, moves_from, state_of
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.enumeration import Strategy, replicated
 from autoshard.rules.notation import BoundRule
-from autoshard.rules.registry import bound_rule
+from autoshard.rules.ranges import Ranges, facts_of
 from passes.preparation.number_values import Key, Numbering, call_key, draws_numbers, operands_of
+from passes.strategies.enumerate_strategies import rule_of
 from passes.strategies.find_strategies import find_strategies
 
 Numbers = frozenset[int]
@@ -209,12 +210,14 @@ class LocalForms:
     _moves: dict[Any, Mapping[ReshardKind, Sequence[tuple[Move, PartitionSpec]]]] = field(default_factory=dict)
     _steps: dict[Any, Sequence[LocalForm]] = field(default_factory=dict)
 
-    def of_call(self, node: fx.Node) -> CallForms:
-        """The ways to make a traced call: what decides are its literals, and the shapes and types of its operands."""
-        key = call_key(node.op, node.target, node.args, node.kwargs, _shape_and_type)
+    def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
+        """The ways to make a traced call.
+
+        They follow from its literals, the shapes and types of its operands, and what their `ranges` say.
+        """
+        key = (*call_key(node.op, node.target, node.args, node.kwargs, _shape_and_type), facts_of(node, ranges))
         if key not in self._calls:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-            rule = bound_rule(node.target, args, kwargs, tensor_values(node))
+            rule = rule_of(node, ranges)
             self._calls[key] = CallForms(node, rule, self.mesh)
         return self._calls[key]
 

@@ -96,7 +96,7 @@ LAYOUTS: dict[str, dict[str, PartitionSpec] | int] = {
         "embed.weight": P("model", "data"), "*.up.weight": P("model", "data"), "*.down.weight": P("data", "model"),
         "input:*": P("data"),
     },
-    "drawn 1": 1, "drawn 2": 2,
+    "drawn 2": 2, "drawn 3": 3,
 }  # fmt: skip
 """Constraints on a plan, or the seed of one that is drawn from all legal ones."""
 
@@ -248,7 +248,7 @@ def mutated(layout: str, mutation: Mutation, seed: int = 0) -> LoweredProgram:
 def test_a_message_names_the_node_what_it_reads_and_the_users_line() -> None:
     """A collective over another axis: the node, the value and spec of its operand, and the line of the model."""
     with pytest.raises(VerificationError) as caught:
-        verify_program(prepared(), mutated("drawn 1", move_collective_to_other_axis))
+        verify_program(prepared(), mutated("drawn 3", move_collective_to_other_axis))
     message = str(caught.value)
     assert "is part of no proof" in message
     assert "under P(" in message

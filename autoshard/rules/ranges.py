@@ -1,0 +1,379 @@
+"""Ranges of values: what numbers a value of a traced program can be, by how it was made.
+
+Interval arithmetic (Moore, 1966) over the graph, in the order of its nodes. A range says nothing of NaN. Parameters,
+buffers and inputs of floating point may hold any number, infinities too; so may results of operators that the table
+below does not name.
+
+Sums pending over an axis pass through a product only beside what cannot be infinite, and through a quotient only over
+what cannot be zero (`autoshard.rules.linearity`); this module says which values those are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.kernels.offload import TRANSFERS
+from autoshard.rules.hub import hub
+from autoshard.rules.linearity import Range
+
+aten = torch.ops.aten
+
+
+ANYTHING = Range(-math.inf, math.inf)
+_UNIT = Range(0.0, 1.0)
+_FROM_ZERO = Range(0.0, math.inf)
+
+_RangeFunction = Callable[[fx.Node, Sequence[Range]], Range]
+"""From a call and the ranges of its tensor operands to the range of its results."""
+
+_functions: dict[Any, _RangeFunction] = {}
+
+
+Ranges = Mapping[fx.Node, Range]
+"""Of the values of a program."""
+
+
+def find_ranges(graph_module: fx.GraphModule) -> Ranges:
+    """The range of every value of a traced program; of a tuple, the range of the floating point numbers in it."""
+    found: dict[fx.Node, Range] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            found[node] = _of_constant(getattr(graph_module, str(node.target), None))
+        else:
+            found[node] = _of_node(node, found)
+    return found
+
+
+def facts_of(node: fx.Node, ranges: Ranges) -> tuple[tuple[bool, bool], ...]:
+    """What decides which sums pass a call: of each operand whether it is finite, and whether it is not zero."""
+    return tuple((found.is_finite, found.excludes_zero) for found in map(ranges.__getitem__, _operands(node)))
+
+
+def range_of_type(dtype: torch.dtype) -> Range:
+    """The numbers of a type: integers and booleans are finite."""
+    if dtype == torch.bool:
+        return _UNIT
+    if dtype.is_floating_point or dtype.is_complex:
+        return ANYTHING
+    limits = torch.iinfo(dtype)
+    return Range(float(limits.min), float(limits.max))
+
+
+def range_of_values(values: torch.Tensor) -> Range:
+    """From the least to the greatest number that a tensor holds."""
+    numbers = values.abs().double() if values.is_complex() else values.double()
+    numbers = numbers[~numbers.isnan()]
+    if not numbers.numel():
+        return Range(0.0, 0.0)
+    return Range(numbers.min().item(), numbers.max().item())
+
+
+def _of_constant(value: Any) -> Range:
+    """A constant of the program is looked at; where it has no values (on "meta"), its type says what it may hold."""
+    if not isinstance(value, torch.Tensor) or value.is_complex():
+        return ANYTHING
+    is_known = not value.is_meta and type(value) in (torch.Tensor, torch.nn.Parameter)
+    return range_of_values(value) if is_known else range_of_type(value.dtype)
+
+
+def _of_node(node: fx.Node, found: dict[fx.Node, Range]) -> Range:
+    value = node.meta.get("val")
+    dtype = value.dtype if isinstance(value, torch.Tensor) else None
+    if dtype is not None and (dtype.is_complex or not (dtype.is_floating_point or node.target in _OF_INTEGERS)):
+        return range_of_type(dtype)
+    function = _functions.get(node.target)
+    if function is None:
+        return ANYTHING
+    operands = [operand for operand in _operands(node) if operand in found]
+    made = function(node, [found[operand] for operand in operands])
+    return made if dtype is None else _rounded(made, dtype)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
+    return operands
+
+
+def _rounded(made: Range, dtype: torch.dtype) -> Range:
+    """As a type holds it: beyond its greatest number lies infinity, below its least one zero."""
+    if not dtype.is_floating_point:
+        return _both(made, range_of_type(dtype))
+    limits = torch.finfo(dtype)
+
+    def round_bound(bound: float) -> float:
+        if abs(bound) >= limits.max:
+            return math.copysign(math.inf, bound)
+        return bound if abs(bound) >= 2 * limits.tiny else 0.0
+
+    return Range(round_bound(made.low), round_bound(made.high))
+
+
+def _both(one: Range, other: Range) -> Range:
+    return Range(max(one.low, other.low), min(one.high, other.high))
+
+
+def _either(ranges: Iterable[Range]) -> Range:
+    known = list(ranges)
+    return Range(min(item.low for item in known), max(item.high for item in known)) if known else ANYTHING
+
+
+# The table.
+
+
+def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
+    """Register the function for the overloads that `names` stand for ("sum" for all of them, "max.dim" for one)."""
+
+    def register(function: _RangeFunction) -> _RangeFunction:
+        for name in names.split():
+            packet_name, _, overload = name.partition(".")
+            packet = getattr(aten, packet_name)
+            for each in [overload] if overload else packet.overloads():
+                _functions[getattr(packet, each)] = function
+        return function
+
+    return register
+
+
+@_ranges(
+    "alias amax amin as_strided chunk clone contiguous detach diagonal expand flip gather index.Tensor index_select "
+    "max.default max.dim mean median min.default min.dim narrow permute repeat reshape roll select slice sort split "
+    "split_with_sizes squeeze t topk transpose unbind _unsafe_view unsqueeze view.default _to_copy"
+)
+def _of_first(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    """Elements of the first operand, or numbers between them."""
+    return ranges[0] if ranges else ANYTHING
+
+
+_functions.update(dict.fromkeys((hub, operator.getitem, *TRANSFERS), _of_first))
+
+
+@_ranges("cat stack maximum minimum")
+def _of_any(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _either(ranges)
+
+
+@_ranges("where.self")
+def _of_choice(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _either(ranges[1:])
+
+
+@_ranges("where.ScalarOther where.ScalarSelf")
+def _of_choice_with_number(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _either([*ranges[1:], *(_number(item) for item in node.args[1:] if not isinstance(item, fx.Node))])
+
+
+@_ranges("masked_fill.Scalar")
+def _of_filled(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _either([ranges[0], _number(node.args[2])])
+
+
+@_ranges("constant_pad_nd")
+def _of_padded(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _either([ranges[0], _number(node.args[2] if len(node.args) > 2 else 0.0)])
+
+
+@_ranges("tril triu")
+def _or_zero(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _either([ranges[0], Range(0.0, 0.0)])
+
+
+@_ranges("sigmoid hardsigmoid _softmax rand rand_like")
+def _of_unit(_: fx.Node, __: Sequence[Range]) -> Range:
+    return _UNIT
+
+
+@_ranges("tanh sin cos erf sign sgn")
+def _around_zero(_: fx.Node, __: Sequence[Range]) -> Range:
+    return Range(-1.0, 1.0)
+
+
+@_ranges("softplus var var.correction std std.correction linalg_vector_norm norm")
+def _from_zero(_: fx.Node, __: Sequence[Range]) -> Range:
+    return _FROM_ZERO
+
+
+@_ranges("relu")
+def _relu(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return Range(max(ranges[0].low, 0.0), max(ranges[0].high, 0.0))
+
+
+@_ranges("full full_like new_full scalar_tensor fill.Scalar")
+def _filled(node: fx.Node, _: Sequence[Range]) -> Range:
+    return _number(node.args[0] if node.target is aten.scalar_tensor.default else node.args[1])
+
+
+@_ranges("ones ones_like new_ones")
+def _of_ones(_: fx.Node, __: Sequence[Range]) -> Range:
+    return Range(1.0, 1.0)
+
+
+@_ranges("zeros zeros_like new_zeros")
+def _of_zeros(_: fx.Node, __: Sequence[Range]) -> Range:
+    return Range(0.0, 0.0)
+
+
+@_ranges("clamp.default clamp_min.default clamp_max.default hardtanh.default")
+def _clamped(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    names: dict[Any, tuple[str, ...]] = {
+        aten.clamp_max.default: ("max",),
+        aten.hardtanh.default: ("min_val", "max_val"),
+    }
+    given = dict(zip(names.get(node.target, ("min", "max")), node.args[1:], strict=False)) | dict(node.kwargs)
+    low, high = given.get("min", given.get("min_val")), given.get("max", given.get("max_val"))
+    found = ranges[0]
+    for bound, pick in ((low, max), (high, min)):
+        if isinstance(bound, float | int):
+            found = Range(pick(found.low, float(bound)), pick(found.high, float(bound)))
+    return found
+
+
+@_ranges("nan_to_num")
+def _finite_instead(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    """Infinities become the greatest numbers of the type, where no others are named."""
+    greatest = torch.finfo(node.meta["val"].dtype).max * (1 - 2**-20)
+    if len(node.args) > 2 or {"posinf", "neginf"} & set(node.kwargs):
+        return ANYTHING
+    nan = node.args[1] if len(node.args) > 1 else node.kwargs.get("nan")
+    return _either([_both(ranges[0], Range(-greatest, greatest)), _number(nan or 0.0)])
+
+
+@_ranges("neg")
+def _negated(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return Range(-ranges[0].high, -ranges[0].low)
+
+
+@_ranges("abs")
+def _magnitude(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    low, high = ranges[0].low, ranges[0].high
+    ends = (abs(low), abs(high))
+    return Range(min(ends) if ranges[0].excludes_zero else 0.0, max(ends))
+
+
+@_ranges("add.Tensor add.Scalar sub.Tensor sub.Scalar")
+def _added(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    """Where the operands differ in sign, rounding may bring the sum to zero."""
+    if len(node.args) > 2 or "alpha" in node.kwargs:
+        return ANYTHING
+    one, other = _operand_ranges(node, ranges)
+    if node.target in (aten.sub.Tensor, aten.sub.Scalar):
+        other = Range(-other.high, -other.low)
+    value = node.meta["val"]
+    epsilon = torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
+    if math.isnan(one.low + other.low) or math.isnan(one.high + other.high):
+        return ANYTHING
+    return Range(_sum_bound(one.low, other.low, epsilon), _sum_bound(one.high, other.high, epsilon))
+
+
+def _sum_bound(one: float, other: float, epsilon: float) -> float:
+    total = one + other
+    is_cancelled = one * other < 0 and abs(total) <= 4 * epsilon * max(abs(one), abs(other))
+    return 0.0 if is_cancelled else total
+
+
+@_ranges("mul.Tensor mul.Scalar")
+def _multiplied(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _product(*_operand_ranges(node, ranges))
+
+
+@_ranges("div.Tensor div.Scalar true_divide.Tensor")
+def _divided(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    one, other = _operand_ranges(node, ranges)
+    return _product(one, _inverse(other))
+
+
+@_ranges("reciprocal")
+def _inverted(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _inverse(ranges[0])
+
+
+@_ranges("square")
+def _squared(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _power(ranges[0], 2)
+
+
+@_ranges("sqrt")
+def _root(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _power(ranges[0], 0.5)
+
+
+@_ranges("rsqrt")
+def _inverse_root(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    return _power(ranges[0], -0.5)
+
+
+@_ranges("pow.Tensor_Scalar")
+def _powered(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    exponent = node.args[1]
+    return _power(ranges[0], exponent) if isinstance(exponent, float | int) else ANYTHING
+
+
+@_ranges("exp")
+def _exponential(_: fx.Node, ranges: Sequence[Range]) -> Range:
+    low, high = (math.exp(bound) if bound < 700 else math.inf for bound in (ranges[0].low, ranges[0].high))
+    return Range(low, high)
+
+
+@_ranges("sum cumsum")
+def _summed(node: fx.Node, ranges: Sequence[Range]) -> Range:
+    """So many times the least and the greatest, if not fewer."""
+    operand = node.args[0]
+    if not isinstance(operand, fx.Node):
+        return ANYTHING
+    size, results = operand.meta["val"].numel(), node.meta["val"].numel()
+    count = size if node.target is aten.cumsum.default else size / max(results, 1)
+    if not size:
+        return Range(0.0, 0.0)
+    low, high = (_times(count, bound) for bound in (ranges[0].low, ranges[0].high))
+    return Range(min(low, ranges[0].low), max(high, ranges[0].high))
+
+
+_OF_INTEGERS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.clamp.default, aten.clamp_min.default})
+"""Operators on integers whose results are less than any integer, or more: counts."""
+
+
+def _operand_ranges(node: fx.Node, ranges: Sequence[Range]) -> tuple[Range, Range]:
+    """The ranges of both operands, of which one may be a number."""
+    given = iter(ranges)
+    first, second = (next(given) if isinstance(item, fx.Node) else _number(item) for item in node.args[:2])
+    return first, second
+
+
+def _number(value: Any) -> Range:
+    if not isinstance(value, float | int) or math.isnan(value):
+        return ANYTHING
+    return Range(float(value), float(value))
+
+
+def _times(one: float, other: float) -> float:
+    """Infinity times zero is no number, which no range speaks of."""
+    return 0.0 if one == 0 or other == 0 else one * other
+
+
+def _product(one: Range, other: Range) -> Range:
+    ends = [_times(a, b) for a in (one.low, one.high) for b in (other.low, other.high)]
+    return Range(min(ends), max(ends))
+
+
+def _inverse(divisor: Range) -> Range:
+    if not divisor.excludes_zero:
+        return ANYTHING
+    return Range(1 / divisor.high, 1 / divisor.low)
+
+
+def _power(base: Range, exponent: float) -> Range:
+    """Of squares, roots and their inverses; a root of what is negative is no number."""
+    if exponent == 2:
+        ends = [_times(bound, bound) for bound in (base.low, base.high)]
+        return Range(min(ends) if base.excludes_zero else 0.0, max(ends))
+    if exponent == 0.5:
+        return Range(*(math.sqrt(max(bound, 0.0)) for bound in (base.low, base.high)))
+    if exponent in (-0.5, -1, -2):
+        return _inverse(_power(base, -exponent)) if exponent != -1 else _inverse(base)
+    return ANYTHING

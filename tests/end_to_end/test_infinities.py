@@ -1,0 +1,105 @@
+"""Infinities amid a program: shards make of them what one device does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Mesh, P
+from autoshard.ir.plan_parts import NodePlan
+from autoshard.testing import plans
+from autoshard.tracing import trace
+from passes.pipeline import lower_program
+
+ROWS, WIDTH = 8, 256
+MESH = Mesh({"a": 2})
+
+
+class Clamped(nn.Module):
+    """An infinity of a quotient is clamped."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return (x.sum(0) / c).sum().clamp(max=1.0)
+
+
+class Vanishing(nn.Module):
+    """An infinity of a product becomes zero."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return torch.exp((x.sum(0) * c).sum())
+
+
+class Weighed(nn.Module):
+    """Of a product of matrices, with a parameter that may hold anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight = self.weight + c[:, None]
+        return (x.sum(0, keepdim=True) @ weight).clamp(min=-5.0, max=5.0).sum()
+
+
+def of_opposite_signs(first: float, second: float) -> Tensor:
+    """Rows whose sum is `ROWS / 2 * (first + second)`, one half of them on each of two ranks."""
+    return torch.cat([torch.full((ROWS // 2, WIDTH), first), torch.full((ROWS // 2, WIDTH), second)])
+
+
+def filled(value: float, special: float) -> Tensor:
+    """One value, and at one place another."""
+    c = torch.full((WIDTH,), value)
+    c[3] = special
+    return c
+
+
+CASES: list[tuple[type[nn.Module], Tensor, Tensor]] = [
+    (Clamped, of_opposite_signs(2.0, -1.0), filled(1.0, 0.0)),
+    (Vanishing, of_opposite_signs(-2.0, 1.0), filled(1e-6, math.inf)),
+    (Weighed, of_opposite_signs(2.0, -1.0), filled(1e-3, math.inf)),
+]
+by_name = pytest.mark.parametrize(("build", "x", "c"), CASES, ids=[case[0].__name__ for case in CASES])
+
+
+@by_name
+@pytest.mark.parametrize("constraints", [{"input:0": P("a", None)}, {"input:0": P("a", None), "input:1": P(None)}])
+def test_an_infinity_that_vanishes_leaves_the_same_number(
+    build: Callable[[], nn.Module], x: Tensor, c: Tensor, constraints: dict[str, P]
+) -> None:
+    """In the plan that the search chooses where rows are split: sums await no infinity of their addends."""
+    sharded = autoshard.compile(build(), MESH, constraints=constraints, example_inputs=(x, c))
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(x, c), build()(x, c))
+
+
+@by_name
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_so_does_any_legal_plan(build: Callable[[], nn.Module], x: Tensor, c: Tensor, data: st.DataObject) -> None:
+    """Of all that the rules admit, with zeros and infinities among the inputs."""
+    values = data.draw(st.lists(st.sampled_from([0.0, 1.0, -2.0, math.inf, -math.inf]), min_size=4, max_size=4))
+    c = c.clone()
+    c[:4] = torch.tensor(values)
+    plan = data.draw(plans(trace(build(), (x, c)), MESH))
+    sharded = autoshard.compile(build(), MESH, plan=plan)
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(x, c), build()(x, c), equal_nan=True)
+
+
+def test_a_plan_from_before_is_refused_by_name() -> None:
+    """One whose sums pass a quotient over what may be zero."""
+    build, x, c = CASES[0]
+    plan = autoshard.plan(build(), MESH, example_inputs=(x, c), constraints={"input:0": P("a", None)})
+    pending, (name,) = P(partial={"a": "sum"}), (name for name in plan.nodes if name.startswith("div"))
+    old = dataclasses.replace(plan, nodes={**plan.nodes, name: NodePlan((pending, P()), (pending,))})
+    with pytest.raises(autoshard.PlanMismatchError, match=name):
+        lower_program(trace(build(), (x, c)), old)

@@ -1,0 +1,155 @@
+"""Pending sums pass only beside numbers that cannot make an addend infinite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import Reduction
+from autoshard.rules.enumeration import Strategy, enumerate_strategies
+from autoshard.rules.linearity import Range
+from autoshard.rules.notation import Carry
+from autoshard.rules.ranges import ANYTHING, range_of_values
+from autoshard.rules.registry import bound_rule, tensor_operands
+from autoshard.testing.run_strategy import check_strategy, results_of
+from tests.rules.recording import Call, database_calls, even_samples
+
+aten = torch.ops.aten
+MESH = Mesh({"a": 2})
+SAMPLED = (
+    "mul", "div", "true_divide", "addcmul", "addcdiv", "lerp", "xlogy", "ldexp", "matmul", "addmm", "linalg.solve",
+    "nn.functional.linear", "nn.functional.gelu", "nn.functional.silu", "nn.functional.relu", "nn.functional.elu",
+    "nn.functional.softplus", "nn.functional.softmin", "sigmoid", "tanh", "logit", "where", "masked_fill",
+)  # fmt: skip
+
+
+def sums_of(call: Call, *, ranges: list[Range] | None = None) -> Iterator[tuple[Strategy, Carry]]:
+    """The strategies of a call in which a sum passes, with the operands that it is pending in."""
+    rule = bound_rule(call.op, call.args, call.kwargs, results_of(call.op, call.args, call.kwargs), ranges)
+    for strategy in [] if rule is None else enumerate_strategies(rule, MESH):
+        (choice,) = strategy.choices
+        if isinstance(choice, Carry) and choice.reduction is Reduction.SUM and choice.operands:
+            yield strategy, choice
+
+
+def sampled() -> list[Call]:
+    """Calls with a sum that passes beside numbers of floating point."""
+    found = []
+    with even_samples():
+        for _, call in database_calls(SAMPLED, 2):
+            floats = {i for i, x in enumerate(tensor_operands(call.args, call.kwargs)) if x.is_floating_point()}
+            if any(floats - carry.operands for _, carry in sums_of(call)):
+                found.append(call)
+    return found
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[Call]:
+    """See `sampled`."""
+    return sampled()
+
+
+def planted(call: Call, number: float, seed: int) -> Call:
+    """The call with a number at some places of each operand of floating point."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def plant(x: Tensor) -> Tensor:
+        if not x.is_floating_point() or torch.rand((), generator=generator) < 0.5:
+            return x
+        return torch.where(torch.rand(x.shape, generator=generator) < 0.3, torch.tensor(number, dtype=x.dtype), x)
+
+    args, kwargs = pytree.tree_map_only(Tensor, plant, (call.args, call.kwargs))
+    return Call(call.op, args, kwargs)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), number=st.sampled_from([0.0, math.inf, -math.inf]), seed=st.integers(0, 1000))
+def test_sums_pass_where_the_numbers_beside_them_allow_it(
+    calls: list[Call], data: st.DataObject, number: float, seed: int
+) -> None:
+    """Zeros and infinities among the operands: all strategies that are left compute what one device does, NaN or not.
+
+    The logarithm of a softmax is never infinite, so its backward is not asked about that.
+    """
+    call = planted(data.draw(st.sampled_from(calls)), number, seed)
+    operands = tensor_operands(call.args, call.kwargs)
+    assume("log_softmax" not in str(call.op) or math.isfinite(number))
+    ranges = [range_of_values(x.double().abs()) for x in operands]
+    rule = bound_rule(call.op, call.args, call.kwargs, results_of(call.op, call.args, call.kwargs), ranges)
+    assert rule is not None
+    for strategy, _ in sums_of(call, ranges=ranges):
+        check_strategy(call.op, call.args, call.kwargs, rule, strategy, MESH)
+
+
+def passes(op: object, operands: list[Tensor], *found: Range) -> list[list[int]]:
+    """The operands that sums may be pending in."""
+    rule = bound_rule(op, operands, {}, results_of(op, operands, {}), found)
+    assert rule is not None
+    return sorted(sorted(group) for group in rule.linear)
+
+
+X = torch.ones(4, 4)
+BOUNDED, POSITIVE = Range(-2.0, 2.0), Range(0.5, math.inf)
+
+
+def test_a_sum_passes_a_product_beside_what_is_finite() -> None:
+    """In either operand, as the other one allows; so do products of matrices."""
+    for op in (aten.mul.Tensor, aten.mm.default):
+        assert passes(op, [X, X], BOUNDED, BOUNDED) == [[0], [1]]
+        assert passes(op, [X, X], ANYTHING, BOUNDED) == [[0]]
+        assert passes(op, [X, X], BOUNDED, POSITIVE) == [[1]]
+        assert passes(op, [X, X], ANYTHING, ANYTHING) == []
+
+
+def test_a_sum_passes_a_quotient_over_what_is_not_zero() -> None:
+    """An infinite divisor is none of its worries."""
+    assert passes(aten.div.Tensor, [X, X], ANYTHING, POSITIVE) == [[0]]
+    assert passes(aten.div.Tensor, [X, X], ANYTHING, BOUNDED) == []
+    assert passes(aten.addcdiv.default, [X, X, X], ANYTHING, ANYTHING, POSITIVE) == [[0, 1]]
+
+
+@pytest.mark.parametrize("op", [aten.gelu_backward.default, aten.silu_backward.default])
+def test_a_gradient_passes_an_activation_whatever_its_operand_is(op: object) -> None:
+    """Its derivative is bounded."""
+    assert passes(op, [X, X], ANYTHING, ANYTHING) == [[0]]
+
+
+def test_a_sum_never_passes_a_scale_with_poles() -> None:
+    """The logarithm of zero is infinite, and so is the inverse of a singular matrix."""
+    assert passes(aten.xlogy.Tensor, [X, X], BOUNDED, BOUNDED) == []
+    rule = bound_rule(aten.linalg_solve_triangular.default, [X.tril(), X], {"upper": False}, [X], [BOUNDED, BOUNDED])
+    assert rule is not None
+    assert not rule.linear
+
+
+@pytest.mark.parametrize(
+    ("op", "number", "expected"),
+    [
+        (aten.mul.Scalar, math.inf, []),
+        (aten.mul.Scalar, 0.0, [[0]]),
+        (aten.div.Scalar, 0.0, []),
+        (aten.div.Scalar, math.inf, [[0]]),
+        (aten.xlogy.Scalar_Other, 0.0, []),
+    ],
+)
+def test_literal_numbers_decide_for_themselves(op: object, number: float, expected: list[list[int]]) -> None:
+    """Also where nothing is known of the operands."""
+    rule = bound_rule(op, [X, number], {}, [X])
+    assert rule is not None
+    assert [sorted(group) for group in rule.linear] == expected
+
+
+def test_splits_do_not_depend_on_what_is_known() -> None:
+    """A contracted factor is split, unevenly too: padding of both operands is filled."""
+    free, strict = (bound_rule(aten.mm.default, [X, X], {}, [X], known) for known in (None, [ANYTHING, ANYTHING]))
+    assert free is not None
+    assert strict is not None
+    assert (free.splittable, free.padding) == (strict.splittable, strict.padding)

@@ -1,0 +1,142 @@
+"""Ranges of values hold what the values turn out to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from autoshard.rules.linearity import Range
+from autoshard.rules.ranges import ANYTHING, find_ranges, range_of_type
+from autoshard.testing import programs
+from autoshard.testing.programs import DrawnProgram
+from autoshard.tracing import trace
+
+NUMBERS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-30, 3.0, -1.0)
+
+
+class _Watch(fx.Interpreter):
+    """Notes values outside of their ranges while a program runs."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self.ranges = find_ranges(graph_module)
+        self.outside: list[str] = []
+
+    def run_node(self, n: fx.Node) -> object:
+        """The node's value."""
+        value = super().run_node(n)
+        found = self.ranges[n]
+        if isinstance(value, Tensor) and not value.is_complex() and value.numel():
+            numbers = value[~value.isnan()].double()
+            low, high = found.low - _rounding(found.low), found.high + _rounding(found.high)
+            if numbers.numel() and not (low <= numbers.min() and numbers.max() <= high):
+                self.outside.append(f"{n.format_node()}: {found}, {numbers.min()} to {numbers.max()}")
+            if found.excludes_zero and bool((numbers == 0).any()):
+                self.outside.append(f"{n.format_node()}: {found} has a zero")
+        return value
+
+
+def _rounding(bound: float) -> float:
+    return abs(bound) * 1e-5 if math.isfinite(bound) else 0.0
+
+
+def watch(model: nn.Module, inputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> list[str]:
+    """What lies outside of its range when the traced forward runs on `values`."""
+    program = trace(model, inputs)
+    run = _Watch(program.graph_module)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = dict(zip((slot.name for slot in program.inputs if slot.kind == "input"), values, strict=True))
+    nodes = program.nodes_by_name()
+
+    def value_of(name: str, node: str) -> Tensor:
+        known = given.get(name, state.get(name))
+        shape = nodes[node].meta["val"]
+        return torch.ones(shape.shape, dtype=shape.dtype) if known is None else known.detach()
+
+    run.run(*(value_of(slot.name, slot.node) for slot in program.inputs))
+    return run.outside
+
+
+class Written(nn.Module):
+    """Norms, gates and counts written by hand."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        count = mask.sum().clamp(min=1)
+        gate = torch.softmax(x, -1).topk(2, -1).values * 2.5
+        deviation = (x.var(-1, keepdim=True) + 1e-5).sqrt()
+        normal = (x - x.mean(-1, keepdim=True)) / deviation
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        kept = torch.where(mask, torch.tanh(x), torch.full_like(x, 2.0))
+        return normal.sum() / count, gate, scale, kept.abs().exp(), torch.cat([kept, -kept]).square(), 1.0 / count
+
+
+@settings(max_examples=40, deadline=None)
+@given(numbers=st.lists(st.sampled_from(NUMBERS) | st.floats(width=32), min_size=8, max_size=8), seed=st.integers(0, 9))
+def test_no_value_lies_outside_of_its_range(numbers: list[float], seed: int) -> None:
+    """Whatever the inputs are, infinities and zeros too."""
+    torch.manual_seed(seed)
+    x, mask = torch.randn(4, 8), torch.rand(4, 8) < 0.3
+    values = x.clone()
+    values[seed % 4] = torch.tensor(numbers, dtype=torch.float32)
+    assert watch(Written(), (x, mask), (values, mask)) == []
+
+
+@settings(max_examples=15, deadline=None)
+@given(program=programs(max_blocks=2))
+def test_no_value_of_a_drawn_program_lies_outside_of_its_range(program: DrawnProgram) -> None:
+    """Forward and backward."""
+    program.model.eval()
+    assert watch(program.model, program.inputs, program.inputs) == []
+
+
+def found(build: Callable[[Tensor, Tensor], Tensor]) -> Range:
+    """The range of what is built of numbers of floating point and integers."""
+
+    class Built(nn.Module):
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            return build(x, n)
+
+    program = trace(Built(), (torch.randn(4, 4), torch.arange(4)))
+    return find_ranges(program.graph_module)[program.nodes_by_name()[program.outputs[0].node]]
+
+
+@pytest.mark.parametrize(
+    ("build", "finite", "not_zero"),
+    [
+        (lambda x, n: x * 2, False, False),
+        (lambda x, n: x.sigmoid(), True, False),
+        (lambda x, n: (x.softmax(-1) * 3).transpose(0, 1)[0], True, False),
+        (lambda x, n: x.var(-1) + 1e-5, False, True),
+        (lambda x, n: (x.var(-1) + 1e-5).rsqrt(), True, False),
+        (lambda x, n: (n > 1).sum().clamp(min=1).float(), True, True),
+        (lambda x, n: n.float() + 0.5, True, False),
+        (lambda x, n: x.tanh().exp(), True, True),
+        (lambda x, n: x.exp(), False, False),
+        (lambda x, n: 1 / x.tanh(), False, False),
+        (lambda x, n: torch.where(n > 1, x.tanh(), -math.inf), False, False),
+        (lambda x, n: torch.ones(4) / 0.0, False, False),
+        (lambda x, n: x.tanh() * 1e38 * 1e38, False, False),
+        (lambda x, n: (x.sigmoid() + 0.1) * 1e-38 * 1e-38, True, False),
+        (lambda x, n: (x.sigmoid() + 1.0) - 0.9999999999, True, False),
+        (lambda x, n: x.nan_to_num(), True, False),
+    ],
+)
+def test_what_is_known_follows_from_how_a_value_was_made(
+    build: Callable[[Tensor, Tensor], Tensor], finite: bool, not_zero: bool
+) -> None:
+    """Of products that overflow, sums that cancel and masks nothing is known."""
+    range_ = found(build)
+    assert (range_.is_finite, range_.excludes_zero) == (finite, not_zero)
+
+
+def test_numbers_of_a_type() -> None:
+    """Integers are finite."""
+    assert range_of_type(torch.float32) == ANYTHING
+    assert range_of_type(torch.int8) == Range(-128, 127)
+    assert range_of_type(torch.bool) == Range(0, 1)
