@@ -8,19 +8,16 @@ writes over any more, directly or by a view; what something does read is copied 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-_aten = torch.ops.aten
-_MAY_ALIAS = frozenset(
-    {_aten.reshape.default, _aten.contiguous.default, torch.ops._c10d_functional.wait_tensor.default, operator.getitem}
-)
-"""Calls whose result may share the memory of their operand although their schema does not say so."""
+from autoshard.ir.aliases import aliased_operands
 
+_aten = torch.ops.aten
 _UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update")
 _GRADIENT = 1
 """The operand of an update that it only reads; all others that it returns anew come around it."""
@@ -54,6 +51,7 @@ class _Writing:
         self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
 
     def run(self) -> None:
+        self._keep_results()
         in_place = {_update(name): _twin(name) for name in _UPDATES}
         for node in list(self.graph.nodes):
             if node.target in in_place:
@@ -65,6 +63,20 @@ class _Writing:
             results[index] = self._write(results[index], self.placeholders[place])
         output.args = (tuple(results),)
         self.graph.lint()
+
+    def _keep_results(self) -> None:
+        """Copy results that may lie in an input which is written over, where they are made."""
+        output = self.graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        overwritten = {self.placeholders[place] for place in self.written.values()}
+        for index, result in enumerate(results):
+            is_unchanged = index in self.written and result is self.placeholders[self.written[index]]
+            if isinstance(result, fx.Node) and not is_unchanged and overwritten & roots_of(result):
+                made = result if result.op != "placeholder" else self.placeholders[-1]
+                with self.graph.inserting_after(made):
+                    results[index] = self._add(_aten.clone.default, (result,), made)
+        output.args = (tuple(results),)
+        self._number()
 
     def _number(self) -> None:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
@@ -94,11 +106,12 @@ class _Writing:
 
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
         """Whether the memory of a value is free to be written by `reader`: nothing else reads it then or later."""
-        root = root_of(value)
-        if root.op == "placeholder" and self.placeholders.index(root) not in self.written.values():
+        roots = roots_of(value)
+        inputs = [self.placeholders.index(root) for root in roots if root.op == "placeholder"]
+        if not set(inputs) <= set(self.written.values()):
             return False
-        aliases = _aliases(root)
-        users = [user for alias in aliases for user in alias.users if not _may_alias(user)]
+        aliases = _aliases(roots)
+        users = [user for alias in aliases for user in alias.users if user not in aliases]
         reads_once = sum(argument in aliases for argument in reader.args) == 1
         return reads_once and all(user is reader or self.order[user] < self.order[reader] for user in users)
 
@@ -109,11 +122,13 @@ class _Writing:
         """
         if result is target:
             return target
-        assert root_of(result).op != "placeholder", f"{result} is an input itself, and {target} another"
-        uses = [user for root in (target, root_of(result)) for alias in _aliases(root) for user in alias.users]
+        uses = [user for alias in _aliases({target, *roots_of(result)}) for user in alias.users]
         last = max([result, *(user for user in uses if user.op != "output")], key=self.order.__getitem__)
         with self.graph.inserting_after(last):
-            self._add(_aten.copy_.default, (target, result), last)
+            copied = self._add(_aten.copy_.default, (target, result), last)
+        if target in roots_of(result):  # an update in place of what may be a view of it
+            with self.graph.inserting_before(copied):
+                copied.replace_input_with(result, self._add(_aten.clone.default, (result,), last))
         return target
 
     def _add(self, target: torch._ops.OpOverload, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
@@ -131,24 +146,26 @@ def _twin(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.autoshard, f"{name}_").default
 
 
-def _may_alias(node: fx.Node) -> bool:
-    """Whether a call's result may share memory with its first operand."""
-    if node.target in _MAY_ALIAS:
-        return True
-    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
-    return schema is not None and any(item.alias_info is not None for item in schema.returns)
+def roots_of(value: fx.Node) -> set[fx.Node]:
+    """What a value may be a view of, or itself."""
+    found: set[fx.Node] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        operands = aliased_operands(one)
+        waiting += operands
+        if not operands:
+            found.add(one)
+    return found
 
 
-def root_of(value: fx.Node) -> fx.Node:
-    """What a value is a view of, or itself."""
-    while value.op == "call_function" and _may_alias(value) and value.all_input_nodes:
-        value = value.all_input_nodes[0]
-    return value
-
-
-def _aliases(root: fx.Node) -> list[fx.Node]:
-    """A value and all that may share its memory by way of views."""
-    found = [root]
-    for node in found:
-        found += [user for user in node.users if _may_alias(user)]
+def _aliases(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Values, and all that may share their memory by way of views."""
+    found = dict.fromkeys(roots)
+    waiting = list(found)
+    while waiting:
+        one = waiting.pop()
+        views = [user for user in one.users if user not in found and one in aliased_operands(user)]
+        found.update(dict.fromkeys(views))
+        waiting += views
     return found

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.kernels.triton_adam import adam_updates_, why_not_adam_updates
-from autoshard.runtime.write_in_place import root_of
+from autoshard.runtime.write_in_place import roots_of
 from autoshard.tracing.lazy_module import lazy_module
 from passes.verification.verify_in_place import written_operands
 
@@ -105,8 +105,8 @@ def _dependences(graph: fx.Graph) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
     writer: dict[fx.Node, fx.Node] = {}
     readers: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)
     for node in graph.nodes:
-        written = {root_of(operand) for operand in written_operands(node)}
-        touched = {root_of(operand) for operand in node.all_input_nodes}
+        written = {root for operand in written_operands(node) for root in roots_of(operand)}
+        touched = {root for operand in node.all_input_nodes for root in roots_of(operand)}
         needed = set(node.all_input_nodes) | {writer[root] for root in touched if root in writer}
         yield node, needed | {reader for root in written for reader in readers[root]}
         for root in touched:

@@ -11,7 +11,7 @@ out as these first (`passes.lowering.bucket_updates`).
 
 from __future__ import annotations
 
-import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,15 +21,11 @@ import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
+from autoshard.ir.aliases import aliased_operands
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.preparation.number_values import Numbering, call_key
 
 _aten = torch.ops.aten
-_MAY_BE_VIEWS = frozenset(
-    {_aten.reshape.default, _aten.contiguous.default, torch.ops._c10d_functional.wait_tensor.default, operator.getitem}
-)
-"""Calls that may give back memory of their operand although their schema does not say so."""
-
 _FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({twin: update for update, twin in IN_PLACE.items()})
 """The functional operator of each twin in place."""
 
@@ -65,8 +61,8 @@ class _Memory:
     Args:
         numbering: the values of the functional graph; a plain clone has its operand's number.
         content: the number of the value that each node holds.
-        place: where a node's value lies: the node that first had it there.
-        version: how often a place had been written when a node's value was made; `writes` is how often it has been.
+        places: where a node's value may lie: the nodes that first had theirs there.
+        versions: how often each place had been written when a node's value was made; `writes` is how often it has been.
     """
 
     before: fx.GraphModule
@@ -74,8 +70,8 @@ class _Memory:
     written: Mapping[int, int]
     numbering: Numbering = field(default_factory=Numbering)
     content: dict[fx.Node, int] = field(default_factory=dict)
-    place: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    version: dict[fx.Node, int] = field(default_factory=dict)
+    places: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    versions: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
     writes: dict[fx.Node, int] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -86,7 +82,7 @@ class _Memory:
         placeholders: list[fx.Node] = []
         for node in self.after.graph.nodes:
             if node.op == "placeholder":
-                self._hold(node, self.numbering.keys["placeholder", len(placeholders)], node)
+                self._hold(node, self.numbering.keys["placeholder", len(placeholders)])
                 placeholders.append(node)
             elif node.op != "output":
                 self._step(node, known)
@@ -114,30 +110,31 @@ class _Memory:
         elif any(written_operands(node)):
             self._update(node)
         elif _is_copy(node):
-            self._hold(node, self.content[node.args[0]], node)  # type: ignore[index]
+            self._hold(node, self.content[node.args[0]])  # type: ignore[index]
         else:
             self.numbering.numbers.update(self.content)
             if self.numbering.add_node(node, self.after) >= known:
                 raise _wrong(node, "is no call of the functional graph")
-            operands = node.all_input_nodes
-            root = self.place[operands[0]] if operands and _may_be_view(node) else node
-            self._hold(node, self.numbering.numbers[node], root)
+            shared = (self.places[operand] for operand in aliased_operands(node))
+            self._hold(node, self.numbering.numbers[node], frozenset().union(*shared))
 
     def _copy(self, node: fx.Node) -> None:
         target, source = node.args[:2]
         assert isinstance(target, fx.Node)
         assert isinstance(source, fx.Node)
-        if target not in self.place:
+        if target not in self.places:
             raise _wrong(node, f"writes over {target.name!r}, which yields no value")
-        if self.place[target] is self.place[source]:
+        if self.places[target] & self.places[source]:
             raise _wrong(node, "copies a value over memory that it may share")
         self._write(target, self.content[source])
 
     def _update(self, node: fx.Node) -> None:
         """A twin in place: each operand that it writes takes a result of the functional operator, in order."""
         overwritten = list(written_operands(node))
-        places = [self.place[operand] for operand in node.all_input_nodes]
-        if any(places.count(self.place[operand]) > 1 for operand in overwritten):
+        operands: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), operands.append)  # repeated where a value is used twice
+        places = Counter(place for operand in operands for place in self.places[operand])
+        if any(places[place] > 1 for operand in overwritten for place in self.places[operand]):
             raise _wrong(node, "writes over memory that another of its operands may share")
         key = call_key(node.op, _FUNCTIONAL.get(node.target), node.args, node.kwargs, self.content.__getitem__)
         call = self.numbering.keys.get(key)
@@ -149,19 +146,20 @@ class _Memory:
             self._write(operand, -1 if found is None else found)
 
     def _write(self, target: fx.Node, number: int) -> None:
-        root = self.place[target]
-        self.writes[root] += 1
+        for place in self.places[target]:
+            self.writes[place] += 1
         self.content[target] = number
-        self.version[target] = self.writes[root]
+        self.versions[target] = {place: self.writes[place] for place in self.places[target]}
 
-    def _hold(self, node: fx.Node, number: int, root: fx.Node) -> None:
-        self.content[node], self.place[node] = number, root
-        self.version[node] = self.writes.setdefault(root, 0)
+    def _hold(self, node: fx.Node, number: int, shared: frozenset[fx.Node] = frozenset()) -> None:
+        """A node's value, in memory of its own or in that which it may share."""
+        self.content[node], self.places[node] = number, shared or frozenset({node})
+        self.versions[node] = {place: self.writes.setdefault(place, 0) for place in self.places[node]}
 
     def _check_fresh(self, operand: fx.Node, reader: fx.Node) -> None:
         if operand not in self.content:
             raise _wrong(reader, f"reads {operand.name!r}, which yields no value")
-        if self.version[operand] != self.writes[self.place[operand]]:
+        if any(self.writes[place] != version for place, version in self.versions[operand].items()):
             raise _wrong(reader, f"reads {operand.name!r} after its memory was written over")
 
     def _check_results(self, expected: list[int | None], placeholders: list[fx.Node]) -> None:
@@ -174,7 +172,7 @@ class _Memory:
                 self._check_fresh(result, output)
             if (self.content[result] if isinstance(result, fx.Node) else None) != due:
                 raise _wrong(output, f"returns {result!s} as result {index}, which is another value")
-            if index in self.written and self.place.get(result) is not placeholders[self.written[index]]:  # type: ignore[arg-type]
+            if index in self.written and result is not placeholders[self.written[index]]:
                 raise _wrong(output, f"returns {result!s} as result {index}, which lies elsewhere than its input")
         meant = {placeholders[place] for place in self.written.values()}
         for node in placeholders:
@@ -193,13 +191,6 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
         for argument, operand in zip(node.target._schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(operand, fx.Node):
                 yield operand
-
-
-def _may_be_view(node: fx.Node) -> bool:
-    if node.target in _MAY_BE_VIEWS:
-        return True
-    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
-    return schema is not None and any(item.alias_info is not None for item in schema.returns)
 
 
 def _number(numbering: Numbering, result: Any) -> int | None:

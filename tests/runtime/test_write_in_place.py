@@ -40,6 +40,22 @@ def _by_a_slice(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node
     return call(aten.cat.default, ([updated, rest],)), state
 
 
+def _late(view: Callable[..., fx.Node]) -> Callable[..., tuple[fx.Node, ...]]:
+    """The old parameter, by what may be a view of it, is part of another result."""
+
+    def build(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
+        early = view(call, p)
+        updated, state = _momentum(call, p, g, m, h)
+        return updated, state, call(aten.mul.Tensor, (early, 2.0))
+
+    return build
+
+
+def _swapped(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
+    """Each takes the place of the other, one by what may be a view of it."""
+    return call(aten.type_as.default, (m, g)), p
+
+
 def _read_later(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
     """The old parameter, by a view, is part of another result."""
     view = call(aten.view.default, (p, [-1]))
@@ -58,7 +74,25 @@ def _same(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: f
     return tuple(_momentum(call, p, p, m, h))
 
 
-BUILDERS = {"plain": _plain, "slice": _by_a_slice, "read later": _read_later, "exchanged": _exchanged, "same": _same}
+_VIEWS: dict[str, Callable[..., fx.Node]] = {
+    "_unsafe_view": lambda call, p: call(aten._unsafe_view.default, (p, [-1])),
+    "type_as": lambda call, p: call(aten.type_as.default, (p, p)),
+    "dropout": lambda call, p: call(aten.dropout.default, (p, 0.5, False)),
+    "to": lambda call, p: call(aten.to.dtype, (p, torch.float32)),
+    "expand": lambda call, p: call(aten.expand.default, (p, [2, -1, -1])),
+    "contiguous": lambda call, p: call(aten.contiguous.default, (call(aten.reshape.default, (p, [-1])),)),
+    "split": lambda call, p: call(operator.getitem, (call(aten.unsafe_split.Tensor, (p, 2)), 1)),
+    "second": lambda call, p: call(
+        operator.getitem,
+        (call(aten.meshgrid.default, ([call(aten.select.int, (p, 1, 0)), call(aten.view.default, (p, [-1]))],)), 1),
+    ),
+}
+"""Calls that give back their operand, or a view of it, whether their schema says so or not."""
+
+BUILDERS = {
+    "plain": _plain, "slice": _by_a_slice, "read later": _read_later, "exchanged": _exchanged, "same": _same,
+    "swapped": _swapped, **{name: _late(view) for name, view in _VIEWS.items()},
+}  # fmt: skip
 
 
 def _values(kind: str) -> list[Tensor]:

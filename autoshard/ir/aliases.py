@@ -1,0 +1,55 @@
+"""Which operands' memory the results of a call may share, so that writing over one writes over the other.
+
+An operator's schema says which results are views. Some operators give back an operand, or a view of it, although their
+schema does not say so; they are listed here, and a test that runs torch's operators holds the list to what they do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_MAY_RETURN_OPERANDS = frozenset({
+    "_c10d_functional.wait_tensor.default", "_to_cpu", "_unsafe_view", "alpha_dropout", "atleast_1d", "atleast_2d",
+    "atleast_3d", "broadcast_tensors", "conj_physical", "contiguous", "cumprod_backward", "data", "dequantize",
+    "dropout", "einsum", "feature_alpha_dropout", "feature_dropout", "flatten_dense_tensors", "lift", "lift_fresh",
+    "meshgrid", "set", "sum_to_size", "to_dense", "to_dense_backward", "to_mkldnn_backward", "type_as",
+    "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "_cast_Byte", "_cast_Char", "_cast_Double",
+    "_cast_Float", "_cast_Half", "_cast_Int", "_cast_Long", "_cast_Short", "_saturate_weight_to_fp16",
+})  # fmt: skip
+"""Packets of aten, and other operators by their full names."""
+
+
+def aliased_operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The operands of a call whose memory its results may share; all, of a function that is no operator.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+        >>> aliased_operands(graph.call_function(torch.ops.aten.view.default, (x, [-1])))
+        (x,)
+        >>> aliased_operands(graph.call_function(torch.ops.aten.add.Tensor, (x, y)))
+        ()
+    """
+    if node.op != "call_function":
+        return ()
+    if not isinstance(node.target, torch._ops.OpOverload) or _returns_operands(node.target):
+        return tuple(node.all_input_nodes)
+    return _annotated(node, node.target)
+
+
+def _returns_operands(target: torch._ops.OpOverload) -> bool:
+    packet = str(target.overloadpacket).removeprefix("aten.")
+    return packet in _MAY_RETURN_OPERANDS or str(target) in _MAY_RETURN_OPERANDS
+
+
+def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
+    """The operands that the schema gives an alias to, where it gives one to a result."""
+    if not any(item.alias_info is not None for item in target._schema.returns):
+        return ()
+    found: dict[fx.Node, None] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None:
+            fx.map_arg(given, lambda operand: found.setdefault(operand))
+    return tuple(found)
