@@ -171,6 +171,8 @@ class _Rewrites(TorchFunctionMode):
 
 def _tensor(data: Any, **options: Any) -> Tensor:
     """`torch.tensor` of lists with scalar tensors in them reads these by item."""
+    if isinstance(data, (FakeTensor, FunctionalTensor)):
+        return data.detach().clone().to(device=options.get("device"), dtype=options.get("dtype"))
     if isinstance(data, (list, tuple)):
         data = pytree.tree_map_only(Tensor, _to_list, data)
     return torch.tensor(data, **options)

@@ -28,6 +28,7 @@ from autoshard.tracing.calling import Call, ModelCall, check_fits, count_targets
 from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.derivative import GradientCall, innermost_arguments, refuse_casts
 from autoshard.tracing.dynamo import capture_with_dynamo
+from autoshard.tracing.host_numbers import host_generators, refuse_host_numbers
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error
@@ -98,13 +99,16 @@ def trace(
         model_call = GradientCall.of(model_call, derivatives)
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
     options = replace(options, keeps_gradients=update is None)
-    before = python_state(model)
+    before, generators = python_state(model), host_generators()
     joint = _capture(model, call, options, values)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
-    counting = refuse_counting(
-        model, before, program, lambda: assemble_program(_capture(model, call, options, values), model, call)
-    )
+
+    def trace_again() -> Program:
+        return assemble_program(_capture(model, call, options, values), model, call)
+
+    refuse_host_numbers(model, generators, program, trace_again)
+    counting = refuse_counting(model, before, program, trace_again)
     use = all_reads(model) if joint.accesses is None else joint.accesses.use(model, counting)
     notes = [*counting_note(model, counting), *kept_note(model, joint.result)]
     program = replace(program, python=replace(use, notes=tuple(notes)))

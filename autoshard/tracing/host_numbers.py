@@ -1,0 +1,85 @@
+"""Models that draw with Python's `random` or with NumPy in `forward`: a trace would keep the first numbers for ever.
+
+Where a generator moved, the call is traced again with the least and with the greatest numbers that it may give. If both
+give the same program, the numbers do not matter (a layer drop of probability 0); else the model is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from autoshard.errors import TraceError
+from autoshard.ir.program import Program
+from autoshard.tracing.provenance import user_line
+
+_LEAST, _GREATEST = 0.0, 1.0 - 2.0**-24
+
+
+def host_generators() -> Sequence[Any]:
+    """The states of Python's and NumPy's global generators."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return [random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)]
+
+
+def refuse_host_numbers(
+    model: nn.Module, before: Sequence[Any], program: Program, trace_again: Callable[[], Program]
+) -> None:
+    """Raise if generators have moved from `before` to now, and what the model computes depends on it.
+
+    Raises:
+        TraceError: it names the generator, and the line that draws.
+    """
+    names = ("Python's random", "numpy.random")
+    moved = [name for name, old, new in zip(names, before, host_generators(), strict=True) if old != new]
+    if not moved:
+        return
+    lines: list[str] = []
+    for number in (_LEAST, _GREATEST):
+        with _giving(number, lines):
+            other = trace_again()
+        if other.digest() != program.digest():
+            where = f" ({lines[0]})" if lines else ""
+            raise TraceError(
+                f"{type(model).__name__} computes with numbers that it draws from {' and '.join(moved)} in forward{where}: "
+                "a program would compute every step with those of the first. Draw with torch (torch.rand), or "
+                "outside the model and pass them as a tensor, or switch it off (layerdrop=0.0, say)."
+            )
+
+
+@contextlib.contextmanager
+def _giving(number: float, lines: list[str]) -> Iterator[None]:
+    """Let generators give `number` of [0, 1) always; `lines` get those of the user's that ask for it."""
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            lines.append(user_line(sys._getframe(1)))
+            return function(*args, **kwargs)
+
+        return draw
+
+    def filled(size: Any = None) -> Any:
+        return number if size is None else np.full(size, number)
+
+    instead: dict[tuple[Any, str], Callable[..., Any]] = {
+        (random, "random"): lambda: number,
+        (random, "uniform"): lambda a, b: a + (b - a) * number,
+        (np.random, "random"): filled,
+        (np.random, "random_sample"): filled,
+        (np.random, "rand"): lambda *size: filled(size or None),
+        (np.random, "uniform"): lambda low=0.0, high=1.0, size=None: low + (high - low) * filled(size),
+    }
+    saved = {place: getattr(*place) for place in instead}
+    for (module, name), function in instead.items():
+        setattr(module, name, noting(function))
+    try:
+        yield
+    finally:
+        for (module, name), function in saved.items():
+            setattr(module, name, function)

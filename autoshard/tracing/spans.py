@@ -1,0 +1,89 @@
+"""Spans masked at random (SpecAugment, Park et al. 2019), drawn by operators instead of NumPy.
+
+Wav2vec 2.0, HuBERT, WavLM, Whisper and their kin in transformers share a function that draws with NumPy which spans
+of a sequence are masked. A trace would keep its first masks for ever. `draw_spans` draws from the same distribution
+with operators of torch: each step has masks of its own, which are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NAME = "_compute_mask_indices"
+_PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks")
+
+
+@contextlib.contextmanager
+def drawing_spans(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Replace, within, the function by `draw_spans` where the Python modules of a model's classes have it."""
+    names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    places = [vars(sys.modules[name]) for name in names if name in sys.modules]
+    places = [place for place in places if _draws_spans(place.get(_NAME))]
+    saved = [place[_NAME] for place in places]
+    for place in places:
+        place[_NAME] = functools.partial(draw_spans, device=device)
+    try:
+        yield
+    finally:
+        for place, function in zip(places, saved, strict=True):
+            place[_NAME] = function
+
+
+def _draws_spans(function: Callable[..., Any] | None) -> bool:
+    return inspect.isfunction(function) and tuple(inspect.signature(function).parameters) == _PARAMETERS
+
+
+def draw_spans(
+    shape: tuple[int, int],
+    mask_prob: float,
+    mask_length: int,
+    attention_mask: Tensor | None = None,
+    min_masks: int = 0,
+    *,
+    device: torch.device | None = None,
+) -> Tensor:
+    """A mask [N, L] of spans at random places; they may overlap.
+
+    Args:
+        shape: N, L.
+        mask_prob: the share of a sequence that spans would cover if they did not overlap; what is not whole is rounded
+            up as often as it is large, for all sequences of the batch together.
+        mask_length: of each span.
+        attention_mask: [N, L]; spans lie within as many first places as it has ones. A sequence with no room for
+            one is masked at its last place, which is padding.
+        min_masks: spans of a sequence at least.
+        device: of the mask, where there is no `attention_mask`.
+    """
+    batch, length = shape
+    if not 1 <= mask_length <= length:
+        raise ValueError(f"Spans of {mask_length} do not fit sequences of {length}: mask_length= is from 1 to {length}")
+    if attention_mask is None:
+        lengths = torch.full((batch,), length, device=device)
+    else:
+        lengths, device = attention_mask.detach().sum(-1).long(), attention_mask.device
+    rounding = torch.rand(1, device=device)
+    starts = (lengths - (mask_length - 1)).clamp_min(0)  # [N], places where a span may start
+
+    def count(lengths: Tensor, starts: Tensor) -> Tensor:
+        spans = (lengths * (mask_prob / mask_length) + rounding).long().clamp_min(min_masks)
+        spans = torch.where(spans * mask_length > length, length // mask_length, spans)
+        return torch.minimum(spans, starts)
+
+    spans = count(lengths, starts)
+    keys = torch.rand(batch, length, device=device)
+    keys = torch.where(torch.arange(length, device=device) < starts[:, None], keys, 2.0)
+    is_start = keys.argsort(1).argsort(1) < spans[:, None]
+    begun = is_start.long().cumsum(1)  # spans that begin at a place or before
+    ended = torch.nn.functional.pad(begun, (mask_length, 0))[:, :length]
+    whole = torch.full((1,), length, device=device)
+    has_any = count(whole, whole - (mask_length - 1)) > 0
+    is_dummy = (torch.arange(length, device=device) == length - 1) & (spans == 0)[:, None] & has_any
+    return (begun > ended) | is_dummy

@@ -1,0 +1,54 @@
+"""Numbers that a model draws from Python's or NumPy's generators: refused where they matter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard.errors import TraceError
+from autoshard.tracing import trace
+
+
+class Draws(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.linear(x)).square().mean()
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mask of numpy": lambda h: h * torch.from_numpy(np.random.rand(4) < 0.5),
+    "places of numpy": lambda h: h[torch.from_numpy(np.random.permutation(8)[:4])],
+    "a rare layer drop": lambda h: h if random.random() < 0.01 else 2 * h,
+    "a layer drop of numpy": lambda h: h if np.random.uniform(0, 1) < 0.01 else 2 * h,
+    "a number": lambda h: h * random.uniform(0.9, 1.1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_of_other_generators_are_refused(name: str) -> None:
+    """However rare another outcome is; generators give their own numbers afterwards."""
+    with pytest.raises(
+        TraceError, match=r"Draws computes with numbers that it draws from .*random in forward.*torch\.rand"
+    ):
+        trace(Draws(DRAWS[name]), (torch.randn(8, 4),))
+    assert len({random.random() for _ in range(3)}) == len({np.random.rand() for _ in range(3)}) == 3
+
+
+def test_the_line_that_draws_is_named() -> None:
+    """The user's file."""
+    with pytest.raises(TraceError, match=r"numpy\.random in forward \(test_host_numbers\.py:\d+ in"):
+        trace(Draws(DRAWS["a layer drop of numpy"]), (torch.randn(8, 4),))
+
+
+def test_numbers_that_do_not_matter_are_let_pass() -> None:
+    """A layer drop of probability zero."""
+    trace(Draws(lambda h: 2 * h if random.uniform(0, 1) < 0.0 else h), (torch.randn(8, 4),))

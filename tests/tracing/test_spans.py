@@ -1,0 +1,76 @@
+"""Spans that are masked at random: the distribution of transformers' NumPy, with numbers of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.hubert import modeling_hubert
+
+import autoshard
+from autoshard.tracing import trace
+from autoshard.tracing.spans import draw_spans
+
+_compute_mask_indices: Any = modeling_hubert._compute_mask_indices
+
+
+def _mask(*ones: int, length: int = 20) -> Tensor:
+    return (torch.arange(length) < torch.tensor(ones)[:, None]).long()
+
+
+@pytest.mark.parametrize(
+    ("prob", "span", "mask", "least"),
+    [(0.3, 4, None, 0), (0.65, 3, None, 2), (0.01, 10, None, 0), (0.3, 4, _mask(20, 12, 5, 2), 2), (0.5, 1, None, 0)],
+)
+def test_spans_are_distributed_as_those_of_numpy(prob: float, span: int, mask: Tensor | None, least: int) -> None:
+    """How often each place of a sequence is masked, and how many places are."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    shape, draws = (4, 20), 3000
+    found = torch.stack([draw_spans(shape, prob, span, mask, least) for _ in range(draws)]).double()
+    theirs = [torch.from_numpy(_compute_mask_indices(shape, prob, span, mask, least)) for _ in range(draws)]
+    expected = torch.stack(theirs).double()
+    torch.testing.assert_close(found.mean(0), expected.mean(0), atol=0.05, rtol=0)
+    assert set(found.sum(2).flatten().tolist()) == set(expected.sum(2).flatten().tolist())
+
+
+def test_spans_that_do_not_fit_are_refused() -> None:
+    """The message says what fits."""
+    with pytest.raises(ValueError, match="mask_length= is from 1 to 4"):
+        draw_spans((2, 4), 0.5, 5)
+
+
+class Masks(nn.Module):
+    """Puts a token in place of spans, as transformers' models of sounds do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.token = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        h = self.linear(x)
+        spans = _compute_mask_indices(tuple(x.shape[:2]), 0.5, 3, attention_mask=lengths, min_masks=1)
+        h[torch.tensor(spans, device=h.device, dtype=torch.bool)] = self.token.to(h.dtype)
+        return h.square().mean()
+
+
+def test_each_step_masks_other_places_the_same_on_all_meshes() -> None:
+    """Nothing is read from the masks, and a program serves all steps."""
+    inputs = (torch.randn(4, 20, 4), _mask(20, 18, 12, 5))
+    assert not trace(Masks(), inputs).guards
+    losses = []
+    for mesh in (autoshard.Mesh({"data": 1}), autoshard.Mesh({"data": 2}), autoshard.Mesh({"data": 2, "model": 2})):
+        model = Masks()
+        sharded = autoshard.compile(model, mesh)
+        torch.manual_seed(3)
+        steps = [sharded(*inputs) for _ in range(4)]
+        steps[-1].backward()
+        assert model.token.grad is not None
+        losses.append(torch.stack([*steps, model.token.grad.norm()]).detach())
+    assert len(set(losses[0][:4].tolist())) == 4
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(losses[2], losses[0])
