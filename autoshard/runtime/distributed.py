@@ -187,6 +187,10 @@ class DistributedEngine:
         """See `Engine`: parameters become DTensors, for now with a copy on each rank."""
         take_over_parameters(model, self._replicate)
 
+    def has_adopted(self, parameter: torch.Tensor) -> bool:
+        """See `Engine`."""
+        return isinstance(parameter, DTensor)
+
     def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
         """See `Engine`: each rank keeps its shard."""
         for name, parameter in model.named_parameters():

@@ -99,6 +99,10 @@ class Engine(Protocol):
         """Take over the parameters of `model`, before it is known how they will lie."""
         ...
 
+    def has_adopted(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one that was taken over."""
+        ...
+
     def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
         """Lay the parameters of `model` out as `specs` (by qualified name) say, keeping their identity."""
         ...
@@ -178,6 +182,10 @@ class SimulatorEngine:
 
     def adopt(self, model: nn.Module) -> None:
         """See `Engine`: the simulator leaves parameters as they are."""
+
+    def has_adopted(self, parameter: torch.Tensor) -> bool:
+        """See `Engine`: the simulator takes all as they are."""
+        return True
 
     def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
         """See `Engine`: the simulator leaves parameters as they are."""

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.errors import TraceError
 from autoshard.ir.derivative import Derivative, Derivatives
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -336,6 +337,7 @@ class ShardedModule(nn.Module):
 
         Where what changed in the model turns out not to matter, that is a known program, which serves one more state.
         """
+        self._refuse_new_parameters()
         signature = describe_call(call, grad=grad, training=self.training)
         key = self._key(call, grad, all_tangents, update, derivatives)
         known = [item for item in self._known.of(key) if _does(item, update)]
@@ -375,6 +377,16 @@ class ShardedModule(nn.Module):
                 self._notes.add(note)
         executable.serve_state(compiled.python.guards([*model.parameters(), *model.buffers()]))
         return executable
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise where parameters would have to become DTensors, which an optimizer made before would not hold."""
+        new = [name for name, item in self._original[0].named_parameters() if not self._engine.has_adopted(item)]
+        if new:
+            raise TraceError(
+                f"{type(self._original[0]).__qualname__} was given parameters after it was compiled, and with "
+                f"processes they cannot take part: {', '.join(new[:4])}{', ...' * (len(new) > 4)}. Compile the model "
+                "again, and make its optimizer after that."
+            )
 
     def _facts(self, signature: str) -> dict[str, str]:
         """What ranks must have in common before they compile; of parameters, those that are whole on every rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from autoshard.tracing.calling import Call, ModelCall, check_fits, count_targets
 from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.derivative import GradientCall, innermost_arguments, refuse_casts
 from autoshard.tracing.dynamo import capture_with_dynamo
+from autoshard.tracing.hooks import hooks_note, refuse_idle_hooks, watching_hooks
 from autoshard.tracing.host_numbers import host_generators, refuse_host_numbers
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.precision import Casts
@@ -100,17 +101,20 @@ def trace(
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
     options = replace(options, keeps_gradients=update is None)
     before, generators = python_state(model), host_generators()
-    joint = _capture(model, call, options, values)
+    with watching_hooks(model) as hooks:
+        joint = _capture(model, call, options, values)
     warn_of_dropped(joint.result)
     program = assemble_program(joint, model, call)
 
-    def trace_again() -> Program:
-        return assemble_program(_capture(model, call, options, values), model, call)
+    def trace_again(without: Collection[Any] = ()) -> Program:
+        with watching_hooks(model, without):
+            return assemble_program(_capture(model, call, options, values), model, call)
 
     refuse_host_numbers(model, generators, program, trace_again)
     counting = refuse_counting(model, before, program, trace_again)
+    refuse_idle_hooks(model, hooks, program, trace_again)
     use = all_reads(model) if joint.accesses is None else joint.accesses.use(model, counting)
-    notes = [*counting_note(model, counting), *kept_note(model, joint.result)]
+    notes = [*counting_note(model, counting), *kept_note(model, joint.result), *hooks_note(hooks)]
     program = replace(program, python=replace(use, notes=tuple(notes)))
     return program if update is None else append_update(program, update)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import autoshard
-from autoshard import Mesh
+from autoshard import Mesh, TraceError
 from autoshard.runtime.sharded_module import ShardedModule
+from tests.runtime.processes import report, run_checks
 
 MESH = Mesh({"data": 2})
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -246,3 +249,42 @@ def test_parametrizations_may_be_removed() -> None:
     for item in (model, reference):
         parametrize.remove_parametrizations(item.up, "weight")
     assert_alike(sharded, reference, X)
+
+
+def check_changes() -> None:
+    """Changes without new parameters; for each the right loss, and a counter that each rank has of its own."""
+    model = Settled()
+    reference = copy.deepcopy(model)
+    sharded = compiled(model)
+    for change in (lambda net: None, CHANGES["attribute"], CHANGES["forward hook"], CHANGES["fewer submodules"]):
+        change(model)
+        change(reference)
+        model.started = dist.get_rank()  # type: ignore[assignment]
+        torch.testing.assert_close(sharded(X).detach(), reference(X).detach())
+
+
+def check_new_parameters() -> None:
+    """A layer that is added is refused by name; the model can be compiled again."""
+    model = Settled()
+    sharded = compiled(model)
+    sharded(X)
+    _add_block(model)
+    with pytest.raises(TraceError, match=r"given parameters after it was compiled.*: blocks\.1\.weight, blo"):
+        sharded(X)
+    reference = Settled()
+    _add_block(reference)
+    torch.testing.assert_close(compiled(model)(X).detach(), reference(X).detach())
+
+
+CHECKS = {"changes": check_changes, "new parameters": check_new_parameters}
+
+
+@cache
+def _outcomes() -> dict[str, str]:
+    return run_checks(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_processes(name: str) -> None:
+    """The same on two ranks."""
+    report(_outcomes(), name)
