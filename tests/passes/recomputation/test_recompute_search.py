@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 
 from autoshard.errors import DoesNotFitError
@@ -16,12 +22,15 @@ from autoshard.ir.program import Program
 from autoshard.ir.recompute import NO_RECOMPUTE
 from passes.pipeline import PlanOptions, plan_program, planning_problem
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.search import Search
+from passes.planning.search import Search, Searchable
 from passes.prediction.utilisation import utilisation
 from passes.recomputation import fitting, prove_plan, recompute_search
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_options import RecomputeOptions
 from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
+from passes.solver.assignment import Assignment, Solution
+from passes.solver.dual_search import DualSearch
+from passes.solver.least_peak import LeastPeak
 from passes.solver.search_control import Progress, SearchControl
 from tests.passes.blocks import blocks_program, h100s, problem_of
 
@@ -211,3 +220,70 @@ def test_time_and_flops_of_recomputation() -> None:
     planning = problem_of(blocks_program(batch=64, length=128, hidden=128), LINE)
     assert model_s == pytest.approx(utilisation(planning, [0] * len(planning.members)).model_s)
     assert plan.predicted.hfu > plan.predicted.mfu
+
+
+class Clock:
+    """A clock that stands still but for what is spent."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds if math.isfinite(seconds) else 0.0
+
+
+_CLOCK = Clock()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spending(Search):
+    """A search that takes all the time that it is given, and finds what a short one does."""
+
+    def __call__(
+        self,
+        planning: Searchable,
+        allowed: Mapping[int, np.ndarray] | None = None,
+        start: Sequence[Solution] = (),
+    ) -> Solution:
+        _CLOCK.spend(self.time_budget_s)
+        short = {"time_budget_s": 0.0, "max_rounds": 3, "most_targets": 0, "is_exact": False}
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return Search(**{**fields, **short})(planning, allowed, start)
+
+    def frugal(self, planning: Searchable, problem: Assignment) -> list[LeastPeak]:
+        _CLOCK.spend(self.time_budget_s)
+        return Search(time_budget_s=0.0).frugal(planning, problem)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("share", [0.2, 0.55, 0.8])
+def test_searches_share_the_time_that_there_is(
+    monkeypatch: pytest.MonkeyPatch, share: float, recompute: bool, offload: bool
+) -> None:
+    """Where memory binds several searches follow each other: each may take what is left, none the whole again.
+
+    Only the smallest peak may be looked for beyond it, where nothing fits else. Seconds here are those that searches
+    were given, on a clock that nothing else moves.
+    """
+
+    def dual(tolerance: float, rounds: int, seconds: float, **options: Any) -> DualSearch:
+        _CLOCK.spend(seconds)
+        return DualSearch(tolerance, min(rounds, 3), 0.0, **options)
+
+    monkeypatch.setattr(recompute_search, "is_searched_exactly", lambda assignment: False)
+    monkeypatch.setattr(recompute_search, "is_refused_exactly", lambda assignment: False)
+    monkeypatch.setattr(recompute_search, "DualSearch", dual)
+    monkeypatch.setattr(prove_plan, "MOST_PAIRS_TO_PROVE", 0)
+    planning, budget_s, limit = problem(), 100.0, share * largest()
+    monkeypatch.setattr(time, "monotonic", _CLOCK)
+    began = _CLOCK.now
+    with contextlib.suppress(DoesNotFitError):
+        recompute_search.solve_jointly(
+            planning, Spending(limit, budget_s), {}, (), recompute=recompute, offload=offload
+        )
+    most = 1 + recompute_search._SHARE_FRUGAL * (1 + offload)
+    assert 0.5 * budget_s <= _CLOCK.now - began <= most * budget_s
