@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
     ExampleInputs,
+    check_agreement,
     check_backend,
     check_beside_recipe,
     check_flags,
@@ -54,11 +55,13 @@ from autoshard.planner import (
 )
 from autoshard.pricing import price
 from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
+from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
+from autoshard.runtime.step_agreement import Check
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
@@ -86,6 +89,8 @@ def compile(
     time_budget_s: float = 60.0,
     dynamic_lengths: Mapping[str, float] | None = None,
     max_programs: int = MAX_PROGRAMS,
+    check: str = "always",
+    timeout_s: float = TIMEOUT_S,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -126,6 +131,9 @@ def compile(
             back, so that calls of many lengths share few programs. At the first call that pads, the model is run in
             evaluation with and without padding; results that differ are an error.
         max_programs: how many programs are kept, each for one kind of call; the least recently used are given up.
+        check: when processes compare what they call: program, mode, hyperparameters, inputs, parameters. "always", at
+            each call; "first", at the first call of each program; "off". See docs/running.md.
+        timeout_s: seconds after which a process that neither comes to a call nor compiles is an error on all others.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -142,6 +150,7 @@ def compile(
     check_flags(strict=strict, verify=verify)
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s)
+    check_agreement(check=check, timeout_s=timeout_s)
     check_programs(dynamic_lengths=dynamic_lengths, max_programs=max_programs)
     check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     mesh = one_kind(mesh)
@@ -169,14 +178,14 @@ def compile(
         with_native=backend != "reference",
     )
     if isinstance(mesh, Cluster):
-        planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update)
+        planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update, timeout_s)
     before = dict(model.named_parameters())
     finish = with_bucketed_updates if planner.with_kernels and backend == "triton" else None
-    engine = make_engine(mesh, device, wrap_of(backend), check_in_place if verify else None, finish)
+    engine = make_engine(mesh, device, wrap_of(backend), check_in_place if verify else None, finish, timeout_s)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths)
-    sharded = ShardedModule(model, engine, planner, max_programs=max_programs, lengths=lengths)
+    sharded = ShardedModule(model, engine, planner, max_programs=max_programs, lengths=lengths, check=Check(check))
     if optimizer is not None:
         rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))
     step = sharded

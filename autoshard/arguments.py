@@ -141,6 +141,17 @@ def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
         raise NotAvailableError(f"global_batch={global_batch!r} must be a whole number of sequences, at least 1.")
 
 
+def check_agreement(*, check: Any, timeout_s: Any) -> None:
+    """Raise `NotAvailableError` for a time, or a word for when ranks compare their calls, that is none."""
+    if check not in _CHECKS:
+        raise NotAvailableError(f"check={check!r} must be one of {', '.join(map(repr, _CHECKS))}.")
+    if not (_is_number(timeout_s) and timeout_s > 0):
+        raise NotAvailableError(f"timeout_s={timeout_s!r} must be a number of seconds, above 0.")
+
+
+_CHECKS = ("always", "first", "off")
+
+
 def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
     """Raise `NotAvailableError` for a number of programs, or lengths to pad, that no module can keep to."""
     if not (_is_whole(max_programs) and max_programs >= 1):

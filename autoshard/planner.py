@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -40,6 +39,7 @@ from autoshard.ir.update import Update
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
 from autoshard.progress import interruptible, search_bar
 from autoshard.runtime.agreement import make_together
+from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.launch import share_among_processes, world_size
@@ -123,7 +123,7 @@ class Planner:
             engine,
             "lowering",
             lambda: self._lower(program, chosen)[0],
-            lambda made: {"compiled program": _digest(made)},
+            lambda made: {"compiled program": made.digest()},
         )
         if self.with_kernels:
             make_together(engine, "block sizes", folder_identity, lambda folder: {_FOLDER: folder})
@@ -446,6 +446,7 @@ def choose_mesh(
     planner: Planner,
     example_inputs: ExampleInputs | None,
     update: Update | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[Planner, Mesh]:
     """The mesh that suits a model on a cluster, and a planner that keeps the plan made for it."""
     if planner.fixed is not None:
@@ -460,7 +461,7 @@ def choose_mesh(
     args, kwargs = split_inputs(example_inputs)
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update)
-    chosen = share_among_processes(lambda: planner.plan_call(request, candidate_meshes(cluster))[1])
+    chosen = share_among_processes(lambda: planner.plan_call(request, candidate_meshes(cluster))[1], timeout_s)
     return replace(planner, made=chosen), chosen.mesh
 
 
@@ -487,8 +488,3 @@ def _check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> N
             f"The plan is for inputs {dict(plan.inputs)}, the call has {inputs}. Call with those shapes, or plan "
             "again for these (leave plan= out, and each kind of call is planned when it comes)."
         )
-
-
-def _digest(phased: PhasedProgram) -> str:
-    graphs = [item.graph for item in (phased.forward, phased.backward, phased.update) if item is not None]
-    return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]

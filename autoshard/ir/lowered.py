@@ -7,6 +7,7 @@ The graph of a `LoweredProgram` is a torch.fx graph over local tensors with expl
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -77,3 +78,8 @@ class PhasedProgram:
     update_inputs: tuple[int, ...] = ()
     update_outputs: tuple[int, ...] = ()
     carried: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """A short hash of the text of the graphs, which is the same on all ranks."""
+        graphs = [item.graph for item in (self.forward, self.backward, self.update) if item is not None]
+        return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]

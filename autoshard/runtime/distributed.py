@@ -8,7 +8,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +24,9 @@ from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
-from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.agreement import ControlGroup, Facts
 from autoshard.runtime.boundary import matches_dtensor, pad_local, unpad_local
+from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import NOTHING, Loaded
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import swap_parameter, take_over_parameters
@@ -51,6 +52,7 @@ class DistributedEngine:
         wrap: applied to each bound graph before it runs, e.g. a compiler.
         check_in_place: sees each graph that writes over inputs: the functional one, the other, and what is written.
         finish_in_place: rewrites each graph that writes over inputs, before it is checked.
+        timeout_s: how long ranks wait for one that shows no sign of life.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class DistributedEngine:
         wrap: Callable[[fx.GraphModule], Callable] | None = None,
         check_in_place: CheckInPlace | None = None,
         finish_in_place: FinishInPlace | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         if device_mesh.get_coordinate() is None:
             raise MeshError(f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()}).")
         self.device_mesh = device_mesh
-        self.groups = ProcessGroups(device_mesh)
+        self.groups = ProcessGroups(device_mesh, timeout_s)
+        self.control = ControlGroup(device_mesh.mesh.flatten().tolist(), timeout_s)
         self._wrap = wrap
         self._check_in_place = check_in_place
         self._finish_in_place = finish_in_place
@@ -92,10 +96,6 @@ class DistributedEngine:
         kind = self.device_mesh.device_type
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
-    @cached_property
-    def _control(self) -> ControlGroup:
-        return ControlGroup(self.device_mesh.mesh.flatten().tolist())
-
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """See `Engine`: results are written over inputs, unless a compiler decides about memory."""
         in_place = bool(written) and self._wrap is None
@@ -109,7 +109,21 @@ class DistributedEngine:
             with running_at(coordinates), naming_lost_ranks():
                 return tuple(run_bound(values))
 
-        return run
+        return run if self._wrap is None else self._showing_life_once(run)
+
+    def _showing_life_once(self, run: Loaded) -> Loaded:
+        """As `run`, whose first run compiles: meanwhile other ranks wait for this one."""
+        has_run = [False]
+
+        def run_showing_life(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            if has_run[0]:
+                return run(values)
+            with self.control.channel.showing_life("runs a program for the first time"):
+                results = run(values)
+            has_run[0] = True
+            return results
+
+        return run_showing_life
 
     def _in_place(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
         writing = write_in_place(graph_module, written)
@@ -202,13 +216,13 @@ class DistributedEngine:
         """See `Engine`."""
         return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
-    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+    def agree(self, facts: Callable[[], Facts]) -> None:
         """See `Engine`."""
-        self._control.agree(facts)
+        self.control.agree(facts)
 
     def share(self, compute: Callable[[], T]) -> T:
         """See `Engine`."""
-        return self._control.share(compute)
+        return self.control.share(compute)
 
     def _replicate(self, parameter: torch.Tensor) -> torch.Tensor:
         if isinstance(parameter, DTensor):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
@@ -22,6 +22,9 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
+
+if TYPE_CHECKING:
+    from autoshard.runtime.agreement import ControlGroup, Facts
 
 T = TypeVar("T")
 
@@ -45,6 +48,11 @@ class Engine(Protocol):
     @property
     def device(self) -> torch.device:
         """The device on which values live."""
+        ...
+
+    @property
+    def control(self) -> ControlGroup | None:
+        """The processes that run the mesh together; None where one runs it alone."""
         ...
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
@@ -111,7 +119,7 @@ class Engine(Protocol):
         """A plain tensor with the global value and shape of a parameter, buffer or input."""
         ...
 
-    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+    def agree(self, facts: Callable[[], Facts]) -> None:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`."""
         ...
 
@@ -126,6 +134,11 @@ class SimulatorEngine:
 
     mesh: Mesh
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def control(self) -> None:
+        """See `Engine`."""
+        return None
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """See `Engine`: here results are new tensors."""
@@ -194,7 +207,7 @@ class SimulatorEngine:
         """See `Engine`."""
         return tensor.detach()
 
-    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+    def agree(self, facts: Callable[[], Facts]) -> None:
         """See `Engine`: one process agrees with itself."""
 
     def share(self, compute: Callable[[], T]) -> T:

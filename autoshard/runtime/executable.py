@@ -10,7 +10,7 @@ import torch
 
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import OWNERS, OutputKind
+from autoshard.ir.program import OWNERS, InputKind, OutputKind
 from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
@@ -88,6 +88,16 @@ class Executable:
         for holder, name, value in self.python_guards[-1].settings if self.python_guards else ():
             if vars(holder).get(name, MISSING) is not value:
                 setattr(holder, name, value)
+
+    @cached_property
+    def digest(self) -> str:
+        """See `PhasedProgram.digest`."""
+        return self.phased.digest()
+
+    @cached_property
+    def draws_seed(self) -> bool:
+        """Whether a forward call takes a seed."""
+        return any(slot.slot.kind is InputKind.SEED for slot in self.inputs)
 
     @cached_property
     def inputs(self) -> tuple[LocalSlot, ...]:

@@ -89,3 +89,21 @@ def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.opti
 
 
 _SIDE = 64
+
+
+def describe_hyperparameters(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> str:
+    """The options of each group of an optimizer as they are now, and how many steps it has taken: for messages."""
+    groups = [
+        ", ".join(f"{name}={_as_text(value)}" for name, value in sorted(group.items()) if name != "params")
+        for group in optimizer.param_groups
+    ]
+    first = next((item for group in optimizer.param_groups for item in group["params"]), None)
+    steps = _as_text({} if first is None else optimizer.state.get(first, {}).get("step", 0))
+    return f"{type(optimizer).__name__}({'; '.join(groups)}), max_grad_norm={max_grad_norm}, after {steps} steps"
+
+
+def _as_text(value: object) -> str:
+    """An option; a tensor on an accelerator is not read, as that waits for the device."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return str(value.item()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"

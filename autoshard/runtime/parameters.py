@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,19 +82,6 @@ def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.P
 def _outline(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor without values or memory, as the whole of `parameter` is."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """A cheap digest of a tensor's value: shape, type, sum, and a sample of its elements."""
-    flat = tensor.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // _SAMPLES)][: 2 * _SAMPLES]
-    content = [tuple(tensor.shape), tensor.dtype]
-    if not tensor.is_meta and flat.numel():
-        content += [sample.double().tolist(), flat.sum(dtype=torch.float64).item()]
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
-
-
-_SAMPLES = 64
 
 
 def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

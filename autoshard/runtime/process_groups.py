@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -37,15 +38,18 @@ class ProcessGroups:
     """The process groups along the axes of a torch `DeviceMesh`.
 
     Groups over several axes are made when first asked for, by all ranks in the same order: ranks run the same
-    program text, so they ask alike. `rank` is this process's number on the mesh.
+    program text, so they ask alike. `rank` is this process's number on the mesh. On CPUs their communication ends in
+    an error after `timeout_s`.
     """
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    def __init__(self, device_mesh: DeviceMesh, timeout_s: float | None = None) -> None:
         self.mesh = Mesh.from_device_mesh(device_mesh)
         self._device_mesh = device_mesh
         self._ranks: list[int] = device_mesh.mesh.flatten().tolist()
         self.rank = self._ranks.index(dist.get_rank())
         self._names: dict[str, str] = {}
+        on_cpu = device_mesh.device_type == "cpu"
+        self._timeout = timedelta(seconds=timeout_s) if timeout_s is not None and on_cpu else None
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -63,17 +67,18 @@ class ProcessGroups:
             return self._device_mesh.get_group(axes[0])
         mine: dist.ProcessGroup | None = None
         for members in self.mesh.groups(*axes):
-            group = _new_group([self._ranks[member] for member in members])
+            group = _new_group([self._ranks[member] for member in members], self._timeout)
             if self.rank in members:
                 mine = group
         assert mine is not None, f"rank {self.rank} is in no group along {axes}"
         return mine
 
 
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """A group in which `ranks` are numbered in the given order; torch below 2.13 numbers them by rank only."""
-    group = dist.new_group(ranks) if ranks == sorted(ranks) else dist.new_group(ranks, sort_ranks=False)
-    return cast(dist.ProcessGroup, group)
+    if ranks == sorted(ranks):
+        return cast(dist.ProcessGroup, dist.new_group(ranks, timeout))
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, sort_ranks=False))
 
 
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:

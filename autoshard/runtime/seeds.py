@@ -41,6 +41,11 @@ class SeedSequence:
         base, count = state.tolist()
         self.base, self.count, self._seen = base & _MASK, count, torch.initial_seed()
 
+    def describe(self) -> str:
+        """Where the sequence stands at the next call, for messages: `0, from which 4 calls have drawn`."""
+        base, count = (torch.initial_seed(), 0) if self.is_outdated else (self.base, self.count)
+        return f"{base}{f', from which {count} calls have drawn' if count else ''}"
+
     def peek(self) -> torch.Tensor:
         """The next seed, a 0-dim int64 tensor, which stays the next."""
         return torch.tensor(_mix(self.base + (self.count + 1) * _GOLDEN) >> 1, dtype=torch.int64)

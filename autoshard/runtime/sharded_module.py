@@ -36,10 +36,11 @@ from autoshard.runtime.executable import CompiledProgram, Executable
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
-from autoshard.runtime.parameters import digest_of, lent_parameters, outlined_parameters
+from autoshard.runtime.parameters import lent_parameters, outlined_parameters
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, signature_of
 from autoshard.runtime.state import lay_out_state, may_draw, take_seeds, write_seeds
+from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class ShardedModule(nn.Module):
         *,
         max_programs: int = MAX_PROGRAMS,
         lengths: Lengths | None = None,
+        check: Check = Check.ALWAYS,
     ) -> None:
         super().__init__()
         engine.adopt(model)
@@ -122,6 +124,7 @@ class ShardedModule(nn.Module):
         self._last: Executable | None = None
         self._notes: set[str] = set()
         self.seeds = SeedSequence()
+        self.agreement = StepAgreement(engine.control, check)
         self.training = model.training
         self._share_members(model)
 
@@ -255,25 +258,32 @@ class ShardedModule(nn.Module):
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program for a call now, without running it; returns its plan."""
-        executable, _ = self._find(self._padded(FlatCall.of(args, kwargs))[0])
+        executable, _ = self._find(self._padded(FlatCall.of(args, kwargs))[0], runs=False)
         return executable.compiled.plan
 
     def _wants_grad(self, call: FlatCall) -> bool:
         tensors = (*self.parameters(), *call.tensors.values())
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
-    def find_step(self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update) -> tuple[Executable, FlatCall]:
-        """The program of a whole training step, compiled now if there is none, and the call as it flattens it."""
+    def find_step(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, *, runs: bool = True
+    ) -> tuple[Executable, FlatCall]:
+        """The program of a whole training step, compiled now if there is none; `runs`: ranks compare its inputs."""
         with torch.enable_grad():
-            return self._find(self._padded(FlatCall.of(args, kwargs))[0], update)
+            return self._find(self._padded(FlatCall.of(args, kwargs))[0], update, runs=runs)
 
-    def _find(self, call: FlatCall, update: Update | None = None) -> tuple[Executable, FlatCall]:
+    def _find(self, call: FlatCall, update: Update | None = None, *, runs: bool = True) -> tuple[Executable, FlatCall]:
         """The program for a call, compiled now if there is none, and the call as the program flattens it."""
         grad = self._wants_grad(call)
         key = self._key(call, grad, update=update)
+        self.agreement.enter(key, call.tensors if runs else {}, lambda: self._describe(call, grad))
         executable = self._known.find(key, lambda known: self._serves(known, call, update))
+        self.agreement.post(executable, self.seeds)
+        if executable is None or not runs:
+            self.agreement.settle()
         if executable is None:
-            executable = self._compile(call, grad, all_tangents=False, update=update)
+            with self.agreement.working():
+                executable = self._compile(call, grad, all_tangents=False, update=update)
             call = call.flattened_again()  # tracing may have made more types known to pytrees
             self._known.add(self._key(call, grad, update=update), executable)
         self._last = executable
@@ -284,9 +294,12 @@ class ShardedModule(nn.Module):
     ) -> Executable:
         """The program for a call in which each output has a tangent; `seed` is what the call drew."""
         key = self._key(call, grad=True, all_tangents=True, derivatives=derivatives)
+        self.agreement.enter(key, {}, lambda: self._describe(call, grad=True))
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
+        self.agreement.post(executable, self.seeds)
+        self.agreement.settle()
         if executable is None:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.agreement.working():
                 executable = self._compile(call, grad=True, all_tangents=True, seed=seed, derivatives=derivatives)
             self._known.add(key, executable)
         return executable
@@ -309,6 +322,7 @@ class ShardedModule(nn.Module):
         program = executable.phased.lowered.traced
         if not program.guards:
             return True
+        self.agreement.meet_for_guards(self.seeds)
         inputs = [self._engine.global_copy(tensor) for tensor in call.tensors.values()]
         slots = [slot for slot in program.read_by_guards() if slot.kind is not InputKind.INPUT]
         state = {slot.name: self._engine.global_copy(self._state(slot, seed)) for slot in slots}
@@ -338,7 +352,7 @@ class ShardedModule(nn.Module):
         Where what changed in the model turns out not to matter, that is a known program, which serves one more state.
         """
         self._refuse_new_parameters()
-        signature = describe_call(call, grad=grad, training=self.training)
+        signature = self._describe(call, grad)
         key = self._key(call, grad, all_tangents, update, derivatives)
         known = [item for item in self._known.of(key) if _does(item, update)]
         if self._last is not None:
@@ -346,11 +360,11 @@ class ShardedModule(nn.Module):
             because = f", as {', '.join(changes)} changed" if changes else ""
             every = ", every output's gradient" * all_tangents
             _LOGGER.info("planning anew for a call %s%s%s", signature, every, because)
+        model = self._original[0]
+        self._engine.agree(lambda: facts_to_compile(model, signature, self.mesh))
         leaves = [self._example(leaf) for leaf in call.leaves]
         args, kwargs = call.assemble(leaves)
         seed = self._next_seed() if seed is None else seed
-        model = self._original[0]
-        self._engine.agree(lambda: self._facts(signature))
         with outlined_parameters(model) as own:
 
             def values(traced: nn.Module) -> AbstractContextManager[None]:
@@ -376,6 +390,7 @@ class ShardedModule(nn.Module):
                 _LOGGER.warning("%s", note)
                 self._notes.add(note)
         executable.serve_state(compiled.python.guards([*model.parameters(), *model.buffers()]))
+        self.agreement.add(executable, model)
         return executable
 
     def _refuse_new_parameters(self) -> None:
@@ -388,18 +403,8 @@ class ShardedModule(nn.Module):
                 "again, and make its optimizer after that."
             )
 
-    def _facts(self, signature: str) -> dict[str, str]:
-        """What ranks must have in common before they compile; of parameters, those that are whole on every rank."""
-        model = self._original[0]
-        whole = {name: item for name, item in model.named_parameters() if name not in self._placed}
-        return {
-            "mesh": str(self.mesh),
-            "torch version": torch.__version__,
-            "torch.initial_seed()": str(torch.initial_seed()),
-            "call": signature,
-            **{f"parameter {name!r}": digest_of(self._engine.global_copy(item)) for name, item in whole.items()},
-            **{f"buffer {name!r}": digest_of(buffer) for name, buffer in model.named_buffers()},
-        }
+    def _describe(self, call: FlatCall, grad: bool) -> str:
+        return describe_call(call, grad=grad, training=self.training)
 
     def _example(self, leaf: Any) -> Any:
         """An example of an input for tracing: of its own, so that tracing leaves no trace on the user's tensor."""
@@ -418,7 +423,7 @@ class ShardedModule(nn.Module):
             self._engine.place(self._original[0], self._placed)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
-        """What the program takes, in order."""
+        """What the program takes, in order, once the ranks agreed on the call."""
         given = call.tensors
         result = []
         for slot in executable.inputs:
@@ -429,18 +434,17 @@ class ShardedModule(nn.Module):
                 case InputKind.BUFFER:
                     result.append(self._buffer(name, copied=name in executable.updated_buffers))
                 case InputKind.SEED:
-                    result.append(self._draw_seed())
+                    result.append(self._next_seed())
                 case _:
                     result.append(given[name])
+        self.agreement.settle()
+        if executable.draws_seed:
+            self.seeds.draw()
         return result
 
     def _buffer(self, name: str, *, copied: bool) -> torch.Tensor:
         buffer = self.get_buffer(name)
         return buffer.detach().clone() if copied else buffer
-
-    def _draw_seed(self) -> torch.Tensor:
-        self._renew_seeds()
-        return self.seeds.draw().to(self._engine.device)
 
     def _next_seed(self) -> torch.Tensor:
         """What the call will draw if its program draws a seed."""
@@ -449,6 +453,7 @@ class ShardedModule(nn.Module):
 
     def _renew_seeds(self) -> None:
         if self.seeds.is_outdated:
+            self.agreement.settle()
             self._engine.agree(lambda: {"torch.initial_seed()": str(torch.initial_seed())})
             self.seeds.restart()
 

@@ -57,7 +57,7 @@ class TracedStep:
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
         """Compile the program for a call now; returns its plan."""
-        executable, _ = self._sharded.find_step(args, kwargs, self._update())
+        executable, _ = self._sharded.find_step(args, kwargs, self._update(), runs=False)
         return executable.compiled.plan
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
+from autoshard.runtime.optimizer_state import describe_hyperparameters
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, find_loss
@@ -53,6 +55,7 @@ class TrainStep:
         self.micro_batches = micro_batches
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
+        sharded.agreement.describe_hyperparameters = partial(describe_hyperparameters, optimizer, max_grad_norm)
         self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order) if traced else None
 
     @property

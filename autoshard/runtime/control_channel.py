@@ -1,0 +1,163 @@
+"""Messages among ranks over the store of their run, with a time limit that a rank at work extends.
+
+Ranks take turns: in each, every rank says something, and all hear what all said, or all raise the same error. The
+store, not a collective, carries the messages: whoever waits can tell which rank is missing, whether that rank shows
+signs of life, and what another rank decided while this one was waiting. The verdict on a turn is one key of the store,
+written once: "all came", or who did not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from autoshard.errors import LostRankError
+
+TIMEOUT_S = 60.0
+"""How long ranks wait for one that shows no sign of life, where the user does not say."""
+
+_ALL_CAME = "all"
+_SLICE_S = 0.25
+
+
+class ControlChannel:
+    """Turns of `ranks`, of which this process is one.
+
+    Args:
+        ranks: numbers of the processes, in order.
+        timeout_s: a rank that neither comes to a turn nor shows a sign of life for so long is lost.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = dist.get_rank()
+        self.timeout_s = timeout_s
+        self._slice = timedelta(seconds=min(_SLICE_S, timeout_s / 8))
+        self._store = _store_of(self.ranks, self.rank)
+        self._turn = 0
+        self._before = "nothing"
+
+    def say(self, value: bytes) -> None:
+        """Take part in the next turn without waiting for what other ranks say."""
+        with _naming_a_lost_store():
+            self._say(value)
+
+    def exchange(self, value: bytes, what: str, timeout_s: float | None = None) -> list[bytes]:
+        """What all ranks say in the next turn, by their place in `ranks`.
+
+        Args:
+            value: what this rank says.
+            what: what this rank is about to do, for the error of who waits in vain.
+            timeout_s: instead of the channel's own.
+
+        Raises:
+            LostRankError: on every rank, also on one that comes late, if a rank did not come in time.
+        """
+        with _naming_a_lost_store():
+            turn = self._say(value)
+            verdict = self._wait_for_verdict(turn, what, self.timeout_s if timeout_s is None else timeout_s)
+            if verdict != _ALL_CAME:
+                raise LostRankError(verdict)
+            everyone = self._store.multi_get([f"{turn}/{rank}" for rank in self.ranks])
+            self._forget(turn - 1)
+        self._before = what
+        return everyone
+
+    @contextmanager
+    def showing_life(self, what: str) -> Iterator[None]:
+        """Within, other ranks see that this one is at work, and wait for it."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._show_life, args=(what, ended), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _say(self, value: bytes) -> int:
+        turn, self._turn = self._turn, self._turn + 1
+        self._store.set(f"{turn}/{self.rank}", value)  # type: ignore[arg-type]  (torch takes bytes too)
+        if self._store.add(f"{turn}/count", 1) == len(self.ranks):
+            self._store.compare_set(f"{turn}/verdict", "", _ALL_CAME)
+        return turn
+
+    def _wait_for_verdict(self, turn: int, what: str, timeout_s: float) -> str:
+        key, start = f"{turn}/verdict", time.monotonic()
+        lives: dict[int, tuple[bytes, float]] = dict.fromkeys(self.ranks, (b"", start))
+        while not self._has_come(key):
+            missing = [rank for rank in self.ranks if not self._store.check([f"{turn}/{rank}"])]
+            now = time.monotonic()
+            for rank in missing:
+                sign = self._sign_of(rank)
+                lives[rank] = lives[rank] if sign == lives[rank][0] else (sign, now)
+            lost = [rank for rank in missing if now - lives[rank][1] > timeout_s]
+            if lost:
+                self._store.compare_set(key, "", self._describe(lost, missing, what, now - start))
+        return self._store.get(key).decode()
+
+    def _has_come(self, key: str) -> bool:
+        """Whether a key is there, now or a moment later."""
+        try:
+            self._store.wait([key], self._slice)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:
+            return self._store.check([key])
+        return True
+
+    def _describe(self, lost: list[int], missing: list[int], what: str, waited_s: float) -> str:
+        here = [rank for rank in self.ranks if rank not in missing]
+        return (
+            f"Ranks {lost} did not come within {waited_s:.0f} s, and showed no sign of life, while ranks {here} waited "
+            f"to {what}. What all ranks did last together: {self._before}. A rank that ended has an error of its own: "
+            "look for it first. Where a rank works alone for longer between two calls (to save a checkpoint), pass "
+            "compile(..., timeout_s=) more seconds."
+        )
+
+    def _sign_of(self, rank: int) -> bytes:
+        key = f"life/{rank}"
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def _show_life(self, what: str, ended: threading.Event) -> None:
+        count = 0
+        try:
+            while not ended.is_set():
+                count += 1
+                self._store.set(f"life/{self.rank}", f"{count} {time.time()} {what}")
+                ended.wait(min(1.0, self.timeout_s / 4))
+        except RuntimeError:
+            return  # the store is gone: the rank itself finds out when it next says something
+
+    def _forget(self, turn: int) -> None:
+        """Delete this rank's word of a turn that all have heard."""
+        if turn >= 0:
+            self._store.delete_key(f"{turn}/{self.rank}")
+
+
+def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
+    """A room in the run's store for the next channel of these ranks: each numbers its channels in the same order."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a process group"
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+    store = world.get_group_store()
+    number = store.add(f"autoshard/{name}/made/{rank}", 1)
+    return dist.PrefixStore(f"autoshard/{name}/{number}", store)
+
+
+@contextmanager
+def _naming_a_lost_store() -> Iterator[None]:
+    """Within, a store that cannot be reached is a `LostRankError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            f"Rank {dist.get_rank()} cannot reach the store of the run: the process that holds it (the first rank, or "
+            f"the launcher) ended. Look for its error first. ({error})"
+        ) from error

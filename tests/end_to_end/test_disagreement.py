@@ -1,0 +1,264 @@
+"""Ranks that disagree after they compiled, or do not come: one error that says so, on every rank, within seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import autoshard
+from autoshard import LostRankError, Mesh, P, RankMismatchError
+from tests.runtime.processes import report, run_checks
+
+PAIR = Mesh({"data": 2})
+TIMEOUT_S = 3.0
+BY_ROWS = {"input:0": P("data")}
+
+
+class Small(nn.Module):
+    """A layer, dropout, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(x) * self.scale).square().mean()
+
+
+def batch(rows: int = 4) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * 8).view(rows, 8)
+
+
+def compiled(**asked: Any) -> Any:
+    """A module that both ranks have called twice, once ahead of time, so that its ranks compare calls the fast way."""
+    sharded = autoshard.compile(Small(), PAIR, timeout_s=TIMEOUT_S, **asked)
+    for _ in range(4):
+        sharded(batch())
+    return sharded
+
+
+def on_second_rank() -> bool:
+    return dist.get_rank() == 1
+
+
+def assert_all_raise(error: type[Exception], match: str, run: Callable[[], Any]) -> None:
+    """This rank raises, in time; each rank runs this."""
+    start = time.monotonic()
+    with pytest.raises(error, match=match):
+        run()
+    assert time.monotonic() - start < 3 * TIMEOUT_S
+
+
+def check_other_inputs() -> None:
+    """An unseeded shuffle; then they may go on."""
+    sharded = compiled()
+    rows = batch().flip(0) if on_second_rank() else batch()
+    match = r"Ranks disagree about input:0\. input:0: \w+ on ranks \[0\], \w+ on ranks \[1\]"
+    assert_all_raise(RankMismatchError, match, lambda: sharded(rows))
+    sharded(batch())
+
+
+def check_one_element_of_a_large_input() -> None:
+    """Of a large input samples are compared, others at each call: what differs in every row shows at once."""
+    sharded = autoshard.compile(Small(), PAIR, timeout_s=TIMEOUT_S)
+    large = torch.zeros(1 << 13, 8)
+    for _ in range(3):
+        sharded(large)
+    if on_second_rank():
+        large[:, 0] = 1
+    assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: sharded(large))
+
+
+def check_training_beside_evaluation() -> None:
+    """One rank forgot `train()`: with both programs known, and with one of them new."""
+    sharded = compiled()
+    if on_second_rank():
+        sharded.eval()
+    match = r"call: .*, training \(runs.* on ranks \[0\], .* evaluation \(must be compiled\) on ranks \[1\]"
+    assert_all_raise(RankMismatchError, match, lambda: sharded(batch()))
+    sharded.eval()
+    sharded(batch())
+    sharded.train(not on_second_rank())
+    assert_all_raise(RankMismatchError, r"call: .*, training \(runs.*evaluation \(runs", lambda: sharded(batch()))
+
+
+def check_another_learning_rate() -> None:
+    """Of a traced optimizer, changed by hand on one rank."""
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = autoshard.compile(model, PAIR, optimizer=optimizer, timeout_s=TIMEOUT_S)
+    for _ in range(4):
+        step(batch())
+    optimizer.param_groups[0]["lr"] = 0.2 if on_second_rank() else 0.1
+    match = r"hyperparameters: AdamW\(.*lr=0.1,.* on ranks \[0\], AdamW\(.*lr=0.2,.* on ranks \[1\]"
+    assert_all_raise(RankMismatchError, match, lambda: step(batch()))
+
+
+def check_a_parameter_changed_in_place() -> None:
+    """One of which both ranks hold all, one that is cut, and a buffer."""
+    sharded = compiled(constraints={**BY_ROWS, "layer.weight": P("data"), "layer.bias": P()})
+    for name in ("weight", "bias"):
+        if on_second_rank():
+            with torch.no_grad():
+                sharded.layer.get_parameter(name).add_(1.0)
+        assert_all_raise(RankMismatchError, f"parameter 'layer.{name}'", partial(sharded, batch()))
+        sharded = compiled(constraints={**BY_ROWS, "layer.weight": P("data"), "layer.bias": P()})
+    if on_second_rank():
+        sharded.scale.mul_(2)
+    assert_all_raise(RankMismatchError, "buffer 'scale'", lambda: sharded(batch()))
+
+
+def check_a_change_that_changes_nothing() -> None:
+    """A parameter written on one rank with the values that it had is no error."""
+    sharded = compiled(constraints={**BY_ROWS, "layer.weight": P()})
+    if on_second_rank():
+        with torch.no_grad():
+            sharded.layer.weight.mul_(1.0)
+    sharded(batch())
+
+
+def check_a_parameter_changed_through_data() -> None:
+    """Version counters do not show it: a few steps later its values do."""
+    sharded = compiled(constraints={**BY_ROWS, "layer.*": P()})
+    if on_second_rank():
+        sharded.layer.bias.data.mul_(2)
+    assert_all_raise(RankMismatchError, "parameter 'layer.bias'", lambda: [sharded(batch()) for _ in range(4)])
+
+
+def check_swapped_rows() -> None:
+    """Digests of parameters see order, at every element."""
+    model = Small()
+    if on_second_rank():
+        with torch.no_grad():
+            model.layer.weight.copy_(model.layer.weight[[1, 0, *range(2, 8)]])
+    sharded = autoshard.compile(model, PAIR, timeout_s=TIMEOUT_S)
+    assert_all_raise(RankMismatchError, "Ranks disagree about parameter 'layer.weight'", lambda: sharded(batch()))
+
+
+def check_a_shape_that_one_rank_knows() -> None:
+    """It is new on the other one."""
+    sharded = compiled()
+    match = (
+        r"call: \(float32\[4, 8\]\), training \(runs program \w+\) on ranks \[0\], "
+        r"\(float32\[6, 8\]\), training \(must be compiled\) on ranks \[1\]"
+    )
+    assert_all_raise(RankMismatchError, match, lambda: sharded(batch(6 if on_second_rank() else 4)))
+
+
+def check_two_known_shapes() -> None:
+    """Neither waits, and no backend ends a rank."""
+    sharded = compiled()
+    for _ in range(3):
+        sharded(batch(6))
+    match = r"call: \(float32\[4, 8\]\).*\[0\], \(float32\[6, 8\]\).*\[1\]"
+    assert_all_raise(RankMismatchError, match, lambda: sharded(batch(6 if on_second_rank() else 4)))
+
+
+def check_another_seed() -> None:
+    """Dropout would draw other masks."""
+    sharded = compiled()
+    torch.manual_seed(dist.get_rank())
+    match = r"torch.initial_seed\(\): 0.* on ranks \[0\], 1 on ranks \[1\]"
+    assert_all_raise(RankMismatchError, match, lambda: sharded(batch()))
+    torch.manual_seed(0)
+    sharded(batch())
+
+
+def check_inputs_that_lie_on_ranks() -> None:
+    """Rows of which each rank loaded its own are not compared; copies are."""
+    sharded = compiled(constraints=BY_ROWS)
+    mesh = sharded.engine.device_mesh
+    own = DTensor.from_local(batch()[dist.get_rank() * 2 :][:2], mesh, [Shard(0)], run_check=False)
+    for _ in range(2):
+        sharded(own)
+    copies = DTensor.from_local(batch() + dist.get_rank(), mesh, [Replicate()], run_check=False)
+    assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: sharded(copies))
+
+
+def check_first() -> None:
+    """The first call of a program is compared, later ones are not: neither inputs nor a rank that is late."""
+    sharded = autoshard.compile(Small(), PAIR, check="first", timeout_s=TIMEOUT_S)
+    assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: sharded(batch() + dist.get_rank()))
+    sharded(batch())
+    sharded(batch() + dist.get_rank())
+
+
+def check_off() -> None:
+    """Nothing is compared, but for what is compiled."""
+    sharded = autoshard.compile(Small(), PAIR, check="off", timeout_s=TIMEOUT_S)
+    sharded(batch() + dist.get_rank())
+    sharded(batch() + dist.get_rank())
+
+
+def check_a_rank_asleep_before_it_compiles() -> None:
+    """Who sleeps longer than allowed gets the same error when it comes."""
+    sharded = autoshard.compile(Small(), PAIR, timeout_s=1.0)
+    if on_second_rank():
+        time.sleep(2.5)
+    assert_all_raise(LostRankError, r"Ranks \[1\] did not come within 1 s", lambda: sharded(batch()))
+
+
+def check_a_rank_asleep_between_two_steps() -> None:
+    """It is named on every rank."""
+    sharded = autoshard.compile(Small(), PAIR, timeout_s=1.0)
+    for _ in range(4):
+        sharded(batch())
+    if on_second_rank():
+        time.sleep(5.0)
+    assert_all_raise(LostRankError, r"Ranks \[1\] did not come", lambda: sharded(batch()))
+
+
+def check_a_rank_that_fails_alone() -> None:
+    """Its error reaches the others while they wait for it."""
+
+    class Failing(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if on_second_rank():
+                raise KeyError("only here")
+            return super().forward(x)
+
+    sharded = autoshard.compile(Failing(), PAIR, timeout_s=TIMEOUT_S)
+    start = time.monotonic()
+    with pytest.raises(Exception, match="only here"):
+        sharded(batch())
+    assert time.monotonic() - start < 2 * TIMEOUT_S
+
+
+def check_a_long_compile_is_life() -> None:
+    """A rank that plans for longer than others wait is waited for."""
+    from autoshard.planner import Planner
+
+    right = Planner.trace
+
+    def slowly(self: Planner, request: Any) -> Any:
+        time.sleep(2.5 if on_second_rank() else 0.0)
+        return right(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planner, "trace", slowly)
+        autoshard.compile(Small(), PAIR, timeout_s=1.0)(batch())
+
+
+CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS, ranks=2, deadline_s=120)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
+    """The check passes on every rank."""
+    report(outcomes, name)
