@@ -29,7 +29,7 @@ from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_use import Accesses
-from autoshard.tracing.random_numbers import number_random_operators
+from autoshard.tracing.random_numbers import number_random_operators, refusing_seeds
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole
 from autoshard.tracing.spans import drawing_spans
@@ -202,6 +202,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield keep_operators_whole(wide_losses=options.casts is not None)
     yield without_checkpoints()
     yield _refusing_inner_backward()
+    yield refusing_seeds()
     yield _without_attention_fast_path()
     yield computing_packed_sequences()
     yield fx_traceback.preserve_node_meta()

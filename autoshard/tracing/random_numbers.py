@@ -60,6 +60,28 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
         SITES.reset(token)
 
 
+@contextlib.contextmanager
+def refusing_seeds() -> Iterator[None]:
+    """A model that seeds PyTorch's generator draws the same numbers in every call, which a program does not."""
+
+    def refuse(*_: Any) -> None:
+        where = user_line(sys._getframe(1))
+        raise TraceError(
+            f"The model seeds PyTorch's generator in forward{f' at {where}' if where else ''}. Seed it outside (torch."
+            "manual_seed before the call); where every call is to use the same numbers, make them a buffer."
+        )
+
+    places = [(module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed")]
+    saved = [getattr(*place) for place in places]
+    try:
+        for place in places:
+            setattr(*place, refuse)
+        yield
+    finally:
+        for place, function in zip(places, saved, strict=True):
+            setattr(*place, function)
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a call draws from a generator; attention that drops nothing does not."""
     target: Any = node.target

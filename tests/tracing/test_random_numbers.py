@@ -73,6 +73,21 @@ def test_generators_are_refused(draw: Callable[[Tensor, torch.Generator], Tensor
     assert _draws(_traced(lambda h: draw(h, torch.default_generator)))
 
 
+def test_seeds_are_set_outside_the_model() -> None:
+    """Each call would draw the same numbers on one device; a forked generator comes back, but the numbers are those."""
+
+    def draw(h: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return h + torch.randn_like(h)
+
+    with pytest.raises(
+        TraceError, match=r"seeds PyTorch's generator in forward at test_random_numbers\.py:\d+ in draw"
+    ):
+        _traced(draw)
+    torch.manual_seed(0)  # as ever
+
+
 def test_other_random_operators_are_refused() -> None:
     """Those without a form that no mesh changes, with the page that lists the others."""
     with pytest.raises(TraceError, match=r"random operator aten\._fused_dropout\.default at .*docs/randomness\.md"):
