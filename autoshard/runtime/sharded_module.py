@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from functools import wraps
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,15 +28,17 @@ from autoshard.errors import TraceError
 from autoshard.ir.derivative import Derivative, Derivatives
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind, InputSlot, OutputKind, Program
+from autoshard.ir.program import InputKind, InputSlot, OutputKind
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.runtime.autograd import Call, run
+from autoshard.runtime.compiler import Compiler, Request
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram, Executable
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
+from autoshard.runtime.own_code import whole_parameters
 from autoshard.runtime.parameters import lent_parameters, outlined_parameters
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, signature_of
@@ -48,58 +51,12 @@ MAX_PROGRAMS = 32
 """Programs that a module knows at once, unless it is told otherwise: a few lengths, in training and in evaluation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to compile.
-
-    Args:
-        model: the user's model, holding outlines of its parameters: global shapes, on the meta device.
-        args, kwargs: example inputs, global.
-        grad: whether the program needs a backward.
-        all_tangents: whether each output gets a tangent, not only losses.
-        placed: specs that parameters and optimizer state already have, by qualified name; empty for the first program.
-        signature: text of the call, for messages.
-        update: what an optimizer does; the program is then that of the whole training step.
-        seed: of the call's random operators, for a model that branches on what they give.
-        device: where parameters are.
-        values: within it, a model (or one that shares its parameters) holds their global values. Entered only where
-            they must be read: that gathers them on every rank.
-        known: programs of calls of this kind, traced when the model's Python held something else.
-        derivatives: what the call returns instead of the model's outputs, the innermost first; see `Derivative`.
-    """
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    grad: bool
-    all_tangents: bool = False
-    placed: Mapping[str, PartitionSpec] = field(default_factory=dict)
-    signature: str = ""
-    update: Update | None = None
-    seed: torch.Tensor | None = None
-    device: torch.device | None = None
-    values: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
-    known: tuple[CompiledProgram, ...] = ()
-    derivatives: Derivatives = ()
-
-
-class Compiler(Protocol):
-    """Traces, plans and lowers; given by `autoshard.api`, which may import what the runtime may not."""
-
-    def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """The program for a call. Called by all ranks."""
-        ...
-
-    def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program whose trace relied on values serves these inputs; `state` has what its guards read."""
-        ...
-
-
 class ShardedModule(nn.Module):
     """A model that runs on all ranks of a mesh. Made by `autoshard.compile`; see the module's docstring.
 
     Attributes that this class does not have are read from the user's model (`sharded.config`). A method
-    found so runs the user's own code, which does not use the compiled program.
+    found so (`sharded.generate`) runs the user's own code, which does not use the compiled program: with processes
+    on parameters that are gathered while it reads them, by the same code on every rank.
     """
 
     @in_normal_mode
@@ -178,7 +135,22 @@ class ShardedModule(nn.Module):
             original = self.__dict__.get("_original")
             if original is None:
                 raise
-            return getattr(original[0], name)
+            found = getattr(original[0], name)
+            return self._of_own_code(found) if isinstance(found, MethodType) else found
+
+    def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
+        """A method of the user's model, which runs on whole parameters."""
+
+        @wraps(method)
+        def run_method(*args: Any, **kwargs: Any) -> Any:
+            with self.whole_parameters():
+                return method(*args, **kwargs)
+
+        return run_method
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Within, the user's own code runs beside plain tensors, that of submodules too; see `runtime.own_code`."""
+        return whole_parameters(self._original[0], self._engine.lay_out_like)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """A copy with a model of its own, which runs the same programs on the same ranks."""
