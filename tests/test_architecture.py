@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.ir": ("autoshard.errors",),
     "autoshard.kernels": ("autoshard.errors",),
     "autoshard.rules": (*_IR, "autoshard.kernels"),
-    "autoshard.tracing": (*_IR, "autoshard.kernels"),
+    "autoshard.tracing": (*_IR, "autoshard.kernels", "autoshard.rules"),
     "autoshard.runtime": _IR,
     "cost_models": (),
     **{room: (*_LEAVES, *below) for room, below in _PASSES.items()},

@@ -26,14 +26,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.tracing.counted import COUNTED, is_counted
 from autoshard.tracing.masked import ASSIGNMENTS
+from autoshard.tracing.symbolic_counts import SYMBOLIC, SymbolicCounts, ValueUnavailableError
 
 Value = bool | int | float
 _READ = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
-
-
-class ValueUnavailableError(Exception):
-    """A value is read from a tensor that depends on a tensor without values."""
 
 
 @dataclass(slots=True)
@@ -55,11 +52,13 @@ class ConcreteValues(TorchDispatchMode):
 
     Args:
         known: traced tensors with the real tensors they stand for.
+        counts: takes note of numbers of rows, which are symbols then; None: the program has those of the example.
     """
 
-    def __init__(self, known: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, known: Iterable[tuple[Tensor, Tensor]], counts: SymbolicCounts | None = None) -> None:
         super().__init__()
         self.reads = Reads()
+        self._counts = counts
         self._twins = WeakTensorKeyDictionary()
         self._stale: set[int] = set()
         for traced, real in known:
@@ -75,7 +74,7 @@ class ConcreteValues(TorchDispatchMode):
         if func is _EQUAL:
             return self.reads.add(_is_equal(*args), self._run_on_twins(func, args, kwargs))
         if is_counted(func, args, kwargs):
-            result = COUNTED[func](self._count, *args, **kwargs)
+            result = self._run_counted(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or not self._has_twins((args, kwargs)):
@@ -83,6 +82,19 @@ class ConcreteValues(TorchDispatchMode):
         else:
             self._pair(result, self._run_on_twins(func, args, kwargs))
         return result
+
+    def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._counts is not None and func in SYMBOLIC:
+            return SYMBOLIC[func](self._nonzero, *args, **kwargs)
+        return COUNTED[func](self._count, *args, **kwargs)
+
+    def _nonzero(self, mask: Tensor) -> Tensor:
+        assert self._counts is not None, "sizes are symbols"
+        places = torch.ops.aten.nonzero.default(mask)
+        is_known = self._twin(mask) is not None
+        number = self._run_on_twins(lambda twin: int(torch.count_nonzero(twin)), (mask,), {}) if is_known else None
+        self._counts.add(mask, places, number)
+        return places
 
     def _count(self, function: Callable[[Tensor], Tensor], tensor: Tensor) -> int:
         value = self._run_on_twins(lambda twin: int(function(twin)), (tensor,), {})
@@ -128,13 +140,18 @@ def _storage(tensor: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def answer_reads(known: Iterable[tuple[Tensor, Tensor]] | None) -> Iterator[Reads]:
-    """Within, reads of tensor values are answered where `known` determines them; with None they are errors."""
-    if known is None:
+def answer_reads(
+    known: Iterable[tuple[Tensor, Tensor]] | None, counts: SymbolicCounts | None = None
+) -> Iterator[Reads]:
+    """Within, reads of tensor values are answered where `known` determines them; with None they are errors.
+
+    `counts`: as `ConcreteValues` takes it.
+    """
+    if known is None and counts is None:
         with _Rewrites():
             yield Reads()
         return
-    with ConcreteValues(known) as mode, _read_by_item(), _Rewrites():
+    with ConcreteValues(known or (), counts) as mode, _read_by_item(), _Rewrites():
         yield mode.reads
 
 

@@ -1,8 +1,9 @@
 """Operators whose result has as many rows as a tensor has nonzero elements: the same with the number known.
 
 `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` make tensors whose shape depends on
-values. Where the values are known while tracing, so is the number of rows; the program then makes a tensor of that size
-(`aten.nonzero_static`), and the number is guarded as any value that was read: a call with another is traced anew.
+values. Where the number cannot be bounded (`bounded`) and values are known while tracing, so is the number; the program
+then makes a tensor of that size (`aten.nonzero_static`), and the number is guarded as any value that was read: a call
+with another is traced anew.
 """
 
 from __future__ import annotations

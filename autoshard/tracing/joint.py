@@ -23,6 +23,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
 from autoshard.tracing.attributes import keep_scalars, keeping_attributes
+from autoshard.tracing.bounded import bound_sizes
 from autoshard.tracing.caches import emptying_caches
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
@@ -33,6 +34,7 @@ from autoshard.tracing.random_numbers import number_random_operators, refusing_s
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole
 from autoshard.tracing.spans import drawing_spans
+from autoshard.tracing.symbolic_counts import SymbolicCounts, UnboundedSizeError, new_environment
 
 ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -66,14 +68,16 @@ class TraceOptions:
 
     With `as_compiled`, torch.compiler.is_compiling() is true for the model's code, as under torch.compile:
     some models then do without branches on values. With `casts`, the model computes in their type. Values that depend
-    on random operators may be read where their `seed` is given. `device`: where tensors on the meta device are taken
-    to be. `keeps_gradients`: scalars that the call leaves in attributes get tangents, as losses do.
+    on random operators may be read where their `seed` is given. With `symbolic`, numbers of rows that depend on values
+    are symbols, and then bounded (`bounded`), not those of the example. `device`: where tensors on the meta device are
+    taken to be. `keeps_gradients`: scalars that the call leaves in attributes get tangents, as losses do.
     """
 
     grad: bool = True
     all_tangents: bool = False
     call: ModelCall = field(kw_only=True)
     known: Known = Known.NOTHING
+    symbolic: bool = False
     as_compiled: bool = False
     casts: Casts | None = None
     seed: Tensor | None = None
@@ -98,6 +102,9 @@ class FlatModule(nn.Module):
         self.result = Result()
         self.reads = Reads()
         self.accesses = Accesses()
+        self.environment = new_environment() if options.symbolic else None
+        self.counts: SymbolicCounts | None = None
+        self.compared: list[Any] = []
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """Run the model's call on `flat`."""
@@ -109,7 +116,9 @@ class FlatModule(nn.Module):
         with contextlib.ExitStack() as stack:
             kept = stack.enter_context(keeping_attributes(model))
             stack.enter_context(emptying_caches(model))
-            self.reads = stack.enter_context(answer_reads(self._known_tensors(traced_state, inputs, flat[-1])))
+            known = self._known_tensors(traced_state, inputs, flat[-1])
+            self.counts = None if self.environment is None else SymbolicCounts(self.environment)
+            self.reads = stack.enter_context(answer_reads(known, self.counts))
             narrow = {} if casts is None else cast_parameters(casts.names(model), traced_state, casts.dtype)
             given = traced_state | narrow
             after = dict(given)
@@ -128,8 +137,29 @@ class FlatModule(nn.Module):
         returned = len(outputs)
         outputs += keep_scalars(found, self.accesses, self.result)
         outputs = outputs if casts is None else [widen_scalar(output) for output in outputs]
+        self._guard_comparisons()
         guarded = [tensor.detach().clone() for tensor in self.reads.tensors]
         return (*select_tangents(outputs, self._options, returned), *guarded)
+
+    def _guard_comparisons(self) -> None:
+        """What was taken to be true of symbolic numbers of rows is guarded."""
+        if self.counts is None:
+            return
+        self.compared = self.counts.assumed()
+        for tensor in self.counts.computed(self.compared):
+            self.reads.add(tensor, True)
+
+    def bounded(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """The graph with bounds in place of symbols.
+
+        Raises:
+            UnboundedSizeError: it is not known to be right, or the backward compares symbols.
+        """
+        if self.counts is None:
+            return graph_module
+        if self.counts.assumed() != self.compared:
+            raise UnboundedSizeError("the backward depends on a number of rows")
+        return bound_sizes(graph_module)
 
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
@@ -183,16 +213,17 @@ def export_joint(model: nn.Module, call: Call, options: TraceOptions) -> JointGr
         *((InputKind.INPUT, f"input:{index}") for index in call.tensors),
         (InputKind.SEED, "seed"),
     )
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=flat_module.environment)
     with contextlib.ExitStack() as stack:
         flat = _fake_tensors([*parameters.values(), *buffers.values(), *call.tensors.values()], mode, options.device)
         for context in _contexts(options, mode):
             stack.enter_context(context)
         joint = aot_export_joint_with_descriptors(stack, flat_module, flat)
+    graph_module = flat_module.bounded(joint.graph_module)
     if options.casts is not None:
-        place_casts(joint.graph_module.graph)
+        place_casts(graph_module.graph)
     values = tuple(flat_module.reads.values)
-    return JointGraph(joint.graph_module, slots, flat_module.result, values, flat_module.accesses)
+    return JointGraph(graph_module, slots, flat_module.result, values, flat_module.accesses)
 
 
 def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextlib.AbstractContextManager[Any]]:

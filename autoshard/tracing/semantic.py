@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 import autoshard.kernels as kernels
@@ -60,7 +61,7 @@ def _drop(x: Tensor, p: float) -> Tensor:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    if not train or p == 0.0 or x.numel() == 0:
+    if not train or p == 0.0 or statically_known_true(x.numel() == 0):
         return x
     return x * 0.0 if p == 1.0 else _drop(x, p)
 

@@ -2,7 +2,8 @@
 
 1. The plain call, run under fake tensors through AOTAutograd's export (`joint`).
 2. The same with values beside the tensors, when the model reads values from them (`concrete`): those of the
-   inputs, then those of parameters too, then as compiled code, for which some models have no such branches.
+   inputs, then those of parameters too, then as compiled code, for which some models have no such branches. Sizes that
+   depend on values are bounded (`bounded`), and those of the example where that is not known to be right (`counted`).
 3. Dynamo's graph of the call, when its Python cannot run under fake tensors (`dynamo`).
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autoshard.errors import TraceError
 from autoshard.ir.derivative import Derivative
@@ -25,7 +27,6 @@ from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.attributes import kept_note
 from autoshard.tracing.calling import Call, ModelCall, check_fits, count_targets, take_apart, warn_of_dropped
-from autoshard.tracing.concrete import ValueUnavailableError
 from autoshard.tracing.derivative import GradientCall, innermost_arguments, refuse_casts
 from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.hooks import hooks_note, refuse_idle_hooks, watching_hooks
@@ -35,6 +36,7 @@ from autoshard.tracing.precision import Casts
 from autoshard.tracing.provenance import line_of_error
 from autoshard.tracing.python_state import counting_note, python_state, refuse_counting
 from autoshard.tracing.python_use import all_reads
+from autoshard.tracing.symbolic_counts import UnboundedSizeError, ValueUnavailableError
 from autoshard.tracing.update import append_update
 
 _LOGGER = logging.getLogger(__name__)
@@ -138,19 +140,46 @@ def _capture(model: nn.Module, call: Call, options: TraceOptions, values: LendVa
 
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Without torch's own report, a trace as long as a page, of a call that fails on fake tensors: ours says which."""
-    was_disabled, _FAKE_TENSORS.disabled = _FAKE_TENSORS.disabled, True
+    """Without torch's own reports, as long as a page, of a call that fails on fake tensors: ours says which."""
+    before = [logger.disabled for logger in _REPORTING]
+    for logger in _REPORTING:
+        logger.disabled = True
     try:
         yield
     finally:
-        _FAKE_TENSORS.disabled = was_disabled
+        for logger, was_disabled in zip(_REPORTING, before, strict=True):
+            logger.disabled = was_disabled
 
 
-_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+_REPORTING = tuple(map(logging.getLogger, ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")))
 
 
 def _plainly(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
     return export_joint(model, call, options)
+
+
+def _symbolically(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    return _bounding(model, call, options, Known.NOTHING)
+
+
+def _symbolically_with_inputs(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    return _bounding(model, call, options, Known.INPUTS)
+
+
+def _symbolically_with_state(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+    return _bounding(model, call, options, Known.STATE)
+
+
+def _bounding(model: nn.Module, call: Call, options: TraceOptions, known: Known) -> JointGraph:
+    """Sizes that depend on values are bounded; what goes wrong with them alone is no error of the model."""
+    try:
+        return export_joint(model, call, replace(options, known=known, symbolic=True))
+    except (TraceError, UnboundedSizeError):
+        raise
+    except Exception as error:
+        if _reads_values(error):
+            raise
+        raise UnboundedSizeError(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
 def _with_inputs(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
@@ -167,7 +196,7 @@ def _as_compiled(model: nn.Module, call: Call, options: TraceOptions) -> JointGr
 
 def _reads_values(error: BaseException) -> bool:
     """Whether `error`, or one it came from, says that a value was read from a tensor that has none."""
-    seen: BaseException | None = error
+    seen: BaseException | None = None if isinstance(error, UnboundedSizeError) else error
     while seen is not None:
         if isinstance(seen, _READ_ERRORS):
             return True
@@ -175,8 +204,20 @@ def _reads_values(error: BaseException) -> bool:
     return False
 
 
+def _is_of_unknown_size(error: BaseException) -> bool:
+    return isinstance(error, DynamicOutputShapeException)
+
+
+def _is_unbounded(error: BaseException) -> bool:
+    return isinstance(error, UnboundedSizeError)
+
+
+def _reads_or_is_unbounded(error: BaseException) -> bool:
+    return _reads_values(error) or _is_unbounded(error)
+
+
 def _is_other(error: BaseException) -> bool:
-    return not _reads_values(error)
+    return not _reads_values(error) and not _is_unbounded(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +230,17 @@ class _Rung:
     needs_values: bool = False
 
 
-_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, ValueUnavailableError)
+_READ_ERRORS = (
+    *(DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode),
+    ValueUnavailableError,
+)
 _RUNGS = (
     _Rung("the plain call under fake tensors", _plainly, _is_other),
-    _Rung("with the values of the inputs", _with_inputs, _reads_values),
-    _Rung("with the values of inputs, parameters and buffers", _with_state, _reads_values, True),
+    _Rung("with bounds for sizes that depend on values", _symbolically, _is_of_unknown_size),
+    _Rung("with the values of the inputs, and bounds", _symbolically_with_inputs, _reads_values),
+    _Rung("with all values, and bounds", _symbolically_with_state, _reads_values, True),
+    _Rung("with the values of the inputs", _with_inputs, _is_unbounded),
+    _Rung("with the values of inputs, parameters and buffers", _with_state, _reads_or_is_unbounded, True),
     _Rung("as compiled code", _as_compiled, _reads_values),
     _Rung("by way of Dynamo", capture_with_dynamo, _is_other, True),
 )

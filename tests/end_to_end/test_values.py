@@ -33,6 +33,40 @@ class Branches(nn.Module):
         return self.down(hidden.tanh()).abs().mean()
 
 
+class Experts(nn.Module):
+    """A mixture that gathers the rows of each expert, and adds what it makes of them back.
+
+    Args:
+        skips: leave out experts without rows, as Python sees them.
+        hit: loop over the experts that have rows, as transformers' models do.
+    """
+
+    def __init__(self, *, skips: bool = False, hit: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.skips, self.hit = nn.Linear(8, 3, bias=False), skips, hit
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(rows).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(rows)
+        for number in self._numbers(chosen):
+            tokens, place = torch.where(chosen == number)
+            if self.skips and tokens.numel() == 0:
+                continue
+            out = out.index_add(0, tokens, self.experts[number](rows[tokens]) * weights[tokens, place, None])
+        return (rows + out).square().mean()
+
+    def _numbers(self, chosen: Tensor) -> list[int]:
+        if not self.hit:
+            return list(range(3))
+        counts = nn.functional.one_hot(chosen, 3).sum((0, 1))
+        return [int(number[0]) for number in counts.greater(0).nonzero()]
+
+
 def batches(count: int, *shape: int) -> list[Tensor]:
     """Fresh data of one shape."""
     generator = torch.Generator().manual_seed(1)
@@ -83,10 +117,19 @@ def check_a_branch_in_bfloat16() -> None:
     assert len(sharded.programs) == 1
 
 
+def check_experts() -> None:
+    """The numbers of rows change at every step; one program serves them all, in ten steps on fresh data."""
+    data = batches(10, 2, 8, 8)
+    sharded: Any = autoshard.compile(Experts(), PAIR)
+    assert_all_close(train(sharded, data), train(Experts(), data))
+    assert len(sharded.programs) == 1
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "a branch that flips": check_a_branch_that_flips,
     "a traced step": check_a_traced_step,
     "a branch in bfloat16": check_a_branch_in_bfloat16,
+    "experts": check_experts,
 }
 
 
@@ -134,3 +177,24 @@ def test_parameters_changed_by_hand_are_seen() -> None:
             model.up.bias.fill_(bias)
         assert_close(sharded(x), copy.deepcopy(model)(x), f"loss with bias {bias}")
     assert len(sharded.programs) == 2
+
+
+@pytest.mark.parametrize("how", ["skips", "hit"])
+def test_experts_that_python_chooses(how: str) -> None:
+    """A program for each set of experts that have rows, and not for each number of rows: two sets occur here."""
+    data = batches(10, 2, 8, 8)
+    data[4] = data[4][:1, :1].expand(2, 8, 8).clone()  # all tokens go to two experts
+    sharded: Any = autoshard.compile(Experts(**{how: True}), PAIR)
+    assert_all_close(train(sharded, data), train(Experts(**{how: True}), data))
+    assert len(sharded.programs) == 2
+
+
+def test_experts_with_dropout() -> None:
+    """Each element of a row is dropped as in one process that holds all of it."""
+    data, found = batches(4, 2, 8, 8), []
+    for mesh in (Mesh({"data": 1}), PAIR):
+        torch.manual_seed(3)
+        sharded: Any = autoshard.compile(Experts(dropout=0.5), mesh)
+        found.append(train(sharded, data))
+        assert len(sharded.programs) == 1
+    assert_all_close(*found)

@@ -1,0 +1,481 @@
+"""Tensors with as many rows as a mask has ones: traced with the number as a symbol, then made of a bounded size.
+
+`places = mask.nonzero()` has a row for each nonzero element. While tracing, the number is a symbol that every shape
+made of it carries (`symbolic_counts`); Python code that compares it gets the value of the example, and the comparison
+is guarded. Afterwards (`bound_sizes`) each symbol `u` gives way to its bound N, the number of elements of the mask:
+
+1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`, beside the number, `sum(mask)`, and the rows that are none,
+   `arange(N) >= sum(mask)`. A dim of size `u` becomes one of size N, of which the first `u` elements count. The others
+   are padding, and what lies in padding is arbitrary.
+2. Calls on padded operands are right where their sharding rule says so (`rules.padding`): padding stays padding where a
+   factor is parallel, and holds what changes nothing where the factor is reduced. Operands are filled for it, exactly
+   as those of dims that are split unevenly.
+3. Where a number of the program is made of `u` (the divisor of a mean), it is computed from `sum(mask)`.
+
+`UnboundedSizeError` says that a program does something else with such a tensor; it is then traced with the number of
+the example, which is guarded (`counted`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt, Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+import autoshard.rules  # noqa: F401  (fills the table of rules)
+from autoshard.ir.program import tensor_values
+from autoshard.rules.notation import BoundRule, Fill
+from autoshard.rules.registry import bound_rule, tensor_operands
+from autoshard.tracing.symbolic_counts import UnboundedSizeError
+
+aten = torch.ops.aten
+_own = torch.ops.autoshard
+
+
+_CREATIONS: Mapping[Any, int] = {
+    **dict.fromkeys((aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format), 0),
+    **dict.fromkeys((aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default), 1),
+    aten.arange.default: 0,
+    aten.arange.start: 1,
+}
+"""Operators that take no content from an operand, and which argument is the size (or the end) of what they make: what
+they make of more rows begins with what they make of fewer."""
+
+_SIZED: Mapping[Any, int] = {
+    **_CREATIONS,
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default), 1),
+    _own.dropout.default: 5,
+}
+"""Operators with an argument that is a size, and which one."""
+
+_LOOKUPS = frozenset(
+    {aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default, aten.gather.default}
+)
+"""Operators whose rewrite is about the dim that indices point into."""
+
+_ROWWISE = _LOOKUPS | frozenset(
+    {
+        *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default),
+        *(aten.squeeze.dim, aten.squeeze.dims),
+        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
+        *(aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default),
+        *(aten._softmax.default, aten._softmax_backward_data.default),
+        *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
+        *(_own.dropout.default, _own.cross_entropy.default, _own.cross_entropy_backward.default),
+    }
+)
+"""Operators with a rewrite for dims other than rows, or for shapes alone: on rows they do as they are."""
+
+_WRITES = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default)
+"""Operators whose result is like the first operand, where indices point into it too."""
+
+_SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+_MEANS = frozenset({aten.mean.default, aten.mean.dim})
+_BY_NUMBER: Mapping[Any, Any] = {
+    aten.div.Scalar: aten.div.Tensor,
+    aten.div.Tensor: aten.div.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.mul.Tensor: aten.mul.Tensor,
+}
+"""Operators that take a number, and what takes a tensor in its place."""
+
+Padded = dict[int, Any]
+"""Of a tensor: which dims are padded, and the symbols of their true sizes."""
+
+
+def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with dims of bounded sizes in place of symbolic ones; see the module's docstring.
+
+    Raises:
+        UnboundedSizeError: it is not known to be right.
+    """
+    if not any(map(_symbolic_sizes, graph_module.graph.nodes)):
+        return graph_module
+    return _Bounding(graph_module).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """What stands for a symbol: the number (a scalar), which rows are padding, and how many rows there are."""
+
+    number: fx.Node
+    is_padding: fx.Node
+    bound: int
+
+
+@dataclass(slots=True)
+class _Bounding:
+    """Rewrites one graph, node by node."""
+
+    source: fx.GraphModule
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    copies: dict[fx.Node, Any] = field(default_factory=dict)
+    counts: dict[Any, _Count] = field(default_factory=dict)
+    padded: dict[Any, tuple[Padded, ...]] = field(default_factory=dict)
+    places: dict[fx.Node, tuple[fx.Node, Any]] = field(default_factory=dict)
+    filled: dict[tuple[fx.Node, Any, tuple[int, ...]], fx.Node] = field(default_factory=dict)
+    of: fx.Node | None = None
+
+    def run(self) -> fx.GraphModule:
+        for node in self.source.graph.nodes:
+            self.of = node
+            self.copies[node] = self._copy(node)
+        self.graph.lint()
+        return fx.GraphModule(self.source, self.graph)
+
+    def _copy(self, node: Any) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            copy = self.graph.node_copy(node)
+            copy.meta = {**node.meta, "val": self._fake(node)}
+            return copy
+        if node.op == "output":
+            return self._copy_output(node)
+        if _is_number(node):
+            return None  # its users take the expression from the original
+        if node.target is aten.nonzero.default:
+            return self._places_of(self.copies[node.args[0]], _expression(node.meta["val"].shape[0]))
+        if node.target is operator.getitem:
+            return self._result(node)
+        return self._call_of(node)
+
+    def _fake(self, node: Any) -> Any:
+        if node.op == "get_attr":
+            value = functools.reduce(getattr, str(node.target).split("."), self.source)
+            return self.mode.from_tensor(value) if isinstance(value, Tensor) else value
+        value = node.meta["val"]
+        with self.mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def _copy_output(self, node: Any) -> fx.Node:
+        for operand in node.all_input_nodes:
+            if any(self.padded.get(self.copies[operand], ())):
+                raise UnboundedSizeError("a result has it")
+        copy = self.graph.output(fx.map_arg(node.args[0], self.copies.__getitem__))
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _result(self, node: Any) -> fx.Node:
+        """One of several results of a call."""
+        call, index = self.copies[node.args[0]], node.args[1]
+        copy, padded = self._call(operator.getitem, (call, index)), self.padded.get(call)
+        self.padded[copy] = ({},) if padded is None else (padded[index],)
+        return copy
+
+    # Numbers of rows.
+
+    def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
+        """Where a mask has ones, with padding behind them; the same for the same mask."""
+        if mask in self.places:
+            places, known = self.places[mask]
+            if symbol is not None and symbol != known:
+                self.counts[symbol] = self.counts[known]
+                self._mark(places, symbol)
+            return places
+        if symbol is None:
+            raise UnboundedSizeError("a mask is read in the backward alone")
+        is_one = self._call(aten.ne.Scalar, (mask, 0))
+        for dim, other in self._of(mask).items():
+            is_one = self._fill(is_one, False, {dim: other})
+        if symbol.is_Integer:  # Python took the number for what it is, which is guarded
+            return self._call(aten.nonzero_static.default, (is_one,), {"size": int(symbol)})
+        bound = is_one.meta["val"].numel()
+        if bound < 2:
+            raise UnboundedSizeError("a mask has a single element")
+        number = self._call(aten.sum.default, (is_one,))
+        options = {"device": is_one.meta["val"].device, "pin_memory": False}
+        rows = self._call(aten.arange.start_step, (0, bound, 1), options)
+        self.counts[symbol] = _Count(number, self._call(aten.ge.Tensor, (rows, number)), bound)
+        places = self._call(aten.nonzero_static.default, (is_one,), {"size": bound, "fill_value": 0})
+        self.places[mask] = (places, symbol)
+        self._mark(places, symbol)
+        return places
+
+    def _mark(self, places: fx.Node, symbol: Any) -> None:
+        self.padded[places] = ({0: symbol},)
+
+    def _number(self, expression: Any) -> Any:
+        """What an expression of symbols comes to: a scalar that the program computes."""
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            if expression not in self.counts:
+                raise UnboundedSizeError(f"{expression} is the size of something else")
+            return self.counts[expression].number
+        if not expression.is_Mul and not expression.is_Add:
+            raise UnboundedSizeError(f"a number is {expression} of it")
+        (product, by_number) = (
+            (aten.mul.Tensor, aten.mul.Scalar) if expression.is_Mul else (aten.add.Tensor, aten.add.Scalar)
+        )
+        parts = [self._number(part) for part in expression.args]
+        result, *others = sorted(parts, key=lambda part: isinstance(part, int))
+        for other in others:
+            result = self._call(by_number if isinstance(other, int) else product, (result, other))
+        return result
+
+    def _bounded(self, expression: Any) -> int:
+        """A size with the bounds of its symbols."""
+        if not expression.free_symbols <= self.counts.keys():
+            raise UnboundedSizeError(f"{expression} is the size of something else")
+        return int(expression.subs({symbol: count.bound for symbol, count in self.counts.items()}))
+
+    # Calls.
+
+    def _call_of(self, node: Any) -> fx.Node:
+        target = node.target
+        if not any(map(_is_symbolic, (node, *node.all_input_nodes))):
+            return self._call(target, *self._arguments(node))
+        if target in _SQUEEZES:
+            self._check_squeezed(node)
+        if target in _BY_NUMBER and isinstance(node.args[1], fx.Node) and _is_number(node.args[1]):
+            return self._call_by_number(node)
+        if target in _MEANS and not node.kwargs:
+            return self._mean(node)
+        if target is aten.masked_scatter.default:
+            return self._write_places(node)
+        args, kwargs = self._arguments(node)
+        if target in (aten.index_put.default, aten.index.Tensor):
+            args = (args[0], self._indices(args[1]), *args[2:])
+        return self._checked_call(node, target, args, kwargs)
+
+    def _arguments(self, node: Any) -> Any:
+        """The arguments of a call, with bounds for sizes."""
+        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: self._argument(node, operand))
+        return pytree.tree_map_only(SymInt, lambda size: self._bounded(_expression(size)), arguments)
+
+    def _argument(self, node: Any, operand: Any) -> Any:
+        if not _is_number(operand):
+            return self.copies[operand]
+        expression = _expression(operand.meta["val"])
+        if expression.free_symbols and not _is_size_of(node, operand):
+            raise UnboundedSizeError(f"{node.target} computes with it")
+        return self._bounded(expression)
+
+    def _check_squeezed(self, node: Any) -> None:
+        """A dim goes where its size is one, which a true size may be."""
+        padded, rank = self._of(self.copies[node.args[0]]), node.args[0].meta["val"].dim()
+        dims = node.args[1] if len(node.args) > 1 else list(range(rank))
+        if any(dim % rank in padded for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
+            raise UnboundedSizeError("a dim goes if there is one row")
+
+    def _indices(self, indices: Sequence[Any]) -> list[Any]:
+        """Indices with the places of its ones for each mask, whose rows are known."""
+        found: list[Any] = []
+        for index in indices:
+            if index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            places, symbol = self._places_of(index), self.places[index][1]
+            for column in range(index.meta["val"].dim()):
+                found.append(self._call(aten.select.int, (places, 1, column)))
+                self.padded[found[-1]] = ({0: symbol},)
+        return found
+
+    def _call_by_number(self, node: Any) -> fx.Node:
+        operand, number = self.copies[node.args[0]], self._number(_expression(node.args[1].meta["val"]))
+        return self._checked_call(node, _BY_NUMBER[node.target], (operand, self._like(number, operand)), {})
+
+    def _like(self, number: Any, operand: Any) -> Any:
+        """A number in the type of an operand, as a Python number would be."""
+        dtype = operand.meta["val"].dtype
+        if not isinstance(number, fx.Node) or not dtype.is_floating_point:
+            return number
+        return self._call(aten._to_copy.default, (number,), {"dtype": dtype})
+
+    def _write_places(self, node: Any) -> fx.Node:
+        """Elements of a tensor replaced by rows, at the places of a mask: none is written twice."""
+        x, mask, source = (self.copies[operand] for operand in node.args)
+        size = [self._bounded(_expression(entry)) for entry in node.args[0].meta["val"].shape]
+        spread = next((known for known in self.places if _is_spread(known, mask, size)), None)
+        places = None if spread is None else self.places[spread]
+        if places is None or self._of(source) != {0: places[1]} or any(self.padded.get(x, ({},))):
+            raise UnboundedSizeError(f"{node.target} writes it elsewhere")
+        indices = [self._call(aten.select.int, (places[0], 1, column)) for column in range(len(size))]
+        for index in indices:
+            self.padded[index] = ({0: places[1]},)
+        empty = self._call(aten.new_zeros.default, (x, size))
+        written = self._checked_call(node, aten.index_put.default, (empty, indices, source, True), {})
+        return self._call(aten.where.self, (spread, written, x))
+
+    def _mean(self, node: Any) -> fx.Node:
+        """A mean of rows: their sum by their number."""
+        x = self.copies[node.args[0]]
+        of, dim = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
+        dims = range(of.dim()) if not dim else [entry % of.dim() for entry in dim]
+        keepdim = len(node.args) > 2 and bool(node.args[2])
+        size = sympy.Mul(*(_expression(of.shape[entry]) for entry in dims))
+        total = self._checked_call(node, aten.sum.dim_IntList, (x, list(dims), keepdim), {})
+        number = self._number(size)
+        if isinstance(number, int):
+            return self._checked_call(node, aten.div.Scalar, (total, number), {})
+        return self._checked_call(node, aten.div.Tensor, (total, self._like(number, total)), {})
+
+    def _checked_call(self, node: Any, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """A call on padded operands, filled as its rule says; its results are padded where their sizes are symbols."""
+        expected = [self._padded_dims(value) for value in tensor_values(node)]
+        if target in _CREATIONS:
+            copy = self._call(target, args, kwargs)
+        else:
+            values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
+            trial = self._call(target, args, kwargs)
+            fills = self._fills(target, args, kwargs, values, trial, expected)
+            if any(fills):
+                self.graph.erase_node(trial)
+                args, kwargs = self._filled_arguments((args, kwargs), values, fills)
+                trial = self._call(target, args, kwargs)
+            copy = trial
+        for value, dims in zip(tensor_values(copy), expected, strict=True):
+            if value is not None and any(value.shape[dim] != self.counts[symbol].bound for dim, symbol in dims.items()):
+                raise UnboundedSizeError(f"{target} makes another size of it")
+        self.padded[copy] = tuple(expected)
+        return copy
+
+    def _padded_dims(self, value: Tensor | None) -> Padded:
+        if value is None:
+            return {}
+        sizes = {dim: _expression(size) for dim, size in enumerate(value.shape) if isinstance(size, SymInt)}
+        sizes = {dim: size for dim, size in sizes.items() if size.free_symbols}
+        if not all(size in self.counts for size in sizes.values()):
+            raise UnboundedSizeError(f"a size is {next(iter(sizes.values()))}")
+        return sizes
+
+    def _fills(
+        self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
+    ) -> list[dict[int, Fill]]:
+        """For each operand, the dims whose padding is filled, and with what."""
+        values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        outputs = tensor_values(call)
+        bound = bound_rule(target, *values, outputs)
+        if bound is None or len(tensor_operands(*values)) != len(operands):
+            raise UnboundedSizeError(f"{target} has no sharding rule for it")
+        inside = _pointed_into(target, args)
+        symbols = [_besides(self._of(x), inside if place == 0 else frozenset()) for place, x in enumerate(operands)]
+        inside = inside if target in _WRITES else frozenset()
+        kept = [_besides(dims, inside) for dims, x in zip(results, outputs, strict=True) if x is not None]
+        factors = _factors(target, bound, symbols, kept)
+        fills: list[dict[int, Fill]] = [{} for _ in operands]
+        for index, dims in enumerate(symbols):
+            for dim in dims:
+                (factor,) = bound.inputs[index][dim]
+                fill = bound.padding[factor][index]
+                if factor in factors and fill is not None:
+                    fills[index][dim] = fill
+        return fills
+
+    def _filled_arguments(self, arguments: Any, operands: list[fx.Node], fills: list[dict[int, Fill]]) -> Any:
+        queue = list(zip(operands, fills, strict=True))
+
+        def fill(operand: Any) -> fx.Node:
+            found, by_dim = queue.pop(0)
+            assert found is operand
+            for dim, value in by_dim.items():
+                operand = self._fill(operand, value, {dim: self._of(found)[dim]})
+            return operand
+
+        return fx.map_arg(arguments, fill)
+
+    def _fill(self, operand: Any, value: Any, dims: Padded) -> fx.Node:
+        """The operand with a number in its padding."""
+        key = (operand, value, tuple(dims))
+        if key not in self.filled:
+            ((dim, symbol),) = dims.items()
+            shape = [1] * operand.meta["val"].dim()
+            shape[dim] = self.counts[symbol].bound
+            mask = self._call(aten.view.default, (self.counts[symbol].is_padding, shape))
+            self.filled[key] = self._call(aten.masked_fill.Scalar, (operand, mask, value))
+            self.padded[self.filled[key]] = self.padded.get(operand, ({},))
+        return self.filled[key]
+
+    def _of(self, operand: Any) -> Padded:
+        return self.padded.get(operand, ({},))[0]
+
+    def _call(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """A node with its value; the rest of its metadata is that of the node that is copied."""
+        copy = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
+        assert self.of is not None
+        values, options = fx.map_arg((copy.args, copy.kwargs), lambda operand: operand.meta["val"])
+        with self.mode:
+            copy.meta = {**self.of.meta, "val": target(*values, **options)}
+        return copy
+
+
+def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: list[Padded]) -> frozenset[str]:
+    """The factors of padded dims; each stands for one symbol in all operands and results, and may be padded."""
+    sides = [*zip(bound.inputs, operands, strict=True), *zip(bound.outputs, results, strict=True)]
+    found: dict[str, Any] = {}
+    for dims, padded in sides:
+        for dim, symbol in padded.items():
+            if len(dims[dim]) != 1 or found.setdefault(dims[dim][0], symbol) != symbol:
+                raise UnboundedSizeError(f"{target} merges it with another dim")
+    for dims, padded in sides:
+        if any(factor in found and dim not in padded for dim, factors in enumerate(dims) for factor in factors):
+            raise UnboundedSizeError(f"{target} takes it for another size")
+    for factor in found:
+        if factor not in bound.padding or not _runs_as_it_is(target, bound, factor):
+            raise UnboundedSizeError(f"{target} needs all of it")
+    return frozenset(found)
+
+
+def _runs_as_it_is(target: Any, bound: BoundRule, factor: str) -> bool:
+    """Whether a call needs no rewrite for a piece of `factor`."""
+    if bound.local is None or target in _LOOKUPS:
+        return True
+    return target in _ROWWISE and not bound.may_communicate(factor)
+
+
+def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
+    """Whether a mask is another one, expanded to a size."""
+    source = known.args[0] if known.target is aten.expand.default else known
+    return list(known.meta["val"].shape) == size and (known is mask or source is mask)
+
+
+def _pointed_into(target: Any, args: Sequence[Any]) -> frozenset[int]:
+    """The dims of the first operand that indices point into: none of them is padding, so that padding is not seen."""
+    if target in (aten.index.Tensor, aten._unsafe_index.Tensor, *_WRITES[:2]):
+        return frozenset(dim for dim, index in enumerate(args[1]) if index is not None)
+    return frozenset({args[1] % args[0].meta["val"].dim()}) if target in _WRITES else frozenset()
+
+
+def _besides(padded: Padded, dims: frozenset[int]) -> Padded:
+    return {dim: symbol for dim, symbol in padded.items() if dim not in dims}
+
+
+def _is_number(node: Any) -> bool:
+    return isinstance(node.meta.get("val"), (SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_size_of(node: Any, number: Any) -> bool:
+    """Whether a call takes a number as a size, and as nothing else."""
+    place = _SIZED.get(node.target)
+    leaves = pytree.tree_leaves((*node.args[:place], *node.args[place + 1 :], node.kwargs)) if place is not None else []
+    return place is not None and number not in leaves
+
+
+def _is_symbolic(node: Any) -> bool:
+    """Whether a node is a number made of symbols, or a tensor with a size made of them."""
+    return any(_expression(size).free_symbols for size in _symbolic_sizes(node))
+
+
+def _symbolic_sizes(node: Any) -> list[Any]:
+    """The number that a node is, or the sizes of what it gives, where torch has an expression for it."""
+    if _is_number(node):
+        return [node.meta["val"]]
+    sizes = [size for value in tensor_values(node) if value is not None for size in value.shape]
+    return [size for size in sizes if isinstance(size, SymInt)]
+
+
+def _expression(size: Any) -> Any:
+    """A size, or another number of the trace, as an expression of symbols."""
+    if isinstance(size, int):
+        return sympy.Integer(size)
+    if not isinstance(size, SymInt):
+        raise UnboundedSizeError(f"{size} is no whole number")
+    return size.node.expr
