@@ -8,6 +8,9 @@
 #                              stopped (build/nightly); then a dozen architectures of the zoo, others each day
 #   make zoo                   two hundred architectures on a simulated mesh trained beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
+#   make mutants               200 changes of the source on purpose, drawn by a seed, each with the tests near it: which of
+#                              them the tests notice; goes on where the last run stopped (build/mutants);
+#                              installs cosmic-ray, which nothing else needs
 #   make gpu-bench             each Triton kernel and a block beside torch.compile, Liger-Kernel and eager, on a GPU
 #   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
 #   make lint | make format    check the style | put it right
@@ -19,7 +22,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all nightly zoo gpu-bench kernel-table lint format types pytest clean
+.PHONY: help demo test test-all nightly zoo mutants gpu-bench kernel-table lint format types pytest clean
 
 VENV := .venv
 PIP_FLAGS ?=
@@ -31,10 +34,12 @@ export OMP_NUM_THREADS ?= 1
 ifeq ($(origin PYTHON),command line)
 READY :=
 ZOO_READY :=
+MUTANTS_READY :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.installed
 ZOO_READY := $(VENV)/.installed-zoo
+MUTANTS_READY := $(VENV)/.installed-mutants
 endif
 
 help:
@@ -59,6 +64,11 @@ $(VENV)/.installed-zoo: $(VENV)/.installed
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,zoo]'
 	@touch $@
 
+$(VENV)/.installed-mutants: $(VENV)/.installed
+	@echo "make: installing cosmic-ray, which makes the changes"
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,mutants]'
+	@touch $@
+
 demo: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
 
@@ -74,6 +84,9 @@ nightly: $(ZOO_READY)
 
 zoo: $(ZOO_READY)
 	$(PYTHON) -m tests.zoo --jobs $(WORKERS)
+
+mutants: $(MUTANTS_READY)
+	$(PYTHON) -m tests.mutants
 
 gpu-bench: $(READY)
 	$(PYTHON) -m tests.benchmarks.gpu_kernels

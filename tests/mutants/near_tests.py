@@ -1,0 +1,71 @@
+"""Which tests can notice a change of a file: nearest first.
+
+1. The file's own doctests, and the tests that mirror it (`tests/passes/test_a.py`, `test_a_more.py` of `passes/a.py`).
+2. Tests that import its module.
+3. Tests that mirror or import what imports its module.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+PACKAGES = ("autoshard", "passes", "cost_models")
+MOST_FILES = 8
+"""Files of each step, those of fewest imports first: they are about little else."""
+
+
+def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str]]:
+    """The files of tests to run first, and those to run where these notice nothing."""
+    mirrored, module = _mirrored(root, path), _module(path)
+    importers = _importers(root)
+    direct = [name for name in importers.get(module, ()) if name.startswith("tests/")]
+    sources = [name for name in importers.get(module, ()) if not name.startswith("tests/")]
+    far = [test for source in sources for test in _mirrored(root, source)]
+    far += [test for source in sources for test in importers.get(_module(source), ()) if test.startswith("tests/")]
+    first = list(dict.fromkeys([path, *mirrored, *_narrow(root, direct)]))
+    second = [test for test in _narrow(root, far, 2 * MOST_FILES) if test not in first]
+    return first, second[:MOST_FILES]
+
+
+def _narrow(root: Path, tests: Sequence[str], most: int = MOST_FILES) -> list[str]:
+    """Test files alone, those with the fewest imports first."""
+    unique = [test for test in dict.fromkeys(tests) if Path(test).name.startswith("test_")]
+    return sorted(unique, key=lambda test: (len(_imports(root, test)), test))[:most]
+
+
+def _mirrored(root: Path, path: str) -> list[str]:
+    parts = Path(path).with_suffix("").parts
+    folder = Path("tests", *(parts[1:-1] if parts[0] == "autoshard" else parts[:-1]))
+    names = {f"test_{parts[-1]}.py", *(item.name for item in (root / folder).glob(f"test_{parts[-1]}_*.py"))}
+    return sorted(str(folder / name) for name in names if (root / folder / name).is_file())
+
+
+def _module(path: str) -> str:
+    return ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def _importers(root: Path) -> Mapping[str, Sequence[str]]:
+    """Module to the files that import it."""
+    found: dict[str, list[str]] = {}
+    for package in (*PACKAGES, "tests"):
+        for path in sorted((root / package).rglob("*.py")):
+            name = str(path.relative_to(root))
+            for module in _imports(root, name):
+                found.setdefault(module, []).append(name)
+    return found
+
+
+@cache
+def _imports(root: Path, name: str) -> frozenset[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(item.name for item in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{item.name}" for item in node.names)
+    return frozenset(found)

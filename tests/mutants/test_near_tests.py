@@ -1,0 +1,38 @@
+"""Tests that can notice a change of a file are found by name, and by who imports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.mutants.near_tests import near_tests
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_nearest_first() -> None:
+    """The file's own examples, its mirror, then what imports it."""
+    first, _ = near_tests(ROOT, "passes/solver/search_control.py")
+    assert first[0] == "passes/solver/search_control.py"
+    assert any(name.startswith("tests/passes/solver/") for name in first)
+    assert near_tests(ROOT, "autoshard/ir/mesh.py")[0][1] == "tests/ir/test_mesh.py"
+    assert near_tests(ROOT, "cost_models/hardware.py")[0][1] == "tests/cost_models/test_hardware.py"
+
+
+def test_what_nothing_imports_directly_is_met_by_way_of_its_users() -> None:
+    """A file without a test of its own name has those of the files that import it."""
+    first, second = near_tests(ROOT, "autoshard/rules/hub.py")
+    assert "tests/rules/test_hub.py" in first
+    assert set(first).isdisjoint(second)
+    assert second
+
+
+def test_every_file_has_tests() -> None:
+    """Of what is no package's face, all but a few are near some test."""
+    files = [path for name in ("autoshard", "passes", "cost_models") for path in (ROOT / name).rglob("*.py")]
+    files = [path for path in files if path.name != "__init__.py"]
+    alone = [
+        path
+        for path in files
+        if not [test for step in near_tests(ROOT, str(path.relative_to(ROOT))) for test in step][1:]
+    ]
+    assert len(alone) < 0.02 * len(files), alone
