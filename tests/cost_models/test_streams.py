@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cost_models.compute import issued_time
@@ -142,8 +142,7 @@ def test_the_recorded_step_is_the_same(step, prefetch, slowdown):
 @given(steps(), st.integers(0, 2), st.data())
 def test_faster_parts_never_slow_the_step(step, prefetch, data):
     """An operation that takes half as long, computation or communication: in-order streams have no anomalies."""
-    if not any(segment.ops for segment in step):
-        return
+    assume(any(segment.ops for segment in step))
     segment = data.draw(st.sampled_from([segment for segment in step if segment.ops]))
     index = data.draw(st.integers(0, len(segment.ops) - 1))
     ops = list(segment.ops)
