@@ -64,8 +64,8 @@ def _with_new_tensors(
 ) -> Iterator[str]:
     contents = {id(value): content for value, content in containers}
     for name, value in _own_attributes(module).items():
-        if not _holds_tensors(value):
-            continue
+        if not _holds_tensors(value) or set() < _items(value) <= _items(module._parameters):
+            continue  # the latter: a recurrent layer lists its own parameters
         if value is not attributes.get(name) or _items(value) != _items(contents.get(id(value), value)):
             yield name
 

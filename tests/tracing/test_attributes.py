@@ -56,3 +56,9 @@ def test_tensors_are_taken_out_after_an_error() -> None:
     assert list(table) == ["old"]
     assert table["old"] is old
     assert not hasattr(model.inner, "note")
+
+
+def test_a_recurrent_layers_list_of_its_parameters_is_no_kept_tensor() -> None:
+    """Nothing is said of `_flat_weights`, in which torch lists the parameters that it also has by name."""
+    program = trace(nn.Sequential(nn.LSTM(4, 4)), (torch.randn(2, 3, 4),))
+    assert not program.python.notes
