@@ -9,7 +9,7 @@ _SIGN = 1 << 63
 
 
 class SeedSequence:
-    """One seed per training call, from torch's initial seed and the number of calls so far.
+    """One seed per call that draws, and per micro-batch, from torch's initial seed and the number of those so far.
 
     After `torch.manual_seed(s)` with another `s` than before, the module starts the sequence of `s`; with
     the same `s`,

@@ -315,3 +315,6 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )  # fmt: skip
 """By the name of PyTorch's operator, without the underscore of the one that writes to its operand."""
+
+RANDOM_OPERATORS = frozenset(_DRAWS)
+"""The names of PyTorch's operators that draw by the counter-based generator."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind, Program
 from autoshard.tracing import trace
+from autoshard.tracing.random_numbers import RANDOM_OPERATORS
 from tests.end_to_end.random_models import FAMILIES, Drawing
 
 _OURS = ("autoshard.random", "autoshard.dropout", "autoshard.poisson", "autoshard.binomial", "autoshard.gamma")
@@ -46,6 +49,38 @@ def test_every_draw_has_a_number_of_its_own(family: str) -> None:
     sites = [node.args[3 if "autoshard.random" in str(node.target) else -3] for node in forward]
     assert len(forward) >= len(FAMILIES[family]) - 1  # evaluation draws nothing
     assert len(set(sites)) == len(sites)
+
+
+_DECOMPOSED = re.compile(r"(feature_)?(alpha_)?dropout|rrelu.*|gru|lstm|rnn_(tanh|relu)|scaled_dot_product_attention")
+"""What PyTorch writes as other operators before a trace sees it, or `tracing.semantic` keeps whole."""
+
+
+def _random_operators() -> set[str]:
+    """The names of PyTorch's operators that draw, without the underscore of those that write to their operand."""
+    found = set()
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        name, _, overload = name.partition(".")
+        if namespace in ("aten", "prims", "rngprims"):
+            operator = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+            if torch.Tag.nondeterministic_seeded in operator.tags:
+                found.add(name.rstrip("_") if namespace == "aten" else f"{namespace}.{name}")
+    return found
+
+
+def test_every_random_operator_is_drawn_or_named() -> None:
+    """Of PyTorch's operators that are marked as random, those that have no form are on the page, by name or pattern."""
+    page = (Path(__file__).parents[2] / "docs" / "randomness.md").read_text().partition("## What is refused")[2]
+    patterns = [
+        re.compile(re.escape(name.rstrip("_")).replace(r"\*", ".*")) for name in re.findall(r"`([\w.*]+)`", page)
+    ]
+    missing = {
+        name
+        for name in _random_operators() - RANDOM_OPERATORS
+        if not _DECOMPOSED.fullmatch(name) and not any(pattern.fullmatch(name) for pattern in patterns)
+    }
+    assert not missing
+    assert len(RANDOM_OPERATORS) > 20
 
 
 def test_a_draw_knows_its_line_and_module() -> None:
