@@ -77,7 +77,7 @@ class ControlGroup:
             facts: by name; a fact named by a `Held` is compared among the ranks that have it.
             what: what comes next, for the error of who waits in vain.
         """
-        everyone = self._gather(dict(facts()), what)
+        everyone = self.gather(dict(facts()), what)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         differing = [name for name in names if len(set(_found(name, everyone))) > 1]
         if differing:
@@ -99,7 +99,7 @@ class ControlGroup:
                     mine = compute()
                 except AutoshardError as error:
                     mine = error
-        result = self._gather(mine, what)[0]
+        result = self.gather(mine, what)[0]
         if isinstance(result, AutoshardError):
             raise result
         return result
@@ -121,7 +121,8 @@ class ControlGroup:
         finally:
             self._is_telling = False
 
-    def _gather(self, value: T, what: str) -> list[T]:
+    def gather(self, value: T, what: str) -> list[T]:
+        """The value of each rank, in the order of ranks; `what` as for `agree`."""
         everyone = [pickle.loads(said) for said in self.channel.exchange(pickle.dumps(value), what)]
         failed = {rank: said.error for rank, said in zip(self.channel.ranks, everyone, strict=True) if _is_failed(said)}
         if failed:

@@ -28,6 +28,8 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
         An int64 tensor, [bytes / 8]: a view where `tensor` is contiguous and its bytes are whole, aligned words.
     """
     flat = tensor.detach().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of a single element, which is contiguous whatever its stride
+        flat = flat.as_strided(flat.shape, (1,))
     itemsize = flat.element_size()
     if flat.numel() * itemsize % 8 == 0 and flat.storage_offset() * itemsize % 8 == 0:
         return flat.view(_WORD)

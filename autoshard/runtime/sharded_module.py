@@ -333,7 +333,7 @@ class ShardedModule(nn.Module):
             every = ", every output's gradient" * all_tangents
             _LOGGER.info("planning anew for a call %s%s%s", signature, every, because)
         model = self._original[0]
-        self._engine.agree(lambda: facts_to_compile(model, signature, self.mesh))
+        self._engine.agree(lambda: facts_to_compile(model, signature, self.mesh, self._placed))
         leaves = [self._example(leaf) for leaf in call.leaves]
         args, kwargs = call.assemble(leaves)
         seed = self._next_seed() if seed is None else seed

@@ -17,13 +17,15 @@ compared over the channel on which ranks show life: the first run of a program m
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ from autoshard.runtime.late_numbers import LateNumbers
 from autoshard.runtime.parameter_watch import SAMPLE, ParameterWatch
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.vector_exchange import LENGTH
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Check(Enum):
@@ -175,7 +179,7 @@ class StepAgreement:
         rows = self._collect(posted)
         are_alike = _are_alike(rows)
         self._choose_way(is_patient=not are_alike or posted.state == _COMPILES)
-        if not are_alike:
+        if not are_alike and not self._differ_by_rounding(rows, posted):
             self._ranks.agree(lambda: self._facts(posted), _what(posted.call))
 
     @contextmanager
@@ -230,6 +234,17 @@ class StepAgreement:
         if self._is_fast:
             self._ranks.prepare_vectors()
 
+    def _differ_by_rounding(self, rows: torch.Tensor, posted: _Posted) -> bool:
+        """Whether only values of parameters differ, and by little: what ranks compute alike may round apart."""
+        if not _are_alike(rows[:, :_BEFORE_SAMPLE]):
+            return False
+        everyone = self._ranks.gather(self._watch.elements(posted.numbers[0]), _what(posted.call))
+        if not all(_is_near(one, other) for one, other in combinations(everyone, 2)):
+            return False
+        _LOGGER.warning("ranks hold values of parameters that differ in their last digits: they are compared no more")
+        self._watch.stop_sampling()
+        return True
+
     def _facts(self, posted: _Posted) -> Facts:
         """What the numbers stand for, in words."""
         return {
@@ -246,22 +261,39 @@ _COMPILES = "must be compiled"
 _PATIENCE = 2
 """Calls after one that was compiled whose ranks may be at work for long."""
 
-_MOST_WORDS = 1 << 12
-"""32 KiB of each input are compared at a call."""
+_MOST_WORDS = 1 << 11
+"""16 KiB of each input are compared at a call."""
 
 _COMMON = 5
 """The first numbers are the same on all ranks."""
 
+_BEFORE_SAMPLE = LENGTH - 2
+"""The last two numbers are of a sample of parameters."""
 
-def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh) -> Facts:
-    """What ranks must have in common before they compile: every element of parameters and buffers, and the call."""
+_NEAR = 1e-3
+
+
+def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Collection[str]) -> Facts:
+    """What ranks must have in common before they compile: the call, and every element of what the model holds.
+
+    Parameters that were `placed` for an earlier program were compared then.
+    """
+    known = {f"parameter {name!r}" for name in placed}
     return {
         "mesh": str(mesh),
         "torch version": torch.__version__,
         "torch.initial_seed()": str(torch.initial_seed()),
         "call": signature,
-        **facts_of(named_tensors(model), mesh.size),
+        **facts_of(((name, item) for name, item in named_tensors(model) if name not in known), mesh.size),
     }
+
+
+def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> bool:
+    """Whether elements of equal places differ by less than a thousandth of the largest."""
+    return all(
+        max(abs(x - y) for x, y in zip(one[place], other[place], strict=True)) <= _NEAR * max(map(abs, one[place]))
+        for place in one.keys() & other.keys()
+    )
 
 
 def _are_alike(rows: torch.Tensor) -> bool:
@@ -269,7 +301,7 @@ def _are_alike(rows: torch.Tensor) -> bool:
     common = rows[:, :_COMMON]
     if not torch.equal(common, common[:1].expand_as(common)):
         return False
-    for first in range(_COMMON, LENGTH, 2):
+    for first in range(_COMMON, rows.shape[1], 2):
         pairs = {(place, value) for place, value in rows[:, first : first + 2].tolist()}
         if len(pairs) > len({place for place, _ in pairs}):
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,22 +74,40 @@ def work(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+def work_with_one_that_stops(rank: int, folder: str) -> None:
+    """Rank 2 is stopped before it compiles, as by a debugger; it neither ends nor answers."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    error = error_of(lambda: autoshard.compile(Small(), Mesh({"data": RANKS}), timeout_s=1.0))
+    Path(folder, f"compile.{rank}").write_text(f"{time.monotonic() - start} {error}")
+    os._exit(0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the ranks wrote the errors that they ended in."""
     path = tmp_path_factory.mktemp("errors")
+    assert run(work, path, RANKS) == []
+    return path
+
+
+def run(what: Callable[[int, str], None], path: Path, ending: int) -> list[int]:
+    """Run processes of which the first few are to end; those that did not."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    processes = [context.Process(target=work, args=(rank, str(path))) for rank in range(RANKS)]
+    processes = [context.Process(target=what, args=(rank, str(path))) for rank in range(RANKS)]
     for process in processes:
         process.start()
-    for process in processes:
+    for process in processes[:ending]:
         process.join(DEADLINE_S)
-    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    hanging = [rank for rank, process in enumerate(processes[:ending]) if process.is_alive()]
     for process in processes:
         process.kill()
-    assert hanging == []
-    return path
+    return hanging
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -108,3 +127,13 @@ def test_the_rank_that_died_said_nothing(folder: Path) -> None:
     """It was killed where it should be."""
     assert not (folder / "step.2").exists()
     assert not (folder / "agreement.1").exists()
+
+
+def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:
+    """Each other one names it within the time that is allowed."""
+    assert run(work_with_one_that_stops, tmp_path, RANKS - 1) == []
+    for rank in range(RANKS - 1):
+        waited_s, error = (tmp_path / f"compile.{rank}").read_text().split(" ", 1)
+        assert error.startswith(f"{LostRankError.__name__}: Ranks [2] did not come within 1 s")
+        assert "while ranks [0, 1] waited to make Mesh(data=3)" in error
+        assert float(waited_s) < 10
