@@ -142,7 +142,7 @@ class Planner:
         return tracing.check_guards(program, inputs, state)
 
     def trace(self, request: Request) -> Program:
-        """The program of a call.
+        """See `Compiler`.
 
         Raises:
             NotAvailableError: gradients in float16.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import is_
@@ -52,6 +52,15 @@ class Namespace:
         names = tuple(names)
         held = vars(holder)
         return cls(title, holder, type(holder), names, tuple(held.get(name, MISSING) for name in names))
+
+    def found(self) -> dict[str, Any]:
+        """Names to what was found."""
+        return dict(zip(self.names, self.values, strict=True))
+
+    def without(self, names: Collection[str]) -> Namespace:
+        """The same, without some names."""
+        found = {name: value for name, value in self.found().items() if name not in names}
+        return replace(self, names=tuple(found), values=tuple(found.values()))
 
     def holds(self) -> bool:
         """Whether the object still holds the same."""
@@ -131,6 +140,19 @@ class PythonGuards:
             and all(tensor._version == version for _, tensor, version in self.versions)
         )
 
+    def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
+        """The same, without some attributes: `id` of an object, and a name."""
+        holders = {holder for holder, _ in attributes}
+        return replace(
+            self,
+            namespaces=tuple(
+                item.without({name for holder, name in attributes if holder == id(item.holder)})
+                if id(item.holder) in holders
+                else item
+                for item in self.namespaces
+            ),
+        )
+
     def changes(self) -> Sequence[str]:
         """The names of what changed, in the user's words: `layers.0.dropout.p`."""
         found = [name for item in (*self.namespaces, *self.contents) for name in item.changes()]
@@ -154,6 +176,15 @@ class PythonUse:
     containers: tuple[tuple[str, Any], ...] = ()
     settings: tuple[tuple[Any, str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+
+    def beside(self, other: PythonUse) -> PythonUse:
+        """The same, and what another trace read."""
+        names = {id(holder): (title, holder, found) for title, holder, found in self.names}
+        for title, holder, found in other.names:
+            mine = names.get(id(holder), (title, holder, ()))[2]
+            names[id(holder)] = (title, holder, tuple(dict.fromkeys((*mine, *found))))
+        containers = {id(item[1]): item for item in (*self.containers, *other.containers)}
+        return replace(self, names=tuple(names.values()), containers=tuple(containers.values()))
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
         """Guards on what is there now; `registered` are tensors that the program takes as inputs."""

@@ -60,6 +60,10 @@ class Compiler(Protocol):
         """The program for a call. Called by all ranks."""
         ...
 
+    def trace(self, request: Request) -> Program:
+        """The program of a call, traced and not planned."""
+        ...
+
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """Whether a program whose trace relied on values serves these inputs; `state` has what its guards read."""
         ...

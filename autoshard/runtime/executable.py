@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from autoshard.ir.program import OWNERS, InputKind, OutputKind
 from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
+from autoshard.runtime.idle_attributes import IdleAttributes, Trace
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 
@@ -51,11 +52,13 @@ class Executable:
         compiled: the program.
         engine: where it runs.
         python_guards: the states of the model's Python that a trace gave this program for, newest last: any may hold.
+        idle: attributes of the model that do not matter.
     """
 
     compiled: CompiledProgram
     engine: Engine
     python_guards: list[PythonGuards] = field(default_factory=list)
+    idle: IdleAttributes = field(default_factory=IdleAttributes)
 
     @property
     def phased(self) -> PhasedProgram:
@@ -78,10 +81,14 @@ class Executable:
         """What changed in the model's Python since the program was last traced."""
         return self.python_guards[-1].changes() if self.python_guards else ()
 
-    def serve_state(self, guards: PythonGuards) -> None:
-        """Serve another state of the model's Python, for which a trace gave the same program."""
+    def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
+        """Serve the model's Python as it is now, for which a trace gave the program; see `PythonUse.guards`."""
         del self.python_guards[: -_STATES + 1]
-        self.python_guards.append(guards)
+        self.python_guards.append(self.idle.guards(use, registered))
+
+    def look_for_idle(self, trace: Trace) -> Iterator[str]:
+        """Look for attributes that do not matter, once a trace gave the program again; says which."""
+        return self.idle.look(self.python_guards, self.compiled.fingerprint, trace)
 
     def set_attributes(self) -> None:
         """Set the plain attributes that the model's own call sets, in the state that was last found to be served."""

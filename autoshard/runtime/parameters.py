@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.errors import TraceError
+
 
 def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Put `replace(parameter)` in the place of each parameter, at all of its names; None changes nothing."""
@@ -82,6 +84,17 @@ def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.P
 def _outline(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor without values or memory, as the whole of `parameter` is."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def refuse_new_parameters(model: nn.Module, has_adopted: Callable[[torch.Tensor], bool]) -> None:
+    """Raise `TraceError` for parameters that would have to become DTensors, which earlier optimizers do not hold."""
+    new = [name for name, parameter in model.named_parameters() if not has_adopted(parameter)]
+    if new:
+        raise TraceError(
+            f"{type(model).__qualname__} was given parameters after it was compiled, and with processes they cannot "
+            f"take part: {', '.join(new[:4])}{', ...' * (len(new) > 4)}. Compile the model again, and make its "
+            "optimizer after that."
+        )
 
 
 def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

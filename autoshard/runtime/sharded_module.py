@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import MethodType
@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import TraceError
 from autoshard.ir.derivative import Derivative, Derivatives
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -39,7 +38,7 @@ from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
 from autoshard.runtime.own_code import whole_parameters
-from autoshard.runtime.parameters import lent_parameters, outlined_parameters
+from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, signature_of
 from autoshard.runtime.state import lay_out_state, may_draw, take_seeds, write_seeds
@@ -323,7 +322,7 @@ class ShardedModule(nn.Module):
 
         Where what changed in the model turns out not to matter, that is a known program, which serves one more state.
         """
-        self._refuse_new_parameters()
+        refuse_new_parameters(self._original[0], self._engine.has_adopted)
         signature = self._describe(call, grad)
         key = self._key(call, grad, all_tangents, update, derivatives)
         known = [item for item in self._known.of(key) if _does(item, update)]
@@ -350,30 +349,26 @@ class ShardedModule(nn.Module):
                 derivatives=derivatives,
             )
             compiled = self.compiler(request, self._engine)
-        executable = next((item for item in known if item.phased is compiled.phased), None)
+            executable = next((item for item in known if item.phased is compiled.phased), None)
+            if executable is not None:
+                self._say(executable.look_for_idle(lambda: self.compiler.trace(request)))
         if executable is None:
             executable = Executable(compiled, self._engine)
             if self._lengths is not None:
                 refuse_statistics(executable.phased.lowered.traced)
             self._place(executable)
             executable.load()
-        for note in compiled.python.notes:
-            if note not in self._notes:
-                _LOGGER.warning("%s", note)
-                self._notes.add(note)
-        executable.serve_state(compiled.python.guards([*model.parameters(), *model.buffers()]))
+        self._say(compiled.python.notes)
+        executable.serve_state(compiled.python, [*model.parameters(), *model.buffers()])
         self.agreement.add(executable, model)
         return executable
 
-    def _refuse_new_parameters(self) -> None:
-        """Raise where parameters would have to become DTensors, which an optimizer made before would not hold."""
-        new = [name for name, item in self._original[0].named_parameters() if not self._engine.has_adopted(item)]
-        if new:
-            raise TraceError(
-                f"{type(self._original[0]).__qualname__} was given parameters after it was compiled, and with "
-                f"processes they cannot take part: {', '.join(new[:4])}{', ...' * (len(new) > 4)}. Compile the model "
-                "again, and make its optimizer after that."
-            )
+    def _say(self, notes: Iterable[str]) -> None:
+        """Warn of what was not said yet."""
+        for note in notes:
+            if note not in self._notes:
+                _LOGGER.warning("%s", note)
+                self._notes.add(note)
 
     def _describe(self, call: FlatCall, grad: bool) -> str:
         return describe_call(call, grad=grad, training=self.training)

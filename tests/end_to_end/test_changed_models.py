@@ -211,6 +211,44 @@ def test_attributes_that_a_call_does_not_read_may_change(caplog: pytest.LogCaptu
     assert len(caplog.records) == 1
 
 
+class Stepping(nn.Module):
+    """Reads the number of the step, which its user sets: to log, and from some step on to compute."""
+
+    def __init__(self, *, begin: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.begin, self.step, self.loss = nn.Linear(8, 4), begin, 0, 0.5
+        self.logged: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.step % 2 == 0 and self.loss < 1e6:
+            self.logged.append(self.step)
+        y = self.layer(x).square().mean()
+        return y * 2 if self.begin is not None and self.step >= self.begin else y
+
+
+@pytest.mark.parametrize("begin", [None, 6])
+def test_numbers_that_do_not_matter_are_found(begin: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Read and changed at each call: looked at until the program was the same for many values."""
+    model = Stepping(begin=begin)
+    reference = copy.deepcopy(model)
+    sharded = compiled(model)
+    with caplog.at_level(logging.INFO, logger="autoshard"):
+        for step in range(9):
+            model.step = reference.step = step
+            model.loss = reference.loss = 1 / (step + 1)
+            torch.testing.assert_close(sharded(X), reference(X))
+    traced = sum("planning anew" in record.message for record in caplog.records)
+    said = [record.message for record in caplog.records if "from call to call" in record.message]
+    if begin is None:
+        assert traced == 4
+        assert [message.partition(" changes")[0] for message in said] == ["step", "loss"]
+    else:
+        assert traced == 8
+        assert said[0].startswith("step changes from call to call, and the program depends on it")
+    assert len(sharded.programs) == (1 if begin is None else 2)
+
+
 def test_the_whole_step_notices() -> None:
     """So does a traced training step."""
     model = Settled()

@@ -50,6 +50,9 @@ class HandCompiler:
         args = (*request.args, *request.kwargs.values())
         return CompiledProgram(two_layers(engine.mesh, args[0].shape[0], request), sharded_outputs=self.sharded_outputs)
 
+    def trace(self, request: Request) -> Program:
+        raise NotImplementedError
+
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         return True
 
