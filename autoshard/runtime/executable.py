@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from autoshard.errors import TraceError
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
@@ -44,6 +45,17 @@ _STATES = 8
 """States of the model's Python that are remembered for one program."""
 
 
+def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -> None:
+    """Raise `TraceError` where a backward must trace its call again, and the model is no longer what it was then."""
+    changes = [*state.changes(), *(["training"] if was_training != is_training else [])]
+    if changes:
+        raise TraceError(
+            f"The model changed between forward and backward ({', '.join(changes[:4])}), and this backward reaches "
+            "another output than the loss, or gradients of gradients: it is made from the model as it was called. "
+            "Change the model after the backward."
+        )
+
+
 @dataclass(frozen=True)
 class Executable:
     """A compiled program that an engine has loaded; runs on what users hold: global tensors and DTensors.
@@ -69,6 +81,11 @@ class Executable:
         """The program for a copy of its model, which serves the copy's state once a trace of that gave it too."""
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
+    def does(self, update: Update | None) -> bool:
+        """Whether the program updates parameters as is asked for."""
+        mine = self.compiled.update
+        return update is None or mine is None or mine.serves(update, self.updated_parameters)
+
     def serves_state(self) -> bool:
         """Whether the program is the one of the model's Python as it is now."""
         for index, guards in reversed(list(enumerate(self.python_guards))):
@@ -77,9 +94,14 @@ class Executable:
                 return True
         return not self.python_guards
 
+    @property
+    def state(self) -> PythonGuards:
+        """The state of the model's Python that was last found to be served."""
+        return self.python_guards[-1] if self.python_guards else PythonGuards()
+
     def state_changes(self) -> Sequence[str]:
         """What changed in the model's Python since the program was last traced."""
-        return self.python_guards[-1].changes() if self.python_guards else ()
+        return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
         """Serve the model's Python as it is now, for which a trace gave the program; see `PythonUse.guards`."""
@@ -92,7 +114,7 @@ class Executable:
 
     def set_attributes(self) -> None:
         """Set the plain attributes that the model's own call sets, in the state that was last found to be served."""
-        for holder, name, value in self.python_guards[-1].settings if self.python_guards else ():
+        for holder, name, value in self.state.settings:
             if vars(holder).get(name, MISSING) is not value:
                 setattr(holder, name, value)
 

@@ -33,7 +33,7 @@ from autoshard.ir.update import Update
 from autoshard.runtime.autograd import Call, run
 from autoshard.runtime.compiler import Compiler, Request
 from autoshard.runtime.engine import Engine
-from autoshard.runtime.executable import CompiledProgram, Executable
+from autoshard.runtime.executable import CompiledProgram, Executable, check_state
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
@@ -200,12 +200,18 @@ class ShardedModule(nn.Module):
     ) -> Call:
         """A call of a program that drew `seed`, as autograd keeps it."""
 
+        state, training = executable.state, self.training
+
         def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> Call:
+            check_state(state, was_training=training, is_training=self.training)
             of_gradients = FlatCall.of((*call.assemble(call.leaves), tuple(tangents)), {})
             outer = (*derivatives, derivative)
             return self._call_of(self._find_with_all_tangents(of_gradients, seed, outer), of_gradients, seed, outer)
 
-        again = lambda: self._find_with_all_tangents(call, seed, derivatives)  # noqa: E731
+        def again() -> Executable:
+            check_state(state, was_training=training, is_training=self.training)
+            return self._find_with_all_tangents(call, seed, derivatives)
+
         return Call(executable, call.tensors, again, differentiate)
 
     def _padded(self, call: FlatCall) -> tuple[FlatCall, int]:
@@ -288,7 +294,7 @@ class ShardedModule(nn.Module):
     def _serves(
         self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
     ) -> bool:
-        if not _does(executable, update) or not executable.serves_state():
+        if not executable.does(update) or not executable.serves_state():
             return False
         program = executable.phased.lowered.traced
         if not program.guards:
@@ -325,7 +331,7 @@ class ShardedModule(nn.Module):
         refuse_new_parameters(self._original[0], self._engine.has_adopted)
         signature = self._describe(call, grad)
         key = self._key(call, grad, all_tangents, update, derivatives)
-        known = [item for item in self._known.of(key) if _does(item, update)]
+        known = [item for item in self._known.of(key) if item.does(update)]
         if self._last is not None:
             changes = dict.fromkeys(name for item in known for name in item.state_changes())
             because = f", as {', '.join(changes)} changed" if changes else ""
@@ -455,9 +461,3 @@ def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torc
     """The seed that a call drew; None where its program draws none."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)
-
-
-def _does(executable: Executable, update: Update | None) -> bool:
-    """Whether a program updates parameters as is asked for."""
-    mine = executable.compiled.update
-    return update is None or mine is None or mine.serves(update, executable.updated_parameters)

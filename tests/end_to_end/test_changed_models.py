@@ -211,6 +211,39 @@ def test_attributes_that_a_call_does_not_read_may_change(caplog: pytest.LogCaptu
     assert len(caplog.records) == 1
 
 
+class TwoResults(Settled):
+    """A loss, and logits."""
+
+    def forward(self, x: torch.Tensor, weights: Any = None) -> Any:
+        return super().forward(x, weights), self.up(x) * self.beta
+
+
+def test_the_loss_is_differentiated_as_it_was_called() -> None:
+    """A change between forward and backward makes no difference to the gradients of the loss."""
+    model = TwoResults()
+    reference = copy.deepcopy(model)
+    losses = [net(X)[0] for net in (compiled(model), reference)]
+    for net, loss in zip((model, reference), losses, strict=True):
+        net.beta = 7.0
+        net.eval()
+        loss.backward()
+    torch.testing.assert_close(model.up.weight.grad, reference.up.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["beta", "training"])
+def test_a_backward_that_traces_again_refuses_a_changed_model(name: str) -> None:
+    """Gradients of another output are made by another program, of the model as it was called."""
+    model = TwoResults()
+    sharded = compiled(model)
+    _, logits = sharded(X)
+    if name == "beta":
+        model.beta = 7.0
+    else:
+        sharded.eval()
+    with pytest.raises(TraceError, match=rf"changed between forward and backward \({name}\)"):
+        logits.sum().backward()
+
+
 class Stepping(nn.Module):
     """Reads the number of the step, which its user sets: to log, and from some step on to compute."""
 
