@@ -359,7 +359,8 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
     reports = [
         verify_program(item.lowered.traced, item.lowered, item.carried if is_added_up else ()) for item in phases
     ]
-    return reports[phases.index(last.phased)]
+    report = reports[phases.index(last.phased)]
+    return report if last.weights is None else report.assuming(f"micro-batches weigh as the loss says: {last.weights}")
 
 
 def prove(

@@ -107,6 +107,7 @@ class Planner:
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
         from passes.planning.constraints import constrained_outputs
+        from passes.verification.weigh_loss import weigh_step
 
         start = time.perf_counter()
         program = make_together(
@@ -135,7 +136,8 @@ class Planner:
             time.perf_counter() - start,
             chosen.predicted.step_time_s,
         )
-        return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python)
+        weights = weigh_step(program, replace(self, traced=None).trace, request) if self.micro_batches > 1 else None
+        return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python, weights)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """See `Compiler`."""

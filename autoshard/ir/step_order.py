@@ -28,7 +28,7 @@ class StepOrder:
 
     Args:
         tasks: its parts.
-        divisor: by what the loss of each micro-batch is divided before its backward.
+        divisor: how many parts a mean over the batch is taken of; see `autoshard.ir.loss_weights`.
     """
 
     tasks: tuple[Task, ...]

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from autoshard.errors import TraceError
+from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
@@ -31,6 +32,7 @@ class CompiledProgram:
         update: what the program's update was traced for, if it is that of a whole training step.
         fingerprint: of the traced program, see `autoshard.ir.fingerprint`; "" if there is none.
         python: what the trace read in Python.
+        weights: how its loss is part of that of a batch, where the step has micro-batches.
     """
 
     phased: PhasedProgram
@@ -39,6 +41,7 @@ class CompiledProgram:
     update: Update | None = None
     fingerprint: str = ""
     python: PythonUse = field(default_factory=PythonUse)
+    weights: LossWeights | None = None
 
 
 _STATES = 8

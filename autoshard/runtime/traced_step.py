@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.loss import Output, loss_among, no_loss
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import OutputKind
+from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.spec import Reduction
 from autoshard.ir.step_order import Action, StepOrder, Task
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import LocalValue
-from autoshard.runtime.executable import Executable
+from autoshard.runtime.executable import CompiledProgram, Executable
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.traced_optimizer import TracedState, describe_update, names_of
@@ -33,6 +34,7 @@ class _Running:
 
     executable: Executable | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
+    weights: Sequence[float] = ()
     saved: dict[int, list[LocalValue]] = field(default_factory=dict)
     carried: list[LocalValue] | None = None
 
@@ -62,8 +64,9 @@ class TracedStep:
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """One step on micro-batches of equal weight; the sum of their shares of the loss."""
+        """One step on micro-batches; the sum of their shares of the loss."""
         update, running = self._update(), _Running()
+        running.weights = self._weights(parts, update)
         for task in self._order.tasks:
             match task.action:
                 case Action.FORWARD:
@@ -74,6 +77,13 @@ class TracedStep:
                     self._run_update(running)
         losses = running.losses
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _weights(self, parts: Sequence[Part], update: Update) -> list[float]:
+        """What each micro-batch counts in the loss."""
+        if len(parts) == 1:
+            return [1.0]
+        executable, _ = self._sharded.find_step(*parts[0], update)
+        return weights_of(self._sharded, executable.compiled, parts, self._order)
 
     def _update(self) -> Update:
         names = names_of(self._sharded.named_parameters())
@@ -88,7 +98,8 @@ class TracedStep:
         _check_alike(running.executable or executable, executable)
         loss, running.saved[task.micro_batch] = self._run_forward(executable, call)
         running.executable = executable
-        running.losses.append(loss / self._order.divisor)
+        weight = running.weights[task.micro_batch]
+        running.losses.append(loss * weight if weight else torch.zeros_like(loss))
 
     def _run_backward_of(self, task: Task, running: _Running) -> None:
         """Add a micro-batch's gradients to what is carried into the update."""
@@ -97,8 +108,11 @@ class TracedStep:
         assert task.micro_batch is not None, "a backward is of a micro-batch"
         device, dtype = self._sharded.engine.device, loss_of(executable).dtype
         tangent = loss_of(executable).slot.name.replace("output:", "tangent:")
-        share = torch.full((), 1 / self._order.divisor, dtype=dtype, device=device)
-        gradients = executable.run_to_gradients(running.saved.pop(task.micro_batch), {tangent: share})
+        saved, weight = running.saved.pop(task.micro_batch), running.weights[task.micro_batch]
+        if not weight:  # nothing counts in it: its gradient may be zero over zero
+            return
+        share = torch.full((), weight, dtype=dtype, device=device)
+        gradients = executable.run_to_gradients(saved, {tangent: share})
         if running.carried is None:
             running.carried = gradients
             return
@@ -130,6 +144,21 @@ class TracedStep:
             self._sharded.keep(path, executable.write_output(outputs[name], kept))
         slot = loss_of(executable)
         return executable.write_output(outputs[slot.slot.name], slot), saved
+
+
+def weights_of(
+    sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part], order: StepOrder
+) -> list[float]:
+    """What each micro-batch counts in the loss; `NotAvailableError` where the loss is not made of theirs."""
+    if compiled.weights is None:
+        raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
+    calls = [FlatCall.of(*part).tensors for part in parts]
+
+    def read(part: int, kind: str, name: str) -> torch.Tensor:
+        value = calls[part][name] if kind == InputKind.INPUT else sharded.get_buffer(name)
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    return compiled.weights.of_parts(len(parts), order.divisor, read)
 
 
 def find_loss(outputs: Any) -> torch.Tensor:

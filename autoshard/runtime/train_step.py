@@ -22,7 +22,7 @@ from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.runtime.optimizer_state import describe_hyperparameters
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_optimizer import why_by_autograd
-from autoshard.runtime.traced_step import Part, TracedStep, find_loss
+from autoshard.runtime.traced_step import Part, TracedStep, find_loss, weights_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ class TrainStep:
         sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
         optimizer: an optimizer over the parameters of `sharded`.
         max_grad_norm: gradients are scaled down to this norm over all parameters, or None.
-        micro_batches: the batch is cut along dim 0 into so many equal parts, whose gradients are averaged:
-            the same as the whole batch where the loss is a mean over the batch in which each part weighs the
-            same.
+        micro_batches: the batch is cut along dim 0 into so many equal parts, whose gradients add up to that of the
+            whole batch: parts weigh what the loss says (a sum, a mean, a sum over a count of targets). What mixes
+            samples (a batch norm in training) is refused by name.
         traced: run the update as part of the program; the optimizer is one that can be, and the module's compiler can.
     """
 
@@ -109,24 +109,37 @@ class TrainStep:
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
         """A step of an optimizer that takes its own; autograd adds the gradients of micro-batches up."""
         shares: dict[int | None, torch.Tensor] = {}
+        weights = self._weights(parts)
         for task in self.order.tasks:
             match task.action:
                 case Action.FORWARD:
-                    shares[task.micro_batch] = self._forward(parts, task)
+                    shares[task.micro_batch] = self._forward(parts, task, weights)
                 case Action.BACKWARD:
-                    shares[task.micro_batch].backward()
+                    if shares[task.micro_batch].requires_grad:
+                        shares[task.micro_batch].backward()
                     shares[task.micro_batch] = shares[task.micro_batch].detach()
                 case Action.UPDATE:
                     self._update()
         losses = list(shares.values())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _forward(self, parts: Sequence[Part], task: Task) -> torch.Tensor:
-        """A micro-batch's share of the loss."""
+    def _weights(self, parts: Sequence[Part]) -> list[float]:
+        """What each micro-batch counts in the loss."""
+        if len(parts) == 1:
+            return [1.0]
+        (args, kwargs), *_ = parts
+        with torch.enable_grad():
+            self.sharded.compile_for(*args, **kwargs)
+        assert self.sharded.program is not None, "it is compiled"
+        return weights_of(self.sharded, self.sharded.program, parts, self.order)
+
+    def _forward(self, parts: Sequence[Part], task: Task, weights: Sequence[float]) -> torch.Tensor:
+        """A micro-batch's share of the loss; one that counts nothing has none, and no gradient."""
         assert task.micro_batch is not None, "a forward is of a micro-batch"
         args, kwargs = parts[task.micro_batch]
         loss = find_loss(self.sharded(*args, **kwargs))
-        return loss if self.order.divisor == 1 else loss / self.order.divisor
+        weight = weights[task.micro_batch]
+        return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 
     def _update(self) -> None:
         if self.max_grad_norm is not None:

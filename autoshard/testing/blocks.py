@@ -122,18 +122,18 @@ def batched_matmul(draw: Draw, writer: SourceWriter) -> None:
 
 def attention(draw: Draw, writer: SourceWriter) -> None:
     """Scaled dot-product attention with a residual; heads may share keys, and may look ahead or not."""
-    batch, length, width = writer.batch, writer.length, writer.width
+    length, width = writer.length, writer.width
     heads = draw(st.sampled_from([count for count in (2, 4, 3) if width % count == 0]))
     groups = draw(st.sampled_from([count for count in (heads, 1, 2) if heads % count == 0]))
     size = width // heads
     causal = draw(st.booleans())
     for name, count in (("q", heads), ("k", groups), ("v", groups)):
         layer = writer.fresh(name, f"nn.Linear({width}, {count * size}, bias={draw(st.booleans())})")
-        writer.line(f"{name} = {layer}(h).view({batch}, {length}, {count}, {size}).transpose(1, 2)")
+        writer.line(f"{name} = {layer}(h).view(-1, {length}, {count}, {size}).transpose(1, 2)")
     shared = ", enable_gqa=True" if groups != heads else ""
     writer.line(f"o = F.scaled_dot_product_attention(q, k, v, is_causal={causal}{shared})")
     projection = writer.fresh("o", f"nn.Linear({width}, {width}, bias=False)")
-    writer.line(f"h = h + {projection}(o.transpose(1, 2).reshape({batch}, {length}, {width}))")
+    writer.line(f"h = h + {projection}(o.transpose(1, 2).reshape(-1, {length}, {width}))")
 
 
 def mlp(draw: Draw, writer: SourceWriter) -> None:
@@ -174,17 +174,17 @@ def mix_positions(draw: Draw, writer: SourceWriter) -> None:
 
 def flattened(draw: Draw, writer: SourceWriter) -> None:
     """A product on the value with batch and length merged into one dim."""
-    batch, length, width = writer.batch, writer.length, writer.width
-    view = draw(st.sampled_from((f"h.reshape({batch * length}, {width})", "h.flatten(0, 1)")))
+    length, width = writer.length, writer.width
+    view = draw(st.sampled_from((f"h.reshape(-1, {width})", "h.flatten(0, 1)")))
     writer.line(f"flat = {view} @ {writer.weight(width, width)}")
-    writer.line(f"h = flat.view({batch}, {length}, {width})")
+    writer.line(f"h = flat.view(-1, {length}, {width})")
 
 
 def split_width(draw: Draw, writer: SourceWriter) -> None:
     """The width viewed as two dims, which are swapped, then merged again."""
-    batch, length, width = writer.batch, writer.length, writer.width
-    writer.line(f"h = h.view({batch}, {length}, 2, {width // 2}).transpose(2, 3)")
-    writer.line(f"h = h.reshape({batch}, {length}, {width})")
+    length, width = writer.length, writer.width
+    writer.line(f"h = h.view(-1, {length}, 2, {width // 2}).transpose(2, 3)")
+    writer.line(f"h = h.reshape(-1, {length}, {width})")
 
 
 def permuted(draw: Draw, writer: SourceWriter) -> None:
@@ -271,7 +271,7 @@ def batch_norm(draw: Draw, writer: SourceWriter) -> None:
     if draw(st.booleans()):
         writer.line(f"h = {layer}(h.transpose(1, 2)).transpose(1, 2)")
     else:
-        writer.line(f"h = {layer}(h.flatten(0, 1)).unflatten(0, ({writer.batch}, {writer.length}))")
+        writer.line(f"h = {layer}(h.flatten(0, 1)).unflatten(0, (-1, {writer.length}))")
 
 
 def running_mean(draw: Draw, writer: SourceWriter) -> None:

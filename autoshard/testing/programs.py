@@ -9,14 +9,23 @@ it to another one. All values are float32 (tokens: int64) and of order one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from autoshard.testing.blocks import BLOCKS, Draw, SourceWriter, random_numbers, scale_and_shift
+from autoshard.testing.blocks import (
+    BLOCKS,
+    Draw,
+    SourceWriter,
+    batch_norm,
+    random_numbers,
+    reduction,
+    running_mean,
+    scale_and_shift,
+)
 from autoshard.testing.source import run_code
 from autoshard.testing.whole_step import WholeStep
 
@@ -84,9 +93,16 @@ def _draw_program(
     if is_step:
         scale_and_shift(draw, writer)  # something to train
     for _ in range(draw(st.integers(0, max_blocks))):
-        draw(st.sampled_from((*BLOCKS, random_numbers) if draws else BLOCKS))(draw, writer)
+        draw(st.sampled_from(_blocks(parts, draws=draws)))(draw, writer)
     draw(st.sampled_from(_LOSSES if is_step else (*_LOSSES, _exit_hidden)))(draw, writer)
     return run_source(writer.source(draw(st.integers(0, 3)), _draw_step(draw, parts) if is_step else ()))
+
+
+def _blocks(parts: int, *, draws: bool) -> Sequence[_Step]:
+    """Of steps with micro-batches those that compute each sample, and keep no average of batches."""
+    if parts > 1:
+        return [block for block in BLOCKS if block not in (batch_norm, reduction, running_mean)]
+    return (*BLOCKS, random_numbers) if draws else BLOCKS
 
 
 _OPTIMIZERS = (

@@ -73,15 +73,13 @@ def train(network: nn.Module, call: Callable[..., Any], training: Training) -> d
 def _train_whole(
     network: nn.Module, call: Callable[..., Any], training: Training, whole_step: WholeStep
 ) -> dict[str, torch.Tensor]:
-    """Train on one device as a whole step does: the mean over micro-batches, clipping, the update."""
+    """Train on one device: the loss of the whole batch, clipping, the update."""
     optimizer = whole_step.make_optimizer(network.parameters())
     seen: dict[str, torch.Tensor] = {}
     for _ in range(training.steps):
-        losses = []
-        for args, kwargs in whole_step.cut(training.args, training.kwargs):
-            losses.append(find_loss(call(*args, **kwargs)) / whole_step.micro_batches)
-            losses[-1].backward()
-        seen["loss"] = torch.stack(losses).sum().detach()
+        loss = find_loss(call(*training.args, **training.kwargs))
+        loss.backward()
+        seen["loss"] = loss.detach()
         if whole_step.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), whole_step.max_grad_norm)
         optimizer.step()

@@ -1,9 +1,10 @@
 """Verify that a step runs its micro-batches so that it computes what one device does with the whole batch.
 
-The loss is a mean over the batch, in which each micro-batch weighs the same. So the gradient of the whole is the sum of
-those of all micro-batches, each once, of their losses divided by their number. Forwards run in the order of the batch:
-each draws the next seed, and reads the buffers that the one before it wrote. That what is added up is what the update
-reads of the backward is shown by `passes.verification.verify_program`.
+The loss of a batch is the sum of those of its micro-batches, each times a weight (`passes.verification.weigh_loss`):
+of a mean, one over their number. So the gradient of the whole is the sum of those of all micro-batches, each once, of
+their weighed losses. Forwards run in the order of the batch: each draws the next seed, and reads the buffers that the
+one before it wrote. That what is added up is what the update reads of the backward is shown by
+`passes.verification.verify_program`.
 """
 
 from __future__ import annotations

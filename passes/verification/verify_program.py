@@ -18,7 +18,7 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -61,6 +61,10 @@ class VerificationReport:
     rules: Mapping[str, int]
     assumptions: tuple[str, ...]
     seconds: float
+
+    def assuming(self, sentence: str) -> VerificationReport:
+        """The report with one more assumption."""
+        return replace(self, assumptions=(*self.assumptions, sentence))
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data."""

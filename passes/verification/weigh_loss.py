@@ -1,0 +1,490 @@
+"""Find how the loss of a batch is made of the losses of its micro-batches.
+
+Micro-batches split dim 0 of all inputs over an axis in time. So sharding rules say what becomes of it: each value of
+the forward is split along a dim, a sum over the parts, or the same for all. A part runs the traced operators as they
+are; where a rule would reduce over ranks (a mean, a norm over the batch) a part has another loss:
+
+1. The program is traced for one part, and for two. A number in it that grows with the batch (`loss.sum() / len(x)`) is
+   one that differs between the two programs.
+2. Every forward value gets its state. The value of a part is m ** e times what it adds to that of the batch of m parts.
+3. A sum over a count that is made of inputs alone is a term with a count; graphs that compute it are cut out.
+4. The loss must be a sum of terms. Else the first node that mixes parts is named.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import AutoshardError
+from autoshard.ir.loss_weights import Count, LossWeights, Term
+from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
+from autoshard.ir.spec import Reduction
+from autoshard.rules.notation import BoundRule
+from autoshard.runtime.sharded_module import Request
+from passes.strategies.enumerate_strategies import operands_of, rule_of
+
+aten = torch.ops.aten
+_WAY_OUT = "Return a sum or a mean over samples, each of which is computed for itself, or leave micro_batches out."
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The same for all parts, but for the factor m ** exponent."""
+
+    exponent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A part has its own slice of a dim."""
+
+    dim: int
+    exponent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum over the parts of terms (a count or None, and an exponent), and perhaps of what does not depend on them."""
+
+    terms: frozenset[tuple[fx.Node | None, int]]
+    has_constant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OfInputs:
+    """Computed from sums over inputs, and from nothing that is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Not made of the values of parts, for what `node` does."""
+
+    node: fx.Node
+    why: str
+
+
+State = Same | Split | Sum | OfInputs | Mixed
+
+
+def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
+    """How a call that trains weighs micro-batches of which `request` is one; None for one that returns no loss."""
+    if not request.grad or request.derivatives or _loss_of(program) is None:
+        return None
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _twice, (request.args, dict(request.kwargs)))
+    try:
+        pair = trace(replace(request, args=args, kwargs=kwargs))
+    except AutoshardError as error:
+        return LossWeights((), refusal=f"micro_batches: the model cannot be traced for two parts at once: {error}")
+    return weigh_loss(program, pair)
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x]) if x.dim() else x
+
+
+def weigh_loss(part: Program, pair: Program) -> LossWeights:
+    """How the loss of a batch is made of those of its parts.
+
+    Args:
+        part: the program of a micro-batch.
+        pair: that of two of them at once.
+    """
+    loss = _loss_of(part)
+    assert loss is not None, "a step has a loss"
+    nodes = _forward(part)
+    made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, _forward(pair)))
+    if list(map(_kind, made)) != list(map(_kind, twins)):
+        return _refused("the model does not run the same operators for another batch size")
+    walk = _Walk(part, dict(zip(made, twins, strict=True)))
+    walk.run(nodes)
+    return walk.result(loss)
+
+
+def _forward(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "get_attr" or _is_forward(node)]
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Whether a call only copies: whether memory has to be made contiguous depends on sizes."""
+    return node.target is aten.clone.default
+
+
+def _kind(node: fx.Node) -> Any:
+    """The operator of a call; how a view is made depends on sizes."""
+    if node.op != "call_function":
+        return node.op
+    return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return node.meta.get("phase") == "forward" and node.op != "output"
+
+
+def _loss_of(program: Program) -> fx.Node | None:
+    nodes = program.nodes_by_name()
+    values = [nodes[slot.node] for slot in program.outputs if slot.kind == OutputKind.OUTPUT]
+    scalars = (node for node in values if node.meta["val"].dim() == 0 and node.meta["val"].is_floating_point())
+    return next(scalars, None)
+
+
+def _refused(why: str) -> LossWeights:
+    text = f"micro_batches: the loss of a batch is not made of those of its parts, as {why}. {_WAY_OUT}"
+    return LossWeights((), refusal=text)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The state of every forward value, result by result; `twins` are the nodes of the program of two parts."""
+
+    program: Program
+    twins: dict[fx.Node, fx.Node]
+    states: dict[fx.Node, list[State]] = field(default_factory=dict)
+    counts: dict[fx.Node, Count] = field(default_factory=dict)
+
+    def run(self, nodes: Sequence[fx.Node]) -> None:
+        kinds = {slot.node: slot.kind for slot in self.program.inputs}
+        for node in nodes:
+            if node.op == "placeholder":
+                is_cut = kinds.get(node.name) == InputKind.INPUT and node.meta["val"].dim() > 0
+                self.states[node] = [Split(0) if is_cut else Same()]
+            elif node.op == "get_attr":
+                self.states[node] = [self._constant(node)]
+            elif _is_copy(node):
+                self.states[node] = list(self.states[node.all_input_nodes[0]])
+            elif node.target is operator.getitem:
+                source, index = node.args
+                found = self.states[source]  # type: ignore[index]
+                self.states[node] = [found[index] if len(found) > 1 else found[0]]  # type: ignore[index]
+            else:
+                self.states[node] = self._call(node)
+
+    def result(self, loss: fx.Node) -> LossWeights:
+        """What the state of the loss says."""
+        (state,) = self.states[loss]
+        if isinstance(state, Mixed):
+            line = state.node.meta.get("source") or "an unknown line"
+            return _refused(f"node {state.node.name!r} ({state.node.target}, {line}) {state.why}")
+        if isinstance(state, Same):
+            return LossWeights((Term(1),))
+        if not isinstance(state, Sum):
+            return _refused("no parameter has a part in it")
+        plain = {exponent for count, exponent in state.terms if count is None}
+        if len(plain) > 1:
+            return _refused("it adds a sum over the batch to a mean over it, which weigh parts differently")
+        if state.has_constant and plain - {1}:
+            return _refused(
+                "it adds what does not depend on the batch to a sum over it: it would count once for each part"
+            )
+        terms = sorted(state.terms, key=lambda term: (term[0] is not None, str(term[0]), term[1]))
+        return LossWeights(tuple(map(self._term, terms)), state.has_constant)
+
+    def _term(self, term: tuple[fx.Node | None, int]) -> Term:
+        count, exponent = term
+        if count is None:
+            return Term(exponent)
+        return Term(exponent, self.counts[count], count.meta.get("source") or "")
+
+    # One call.
+
+    def _constant(self, node: fx.Node) -> State:
+        twin = self.twins[node]
+        ours, theirs = node.meta["val"], twin.meta["val"]
+        own = getattr(node.graph.owning_module, str(node.target), None)
+        other = getattr(twin.graph.owning_module, str(twin.target), None)
+        is_equal = ours.shape == theirs.shape and (own is other or _are_equal(own, other))
+        return Same() if is_equal else Mixed(node, "is a constant that depends on the size of the batch")
+
+    def _call(self, node: fx.Node) -> list[State]:
+        results = len(tensor_values(node))
+        operands = operands_of(node)
+        given = [self.states[operand][0] for operand in operands]
+        mixed = next((state for state in given if isinstance(state, Mixed)), None)
+        if mixed is not None:
+            return [mixed] * results
+        scale = self._scale(node)
+        if scale is None:
+            return [Mixed(node, "reads a number that depends on the size of the batch")] * results
+        if all(isinstance(state, Same) for state in given):
+            return self._same(node, given, scale)
+        if any(isinstance(state, Sum | OfInputs) for state in given):
+            return [self._of_sums(node, operands, given, scale)] * results
+        return self._split(node, given, scale)
+
+    def _scale(self, node: fx.Node) -> int | None:
+        """By which power of the number of parts a number in a call makes its result larger for a part."""
+        ours, theirs = (_literals(item) for item in (node, self.twins[node]))
+        if ours == theirs or node.target in _SIZED:
+            return 0
+        if node.target in _PRODUCTS and len(ours) == 1 and len(theirs) == 1 and ours[0] and theirs[0]:
+            ratio = theirs[0] / ours[0]
+            power = {2.0: 1, 1.0: 0, 0.5: -1}.get(ratio)
+            sign = 1 if node.target in _QUOTIENTS else -1
+            return None if power is None else sign * power
+        return 0 if all(a == b for a, b in zip(_loose(node), _loose(self.twins[node]), strict=False)) else None
+
+    def _same(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
+        exponents = {state.exponent for state in given if isinstance(state, Same)} | {0}
+        grown = [_grown(a, b) for a, b in zip(tensor_values(node), tensor_values(self.twins[node]), strict=True)]
+        if exponents != {0} or scale:
+            if any(dim is not None for dim in grown) or node.target not in _PRODUCTS or len(given) > 1:
+                return [Mixed(node, "reads a number that depends on the size of the batch")] * len(grown)
+            return [Same(sum(exponents) + scale)]
+        is_alike = node.target in _ALIKE or _is_random(node) or self._reads_seed(node)
+        made: list[State] = []
+        for dim in grown:
+            where = Mixed(node, "depends on the place of a sample in its batch")
+            made.append(Same() if dim is None else Split(dim) if is_alike and dim >= 0 else where)
+        return made
+
+    def _reads_seed(self, node: fx.Node) -> bool:
+        """Whether a call draws numbers: each part draws its own."""
+        seeds = {slot.node for slot in self.program.inputs if slot.kind == InputKind.SEED}
+        return any(operand.name in seeds for operand in node.all_input_nodes)
+
+    def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
+        """Follow the factor that is split through the rule of a call."""
+        rule = rule_of(self.twins[node])
+        count = len(tensor_values(node))
+        factor = None if rule is None else _factor(rule, given)
+        if rule is None or factor is None or factor in rule.blocked or _reaches_across(node, rule, factor):
+            return [Mixed(node, "mixes samples across the batch")] * count
+        exponent = self._exponent(node, rule, given)
+        if exponent is None:
+            return [Mixed(node, "is not linear in a value that depends on the size of the batch")] * count
+        places = iter(range(len(rule.outputs)))
+        return [
+            Same() if value is None else self._result(node, rule, factor, next(places), exponent + scale)
+            for value in tensor_values(node)
+        ]
+
+    def _result(self, node: fx.Node, rule: BoundRule, factor: str, index: int, exponent: int) -> State:
+        for dim, factors in enumerate(rule.outputs[index]):
+            if factor in factors:
+                return Split(dim, exponent) if factors[0] == factor else Mixed(node, "mixes samples across the batch")
+        if node.target in _MEANS or _argument(node, "reduction") == _MEAN_REDUCTION:
+            is_counted = node.target in _COUNTED
+            return Mixed(node, _USE_CROSS_ENTROPY) if is_counted else Sum(frozenset({(None, exponent + 1)}))
+        is_sum = rule.is_reduced(factor, index) and rule.reduce[factor] is Reduction.SUM
+        if is_sum and (rule.local is None or node.target in _SUMS):
+            return Sum(frozenset({(None, exponent)}))
+        return Mixed(node, "is computed over the whole batch")
+
+    def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
+        """That of the results, where those of the operands differ from zero only in one that the call is linear in."""
+        exponents = [state.exponent for state in given if isinstance(state, Same | Split)]
+        places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
+        if not places:
+            return 0
+        if len({exponents[index] for index in places}) > 1 or not _passes(rule, places):
+            return None
+        sign = -1 if node.target in _QUOTIENTS and places == {1} else 1
+        return sign * exponents[min(places)]
+
+    def _of_sums(self, node: fx.Node, operands: Sequence[fx.Node], given: Sequence[State], scale: int) -> State:
+        """A call on sums over the parts."""
+        if any(isinstance(state, Split) for state in given):
+            return Mixed(node, "reads a sum over the batch beside samples")
+        sums = [state for state in given if isinstance(state, Sum)]
+        others = [state for state in given if isinstance(state, Same)]
+        if node.target in _QUOTIENTS and len(given) == 2 and not isinstance(given[1], Same):
+            return self._over_count(node, operands[1], given)
+        if len(sums) + len(others) == len(given):
+            found = self._linear(node, sums, others, given, scale)
+            if found is not None:
+                return found
+        if self._is_of_inputs(node):
+            return OfInputs()
+        return Mixed(node, "is not linear in a sum over the batch")
+
+    def _linear(
+        self, node: fx.Node, sums: Sequence[Sum], others: Sequence[Same], given: Sequence[State], scale: int
+    ) -> State | None:
+        exponent = sum(state.exponent for state in others)
+        if node.target in _SHIFTS:
+            terms = frozenset[tuple[fx.Node | None, int]]().union(*(state.terms for state in sums))
+            is_shifted = len(sums) < 2 and (bool(others) or bool(_literals(node)))
+            if exponent or scale:
+                return None
+            return Sum(terms, is_shifted or any(state.has_constant for state in sums))
+        places = frozenset(index for index, state in enumerate(given) if isinstance(state, Sum))
+        rule = rule_of(node)
+        if rule is None or not _passes(rule, places) or len(sums) > 1 or (exponent and node.target not in _PRODUCTS):
+            return None
+        more = scale + (-exponent if node.target in _QUOTIENTS else exponent)
+        return Sum(frozenset((count, e + more) for count, e in sums[0].terms), sums[0].has_constant)
+
+    def _over_count(self, node: fx.Node, divisor: fx.Node, given: Sequence[State]) -> State:
+        dividend = given[0]
+        is_plain = isinstance(dividend, Sum) and all(count is None for count, _ in dividend.terms)
+        if not is_plain or not self._is_of_inputs(divisor):
+            return Mixed(node, "divides by what is made of the whole batch and of more than inputs")
+        assert isinstance(dividend, Sum)
+        self.counts[divisor] = self._cut_out(divisor)
+        return Sum(frozenset((divisor, exponent) for _, exponent in dividend.terms), dividend.has_constant)
+
+    # Counts.
+
+    def _is_of_inputs(self, node: fx.Node) -> bool:
+        """Whether a value depends on inputs and buffers alone."""
+        kinds = {slot.node: slot.kind for slot in self.program.inputs}
+        allowed = (InputKind.INPUT, InputKind.BUFFER)
+        return all(
+            item.op != "placeholder" or kinds[item.name] in allowed for item in _ancestors([node]) if item is not node
+        ) and not any(_is_random(item) for item in _ancestors([node]))
+
+    def _cut_out(self, divisor: fx.Node) -> Count:
+        """The graphs that compute a count of a part, and, from sums over all parts, that of the batch."""
+        sums = list(dict.fromkeys(self._sums_under(divisor)))
+        slots = {slot.node: slot for slot in self.program.inputs}
+        inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
+        module = self.program.graph_module
+        of_part = _subgraph(module, inputs, [divisor, *sums])
+        of_whole = _subgraph(module, [*sums, *inputs], [divisor])
+        exponents = []
+        for node in sums:
+            (state,) = self.states[node]
+            assert isinstance(state, Sum)
+            exponents.append(next(exponent for _, exponent in state.terms))
+        names = tuple((str(slots[node.name].kind.value), slots[node.name].name) for node in inputs)
+        return Count(of_part, of_whole, tuple(exponents), names)
+
+    def _sums_under(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The sums over the batch that a count is made of."""
+        if isinstance(self.states[node][0], Sum):
+            yield node
+        elif isinstance(self.states[node][0], OfInputs):
+            for operand in operands_of(node):
+                yield from self._sums_under(operand)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    are_known = all(isinstance(item, torch.Tensor) and not item.is_meta for item in (one, other))
+    return are_known and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
+    """The factor that leads the split dim of each split operand, and that no other operand has."""
+    found: str | None = None
+    for state, dims in zip(given, rule.inputs, strict=True):
+        if isinstance(state, Split):
+            own = next(iter(dims[state.dim]), None)
+            if own is None or (found is not None and own != found):
+                return None
+            found = own
+    is_alone = all(
+        isinstance(state, Split) or all(found not in dim for dim in dims)
+        for state, dims in zip(given, rule.inputs, strict=True)
+    )
+    return found if is_alone else None
+
+
+def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
+    """Whether results at one sample depend on others."""
+    return factor in rule.exchanged or (factor in rule.whole and node.target not in (*_MEANS, *_COUNTED))
+
+
+def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
+    return places in rule.linear or (rule.transparent and places == {0})
+
+
+def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
+    """The one dim that is larger for two parts; -1 for several; None for none."""
+    if part is None or pair is None or part.shape == pair.shape:
+        return None
+    dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]
+    return dims[0] if len(dims) == 1 and pair.shape[dims[0]] == 2 * part.shape[dims[0]] else -1
+
+
+def _literals(node: fx.Node) -> list[Any]:
+    """The numbers among a call's arguments."""
+    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
+
+
+def _loose(node: fx.Node) -> list[Any]:
+    """The numbers that are not in lists: those in lists are sizes."""
+    return [leaf for leaf in (*node.args, *node.kwargs.values()) if isinstance(leaf, int | float)]
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of a call by its name in the schema, None where there is none."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes and all that they are computed from, in the order of the graph."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return sorted(found)
+
+
+def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+    """The graph from some values to others."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
+    for node in _until(inputs, results):
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    made: list[fx.Node] = [copies[node] for node in results]
+    graph.output(tuple(made) if len(made) > 1 else made[0])
+    return fx.GraphModule(module, graph)
+
+
+def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
+    """What lies between, in the order of the graph."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in results if node not in inputs]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node not in inputs:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return sorted(found)
+
+
+_MEAN_REDUCTION = 1
+_MEANS = (aten.mean.default, aten.mean.dim)
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_COUNTED = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+_USE_CROSS_ENTROPY = "divides by a count of its own: use cross_entropy, or divide nll_loss(reduction='sum') by a count"
+_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
+_PRODUCTS = (*_QUOTIENTS, aten.mul.Tensor, aten.mul.Scalar)
+_SHIFTS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
+_SIZED = (
+    *(
+        aten.slice.Tensor,
+        aten.narrow.default,
+        aten.split.Tensor,
+        aten.select.int,
+        aten.arange.default,
+        aten.arange.start,
+    ),
+    aten.arange.start_step,
+)
+_ALIKE = (
+    *(aten.full.default, aten.zeros.default, aten.ones.default, aten.expand.default, aten.repeat.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format),
+    aten.new_empty.default,
+)
+"""Operators whose results are the same at every place of a dim that grows with the batch."""

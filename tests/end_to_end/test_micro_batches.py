@@ -1,0 +1,183 @@
+"""Steps of micro-batches train on the loss of the whole batch, or say by name why they cannot."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoshard
+
+CLASSES, WIDTH, ROWS, PARTS = 5, 8, 8, 4
+MESH = autoshard.Mesh({"data": 2})
+Loss = Callable[["Model", Tensor, Tensor, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """A layer, and a loss of its logits, of features and targets."""
+
+    weights: Tensor
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(WIDTH, CLASSES), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("weights", torch.rand(CLASSES) + 0.5)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, self.layer(x), x, y)
+
+
+def inputs(ignored: bool = True) -> tuple[Tensor, Tensor]:
+    """Features, and targets of which parts have unequal counts other than zero: one part has none."""
+    torch.manual_seed(1)
+    y = torch.tensor([0, 0, 1, 2, 0, 3, 4, 1]) if ignored else torch.tensor([1, 2, 1, 2, 4, 3, 4, 1])
+    return torch.randn(ROWS, WIDTH), y
+
+
+def penalty(model: Model) -> Tensor:
+    """Of the parameters; it does not depend on the batch."""
+    return 0.1 * model.layer.weight.square().sum()
+
+
+COUNTED: dict[str, Loss] = {
+    "ignored": lambda m, z, x, y: F.cross_entropy(z, y, ignore_index=0),
+    "smooth": lambda m, z, x, y: F.cross_entropy(z, y, ignore_index=0, label_smoothing=0.1),
+    "classes": lambda m, z, x, y: F.cross_entropy(z, y, weight=m.weights),
+    "masked": lambda m, z, x, y: (z.square().sum(-1) * (y > 0)).sum() / (y > 0).sum(),
+    "masked means": lambda m, z, x, y: (z.square().sum(-1) * (y > 0)).mean() / (y > 0).float().mean(),
+    "clamped": lambda m, z, x, y: (z.square().sum(-1) * (y > 0)).sum() / (y > 0).sum().clamp(min=3),
+    "counted penalty": lambda m, z, x, y: F.cross_entropy(z, y, ignore_index=0) + penalty(m),
+    "halved": lambda m, z, x, y: 0.5 * F.cross_entropy(z, y, ignore_index=0) * 3,
+}
+PLAIN: dict[str, Loss] = {
+    "sum": lambda m, z, x, y: z.square().sum(),
+    "summed entropy": lambda m, z, x, y: F.cross_entropy(z, y, reduction="sum"),
+    "summed over a number": lambda m, z, x, y: F.cross_entropy(z, y, reduction="sum") / 7.0,
+    "mean": lambda m, z, x, y: z.square().mean(),
+    "mean by hand": lambda m, z, x, y: (z.square().sum(-1) / len(x)).sum(),
+    "squared error": lambda m, z, x, y: F.mse_loss(z, torch.ones_like(z)),
+    "summed error": lambda m, z, x, y: F.mse_loss(z, torch.ones_like(z), reduction="sum"),
+    "by the rows": lambda m, z, x, y: z.square().sum() / x.shape[0],
+    "two terms": lambda m, z, x, y: F.cross_entropy(z, y) + 0.1 * F.mse_loss(z, torch.zeros_like(z)),
+    "penalty": lambda m, z, x, y: z.square().mean() + penalty(m),
+    "bce": lambda m, z, x, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).float()),
+    "sum of a sum": lambda m, z, x, y: z.square().sum() + z.abs().sum(0).sum() * 0.5,
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=0.01),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, eps=0.1),  # takes its own step
+}
+
+
+def compare(model: nn.Module, batches: list[tuple[Tensor, ...]], make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Steps of micro-batches beside one device with the whole batch: losses, then parameters."""
+    alone = copy.deepcopy(model)
+    optimizer = make(alone.parameters())
+    step = autoshard.compile(model, MESH, optimizer=make(model.parameters()), micro_batches=PARTS)
+    for batch in batches:
+        optimizer.zero_grad()
+        expected = alone(*batch)
+        expected = expected if isinstance(expected, Tensor) else expected.loss
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(*batch), expected.detach(), rtol=1e-5, atol=1e-6)
+    held = dict(step.sharded.named_parameters())
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(held[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
+def test_the_loss_is_that_of_the_whole_batch(name: str) -> None:
+    """Sums add up, means are averaged, and what is divided by a count is weighed by it; one part counts nothing."""
+    batch = inputs(ignored=name in COUNTED)
+    compare(Model({**PLAIN, **COUNTED}[name]), [batch, batch], OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_other_optimizers_train_alike(optimizer: str) -> None:
+    """Traced ones, and one that takes its own step on gradients that autograd adds up."""
+    compare(Model(COUNTED["ignored"]), [inputs()] * 3, OPTIMIZERS[optimizer])
+
+
+def normed(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """A batch norm in training."""
+    return m.layer(m.norm(x)).square().mean()
+
+
+REFUSED: dict[str, tuple[Loss, str]] = {
+    "batch norm": (normed, r"batch_norm.*mixes samples|batch_norm.*computed over the whole batch"),
+    "contrastive": (
+        lambda m, z, x, y: F.cross_entropy(z @ z.T, torch.arange(len(x))),
+        "mixes samples|place of a sample",
+    ),
+    "deviation": (lambda m, z, x, y: z.var(0).sum(), "var"),
+    "root": (lambda m, z, x, y: z.square().sum().sqrt(), "sqrt.*not linear in a sum over the batch"),
+    "trained count": (lambda m, z, x, y: z.sum() / z.square().sum(), "div.*more than inputs"),
+    "two weights": (lambda m, z, x, y: z.sum() + z.mean(), "adds a sum over the batch to a mean"),
+    "summed penalty": (lambda m, z, x, y: z.square().sum() + penalty(m), "count once for each part"),
+    "largest": (lambda m, z, x, y: z.max(), "max"),
+    "first": (lambda m, z, x, y: z[0].sum(), "mixes samples|place"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_made_of_parts_is_refused_by_name(name: str) -> None:
+    """The node, its line, and the way out; before anything is trained."""
+    loss, says = REFUSED[name]
+    model = Model(loss)
+    before = copy.deepcopy(model.state_dict())
+    step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
+    with pytest.raises(autoshard.NotAvailableError, match=says) as raised:
+        step(*inputs(ignored=False))
+    assert "leave micro_batches out" in str(raised.value)
+    assert all(torch.equal(before[key], value) for key, value in step.sharded.state_dict().items())
+
+
+def test_terms_that_weigh_a_batch_differently_are_refused() -> None:
+    """A counted term beside a mean trains where the counts are equal; the message shows both weights."""
+    model = Model(lambda m, z, x, y: F.cross_entropy(z, y, ignore_index=0) + z.square().mean())
+    compare(copy.deepcopy(model), [inputs(ignored=False)], OPTIMIZERS["sgd"])
+    step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
+    with pytest.raises(autoshard.NotAvailableError, match=r"weigh the parts of this batch differently.*0\.25"):
+        step(*inputs())
+
+
+def test_a_report_says_how_the_loss_was_weighed() -> None:
+    """With the line of the count."""
+    model = Model(COUNTED["ignored"])
+    step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
+    step(*inputs())
+    (said,) = (item for item in autoshard.verify(step).assumptions if "micro-batches" in item)
+    assert "divided by a count" in said
+    assert "test_micro_batches.py" in said
+
+
+def test_a_causal_model_of_transformers_trains_like_one_device() -> None:
+    """One sequence a part, with labels that are ignored."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    tokens = torch.randint(0, 32, (PARTS, 8))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    alone = copy.deepcopy(model)
+    step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1), micro_batches=PARTS)
+    found = step(input_ids=tokens, labels=labels)
+    expected = alone(input_ids=tokens, labels=labels).loss
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach())
+    held = dict(step.sharded.named_parameters())
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(held[name].detach(), (value - 0.1 * value.grad).detach(), rtol=1e-4, atol=1e-5)  # type: ignore[operator]
