@@ -239,8 +239,10 @@ class ShardedModule(nn.Module):
         return executable.compiled.plan
 
     def _wants_grad(self, call: FlatCall) -> bool:
-        tensors = (*self.parameters(), *call.tensors.values())
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in self.parameters())
+            or any(tensor.requires_grad for tensor in call.tensors.values())
+        )
 
     def find_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, *, runs: bool = True
