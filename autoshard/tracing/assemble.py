@@ -214,13 +214,21 @@ def _copy_inputs(
     return tuple(slots)
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
 def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part of the program that computes the guarded values; its placeholders are named as the program's."""
+    """The part of the program that computes the guarded values; its placeholders are named as the program's.
+
+    Views become reshapes: kernels lay results out as they like, and not as the trace has it.
+    """
     live = _live_nodes(roots)
     graph, copies = fx.Graph(), {}
     for node in copier.graph.nodes:
         if node in live:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.target in _VIEWS:
+                copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[node] for node in roots))
     return lazy_module(copier.graph_module, graph)
 
