@@ -33,7 +33,6 @@ from autoshard.tracing.python_use import Accesses
 from autoshard.tracing.random_numbers import number_random_operators, refusing_seeds
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole
-from autoshard.tracing.spans import drawing_spans
 from autoshard.tracing.symbolic_counts import SymbolicCounts, UnboundedSizeError, new_environment
 
 ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -123,7 +122,6 @@ class FlatModule(nn.Module):
             given = traced_state | narrow
             after = dict(given)
             stack.enter_context(number_random_operators(flat[-1]))
-            stack.enter_context(drawing_spans(model, flat[-1].device))
             stack.enter_context(contextlib.nullcontext() if casts is None else casts.running())
             stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
             stack.enter_context(self._provenance.follow_modules())

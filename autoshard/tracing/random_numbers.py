@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard.kernels  # noqa: F401  (defines the operators)
 from autoshard.errors import TraceError
 from autoshard.tracing.provenance import user_line
+from autoshard.tracing.spans import drawing_spans
 
 _aten, _ours = torch.ops.aten, torch.ops.autoshard
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -54,7 +55,7 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
     """Random operators called within use `seed` and are numbered from 0."""
     token = SITES.set(RandomSites(seed))
     try:
-        with _CounterBased():
+        with _CounterBased(), drawing_spans(seed.device):
             yield
     finally:
         SITES.reset(token)

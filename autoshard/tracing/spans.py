@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _NAME = "_compute_mask_indices"
 _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks")
 
 
 @contextlib.contextmanager
-def drawing_spans(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Replace, within, the function by `draw_spans` where the Python modules of a model's classes have it."""
-    names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-    places = [vars(sys.modules[name]) for name in names if name in sys.modules]
+def drawing_spans(device: torch.device) -> Iterator[None]:
+    """Replace, within, the function by `draw_spans` in all Python modules that have it."""
+    places = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     places = [place for place in places if _draws_spans(place.get(_NAME))]
     saved = [place[_NAME] for place in places]
     for place in places:
@@ -60,7 +59,7 @@ def draw_spans(
         attention_mask: [N, L]; spans lie within as many first places as it has ones. A sequence with no room for
             one is masked at its last place, which is padding.
         min_masks: spans of a sequence at least.
-        device: of the mask, where there is no `attention_mask`.
+        device: device of the mask, where there is no `attention_mask`.
     """
     batch, length = shape
     if not 1 <= mask_length <= length:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.models.hubert import modeling_hubert
 
 import autoshard
+from autoshard.runtime.seeds import SeedSequence
+from autoshard.testing.training import drawing_alike
 from autoshard.tracing import trace
 from autoshard.tracing.spans import draw_spans
 
@@ -58,10 +60,17 @@ class Masks(nn.Module):
         return h.square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_each_step_masks_other_places_the_same_on_all_meshes() -> None:
     """Nothing is read from the masks, and a program serves all steps."""
     inputs = (torch.randn(4, 20, 4), _mask(20, 18, 12, 5))
     assert not trace(Masks(), inputs).guards
+    one_device = Masks()
+    seeds, expected = SeedSequence(), []
+    torch.manual_seed(3)
+    for _ in range(4):
+        with drawing_alike(seeds.draw()):
+            expected.append(one_device(*inputs))
     losses = []
     for mesh in (autoshard.Mesh({"data": 1}), autoshard.Mesh({"data": 2}), autoshard.Mesh({"data": 2, "model": 2})):
         model = Masks()
@@ -72,5 +81,6 @@ def test_each_step_masks_other_places_the_same_on_all_meshes() -> None:
         assert model.token.grad is not None
         losses.append(torch.stack([*steps, model.token.grad.norm()]).detach())
     assert len(set(losses[0][:4].tolist())) == 4
+    torch.testing.assert_close(losses[0][:4], torch.stack(expected))
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(losses[2], losses[0])
