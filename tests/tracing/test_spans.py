@@ -66,8 +66,8 @@ def test_each_step_masks_other_places_the_same_on_all_meshes() -> None:
     inputs = (torch.randn(4, 20, 4), _mask(20, 18, 12, 5))
     assert not trace(Masks(), inputs).guards
     one_device = Masks()
-    seeds, expected = SeedSequence(), []
     torch.manual_seed(3)
+    seeds, expected = SeedSequence(), []
     for _ in range(4):
         with drawing_alike(seeds.draw()):
             expected.append(one_device(*inputs))

@@ -112,6 +112,15 @@ VISIONS = (
         "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
         "backbone_config": {"model_type": "resnet", **STAGES, "out_features": ["stage2"]},
     }, inputs=images(64)),
+    _vision("maskformer", "MaskFormerModel", {
+        "fpn_feature_size": 32, "mask_feature_size": 32,
+        "backbone_config": {"model_type": "swin", **PYRAMID, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 4, 4],
+                            "image_size": 64, "patch_size": 2,
+                            "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+        "decoder_config": {"model_type": "detr", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
+                           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32,
+                           "decoder_ffn_dim": 32, "num_queries": 8},
+    }, inputs=images(64)),
     _vision("imagegpt", "ImageGPTForCausalImageModeling", {
         "vocab_size": 65, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
     }, inputs=lambda model: {"input_ids": draw_tokens(), "labels": draw_tokens()}),
@@ -168,7 +177,11 @@ AUDIOS = (
     _audio("wav2vec2-ctc", "Wav2Vec2ForCTC", {**SPEECH, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True},
            inputs=lambda model: {**classified_waves()(model), "labels": draw_tokens(length=4)}),
     _audio("hubert", "HubertForSequenceClassification", SPEECH),
+    _audio("hubert-ctc", "HubertForCTC", {**SPEECH, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True},
+           inputs=lambda model: {**_padded_waves(model), "labels": draw_tokens(length=4)}),
     _audio("wavlm", "WavLMForSequenceClassification", SPEECH),
+    _audio("wavlm-padded", "WavLMForSequenceClassification", SPEECH,
+           inputs=lambda model: {**_padded_waves(model), "labels": torch.arange(4) % 2}),
     _audio("unispeech", "UniSpeechForSequenceClassification", {**SPEECH, "num_ctc_classes": 64}),
     _audio("sew", "SEWForSequenceClassification", {**SPEECH, "squeeze_factor": 2}),
     _audio("data2vec-audio", "Data2VecAudioForSequenceClassification", {**SPEECH, "conv_pos_kernel_size": 3}),
@@ -270,6 +283,25 @@ MULTIMODALS = (
                           "patch_size": 4},
         "image_token_id": IMAGE_TOKEN, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
     }, inputs=lambda model: _patches(96)),
+    _multimodal("qwen3_vl", "Qwen3VLForConditionalGeneration", {
+        "text_config": {**DECODER, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                                      "mrope_section": [1, 1, 2]}},
+        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 4,
+                          "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        "image_token_id": IMAGE_TOKEN, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
+    }, inputs=lambda model: _patches(96)),
+    _multimodal("hyperclovax_vision_v2", "HyperCLOVAXVisionV2ForConditionalGeneration", {
+        "text_config": {**DECODER, "model_type": "hyperclovax"},
+        "vision_config": {"model_type": "qwen2_5_vl_vision", "depth": 2, "hidden_size": 32, "intermediate_size": 64,
+                          "num_heads": 4, "patch_size": 4, "out_hidden_size": 32, "fullatt_block_indexes": [1],
+                          "window_size": 8},
+        "image_token_id": IMAGE_TOKEN, "video_token_id": 61,
+    }, inputs=lambda model: {key: x for key, x in _patches(96).items() if key != "mm_token_type_ids"}),
+    _multimodal("higgs_audio_v2", "HiggsAudioV2ForConditionalGeneration", {
+        **DECODER, "pad_token_id": 0, "head_dim": 8, "num_codebooks": 2, "codebook_size": 16,
+        "audio_token_id": 60, "audio_delay_token_id": 61, "audio_bos_token_id": 62,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }, inputs=_spoken_tokens),
     _multimodal("layoutlm", "LayoutLMForMaskedLM", {**ENCODER, "max_2d_position_embeddings": 128},
                 inputs=_boxed_tokens),
     _multimodal("lilt", "LiltForTokenClassification", {
@@ -338,6 +370,25 @@ TIME_SERIES = (
 def _five_dimensional(inputs: Inputs) -> Inputs:
     """One image per text, in a dim of its own."""
     return {**inputs, "pixel_values": inputs["pixel_values"][:, None]}
+
+
+def _padded_waves(model: nn.Module) -> Inputs:
+    """Sounds of which one is shorter."""
+    mask = torch.ones(4, 800, dtype=torch.int64)
+    mask[1, 600:] = 0
+    return {"input_values": draw(4, 800), "attention_mask": mask}
+
+
+def _spoken_tokens(model: nn.Module) -> Inputs:
+    """Text with a sound of four frames of two codes in it, of which one text has three."""
+    tokens, codes = draw_tokens(vocabulary=56), draw_tokens(4, 8, 16).view(4, 4, 2)
+    tokens[:, 3:7] = IMAGE_TOKEN
+    tokens[1, 6] = 5
+    is_heard = torch.ones(4, 4, dtype=torch.bool)
+    is_heard[1, 3] = False
+    return {
+        "input_ids": tokens, "audio_input_ids": codes, "audio_input_ids_mask": is_heard, "audio_labels": codes.clone(),
+    }  # fmt: skip
 
 
 def _patches(width: int) -> Inputs:
