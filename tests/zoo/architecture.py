@@ -6,7 +6,7 @@ import copy
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -114,7 +114,7 @@ class Architecture:
     def _model(self) -> nn.Module:
         kind = self.library.model(self.model) if isinstance(self.model, str) else self.model
         if self.library is Library.TRANSFORMERS:
-            return kind(_settled(kind.config_class(**self.config)))
+            return kind(_settled(kind.config_class(**self.config), self.config))
         return WithTargets(_without_zeros(kind(**self.config)))
 
     def batch(self, model: nn.Module, number: int = 0) -> Inputs:
@@ -130,16 +130,16 @@ class Architecture:
 
 
 _OFF = {"apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-"""Fields of configs that let a model draw numbers with NumPy while it trains, which no trace sees, or whole layers:
-each choice of these is a program of its own."""
+"""Fields of configs that let a model draw, in training, spans that it masks, or whole layers: each choice of these is
+a program of its own. An architecture may ask for the spans."""
 
 
-def _settled(config: Any) -> Any:
-    """The config, and those inside of it, without what makes a program of each step."""
+def _settled(config: Any, asked: Collection[str] = ()) -> Any:
+    """The config, and those inside of it, without what makes a program of each step, unless it was asked for."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             _settled(value)
-        elif name in _OFF:
+        elif name in _OFF and name not in asked:
             setattr(config, name, _OFF[name])
     return config
 

@@ -39,6 +39,9 @@ SPEECH: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 4, "vocab_size": 64, "num_feat_extract_layers": 3,
 }  # fmt: skip
 
+SPANS: dict[str, Any] = {"apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2}
+"""SpecAugment, which models of sounds do in training; off where it is not asked for."""
+
 
 def _vision(name: str, model: str, config: dict[str, Any], **more: Any) -> Architecture:
     inputs = more.pop("inputs", classified_images())
@@ -112,15 +115,6 @@ VISIONS = (
         "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
         "backbone_config": {"model_type": "resnet", **STAGES, "out_features": ["stage2"]},
     }, inputs=images(64)),
-    _vision("maskformer", "MaskFormerModel", {
-        "fpn_feature_size": 32, "mask_feature_size": 32,
-        "backbone_config": {"model_type": "swin", **PYRAMID, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 4, 4],
-                            "image_size": 64, "patch_size": 2,
-                            "out_features": ["stage1", "stage2", "stage3", "stage4"]},
-        "decoder_config": {"model_type": "detr", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
-                           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32,
-                           "decoder_ffn_dim": 32, "num_queries": 8},
-    }, inputs=images(64)),
     _vision("imagegpt", "ImageGPTForCausalImageModeling", {
         "vocab_size": 65, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
     }, inputs=lambda model: {"input_ids": draw_tokens(), "labels": draw_tokens()}),
@@ -173,15 +167,15 @@ AUDIOS = (
     _audio("whisper", "WhisperForConditionalGeneration", {
         **BART, "num_mel_bins": 16, "max_source_positions": 16, "max_target_positions": 32, "pad_token_id": 1,
     }, inputs=spectra(16, 32)),
-    _audio("wav2vec2", "Wav2Vec2ForSequenceClassification", SPEECH),
+    _audio("wav2vec2", "Wav2Vec2ForSequenceClassification", {**SPEECH, **SPANS}),
     _audio("wav2vec2-ctc", "Wav2Vec2ForCTC", {**SPEECH, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True},
            inputs=lambda model: {**classified_waves()(model), "labels": draw_tokens(length=4)}),
-    _audio("hubert", "HubertForSequenceClassification", SPEECH),
-    _audio("hubert-ctc", "HubertForCTC", {**SPEECH, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True},
-           inputs=lambda model: {**_padded_waves(model), "labels": draw_tokens(length=4)}),
+    _audio("hubert", "HubertForSequenceClassification", {**SPEECH, **SPANS}),
+    _audio("hubert-ctc", "HubertForCTC", {**SPEECH, **SPANS, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True},
+           inputs=lambda model: {**_padded_waves(), "labels": draw_tokens(length=4)}),
     _audio("wavlm", "WavLMForSequenceClassification", SPEECH),
-    _audio("wavlm-padded", "WavLMForSequenceClassification", SPEECH,
-           inputs=lambda model: {**_padded_waves(model), "labels": torch.arange(4) % 2}),
+    _audio("wavlm-padded", "WavLMForSequenceClassification", {**SPEECH, **SPANS},
+           inputs=lambda model: {**_padded_waves(), "labels": torch.arange(4) % 2}),
     _audio("unispeech", "UniSpeechForSequenceClassification", {**SPEECH, "num_ctc_classes": 64}),
     _audio("sew", "SEWForSequenceClassification", {**SPEECH, "squeeze_factor": 2}),
     _audio("data2vec-audio", "Data2VecAudioForSequenceClassification", {**SPEECH, "conv_pos_kernel_size": 3}),
@@ -301,7 +295,7 @@ MULTIMODALS = (
         **DECODER, "pad_token_id": 0, "head_dim": 8, "num_codebooks": 2, "codebook_size": 16,
         "audio_token_id": 60, "audio_delay_token_id": 61, "audio_bos_token_id": 62,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }, inputs=_spoken_tokens),
+    }, inputs=lambda model: _spoken_tokens()),
     _multimodal("layoutlm", "LayoutLMForMaskedLM", {**ENCODER, "max_2d_position_embeddings": 128},
                 inputs=_boxed_tokens),
     _multimodal("lilt", "LiltForTokenClassification", {
@@ -372,14 +366,14 @@ def _five_dimensional(inputs: Inputs) -> Inputs:
     return {**inputs, "pixel_values": inputs["pixel_values"][:, None]}
 
 
-def _padded_waves(model: nn.Module) -> Inputs:
+def _padded_waves() -> Inputs:
     """Sounds of which one is shorter."""
     mask = torch.ones(4, 800, dtype=torch.int64)
     mask[1, 600:] = 0
     return {"input_values": draw(4, 800), "attention_mask": mask}
 
 
-def _spoken_tokens(model: nn.Module) -> Inputs:
+def _spoken_tokens() -> Inputs:
     """Text with a sound of four frames of two codes in it, of which one text has three."""
     tokens, codes = draw_tokens(vocabulary=56), draw_tokens(4, 8, 16).view(4, 4, 2)
     tokens[:, 3:7] = IMAGE_TOKEN
