@@ -99,7 +99,7 @@ def test_maskformer_equals_one_device() -> None:
         },
     )  # fmt: skip
     model = MaskFormerModel(config).eval()
-    sharded = autoshard.compile(model, autoshard.Mesh({"data": 2}))
+    sharded: Any = autoshard.compile(model, autoshard.Mesh({"data": 2}), time_budget_s=2.0)
     for _ in range(2):
         images = torch.randn(4, 3, 64, 64)
         expected = model(pixel_values=images).transformer_decoder_last_hidden_state
