@@ -4,6 +4,11 @@ A message says what was asked, what was found (`name=repr`), where (node and the
 what to do about it.
 """
 
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
 
 class AutoshardError(Exception):
     """Base of every error that autoshard raises on purpose."""
@@ -49,6 +54,10 @@ class DoesNotFitError(AutoshardError):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.is_proven = is_proven
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How to send it to another process."""
+        return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes, is_proven=self.is_proven), self.args
 
 
 class RecipeError(AutoshardError):

@@ -10,6 +10,8 @@ import torch
 
 from autoshard.runtime.agreement import Held
 
+BEFORE = " of the call before"
+
 
 @dataclass(frozen=True, slots=True)
 class _OnTheirWay:
@@ -34,7 +36,7 @@ class LateNumbers:
         before, self._before = self._before, _start(away) if away else None
         if before is not None:
             before.arrived.synchronize()
-            earlier = [Held(f"{name.name} of the call before", name.place) for name in before.names]
+            earlier = [Held(f"{name.name}{BEFORE}", name.place) for name in before.names]
             known |= dict(zip(earlier, before.values.tolist(), strict=True))
         return known
 

@@ -36,7 +36,7 @@ from autoshard.runtime.agreement import ControlGroup, Facts, Held
 from autoshard.runtime.digests import combine, digest_of_text, digest_of_words, hex_of, sample_of, words_of
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.held import WHOLE, facts_of, named_tensors, piece_of
-from autoshard.runtime.late_numbers import LateNumbers
+from autoshard.runtime.late_numbers import BEFORE, LateNumbers
 from autoshard.runtime.parameter_watch import SAMPLE, ParameterWatch
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.vector_exchange import LENGTH
@@ -154,11 +154,16 @@ class StepAgreement:
         if executable is None:
             self._post(self._call, _COMPILES, seeds.describe())
             return
-        known = _identify(self._call, executable)
-        if self._check is Check.ALWAYS or known not in self._seen:
-            self._seen.add(known)
+        if self._check is Check.ALWAYS or self._is_new(self._call, executable):
             seed = seeds.describe() if executable.draws_seed else "none is drawn"
             self._post(self._call, f"runs program {executable.digest}", seed)
+
+    def _is_new(self, call: AgreedCall, executable: Executable) -> bool:
+        """Whether a program was not compared before; now it is."""
+        known = _identify(call, executable)
+        is_new = known not in self._seen
+        self._seen.add(known)
+        return is_new
 
     def _post(self, call: AgreedCall, state: str, seed: str) -> None:
         self._turn += 1
@@ -251,7 +256,8 @@ class StepAgreement:
             "call": f"{posted.call.describe()} ({posted.state})",
             "hyperparameters": posted.call.hyperparameters,
             "torch.initial_seed()": posted.seed,
-            **{name: hex_of(value) for name, value in posted.values.items() if name.name != SAMPLE},
+            **{name: hex_of(value) for name, value in posted.values.items() if name.name.endswith(BEFORE)},
+            **facts_of(posted.call.tensors.items(), len(self._ranks.channel.ranks)),
             **self._watch.facts(),
         }
 
@@ -262,7 +268,7 @@ _PATIENCE = 2
 """Calls after one that was compiled whose ranks may be at work for long."""
 
 _MOST_WORDS = 1 << 11
-"""16 KiB of each input are compared at a call."""
+"""16 KiB of all inputs are compared at a call."""
 
 _COMMON = 5
 """The first numbers are the same on all ranks."""
@@ -309,13 +315,14 @@ def _are_alike(rows: torch.Tensor) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, torch.Tensor]:
-    """The digest of a sample of each input, others at each turn where an input is large."""
-    pieces = {name: piece_of(tensor, ranks) for name, tensor in call.tensors.items()}
-    return {
-        Held(name, str(piece.place)): digest_of_words(sample_of(words_of(piece.local), _MOST_WORDS, turn))
-        for name, piece in pieces.items()
-        if piece.copies > 1
-    }
+    """The digest of a sample of the inputs at each place, others at each turn where they are large."""
+    found: dict[Held, list[torch.Tensor]] = {}
+    for tensor in call.tensors.values():
+        piece = piece_of(tensor, ranks)
+        if piece.copies > 1:
+            words = sample_of(words_of(piece.local), max(1, _MOST_WORDS // len(call.tensors)), turn)
+            found.setdefault(Held(f"inputs on {words.device.type}", str(piece.place)), []).append(words)
+    return {name: digest_of_words(torch.cat(words)) for name, words in found.items()}
 
 
 def _at_their_place(values: Mapping[Held, int]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
-from autoshard import LostRankError, Mesh, P, RankMismatchError
+from autoshard import DoesNotFitError, LostRankError, Mesh, P, RankMismatchError
 from autoshard.runtime import step_agreement
 from autoshard.runtime.control_channel import ControlChannel
 from autoshard.runtime.vector_exchange import VectorExchange
@@ -261,6 +261,13 @@ def check_a_rank_that_fails_alone() -> None:
     with pytest.raises(Exception, match="only here"):
         sharded(batch())
     assert time.monotonic() - start < 2 * TIMEOUT_S
+
+
+def check_a_model_that_does_not_fit() -> None:
+    """The first rank, which plans, tells the others how much is needed."""
+    with pytest.raises(DoesNotFitError, match="memory") as caught:
+        autoshard.compile(Small(), PAIR, memory_budget=16, timeout_s=TIMEOUT_S)(batch())
+    assert caught.value.smallest_bytes > 16
 
 
 def check_a_long_compile_is_life() -> None:
