@@ -129,9 +129,13 @@ class Architecture:
             return {"targets": [torch.randn(shape, generator=source) for shape in shapes], **inputs}
 
 
-_OFF = {"apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+_OFF = {
+    "apply_spec_augment": False,
+    "use_cache": False,
+    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
+}
 """Fields of configs that let a model draw, in training, spans that it masks, or whole layers: each choice of these is
-a program of its own. An architecture may ask for the spans."""
+a program of its own. An architecture may ask for the spans. And caches, which programs do not return."""
 
 
 def _settled(config: Any, asked: Collection[str] = ()) -> Any:

@@ -164,7 +164,7 @@ def train_and_evaluate(
     seen |= {f"{name} behind the last step": value.clone() for name, value in _floating(network.state_dict()).items()}
     network.eval()
     with torch.no_grad():
-        leaves = pytree.tree_leaves(network(**batches[-1]))
+        leaves = [leaf for leaf in pytree.tree_leaves(network(**batches[-1])) if isinstance(leaf, torch.Tensor)]
     outputs = _floating({f"evaluation, output {index}": leaf for index, leaf in enumerate(leaves)})
     return {**seen, **outputs}
 
