@@ -37,13 +37,14 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Net(nn.Module):
-    """A tied weight, a frozen parameter, batch statistics, a float32 buffer that meets narrow values."""
+    """A tied weight, a frozen parameter, a float32 buffer that meets narrow values; batch statistics of a whole batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(8, 12, bias=False), nn.Linear(12, 8)
-        self.norm, self.layer_norm = nn.BatchNorm1d(12), nn.LayerNorm(8)
+        self.norm = nn.BatchNorm1d(12) if parts == 1 else nn.LayerNorm(12)
+        self.layer_norm = nn.LayerNorm(8)
         self.third = nn.Linear(8, 12, bias=False)
         self.third.weight = self.first.weight
         self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 12), requires_grad=False)
@@ -66,7 +67,7 @@ def changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def train_alone(make: MakeOptimizer, dtype: torch.dtype, parts: int = 1) -> dict[str, Tensor]:
     """Losses and changes of one device, computing in `dtype`, by plain PyTorch."""
-    model = Net()
+    model = Net(parts)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = make(model.parameters())
     found = {}
@@ -88,7 +89,7 @@ def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -
     They differ by no more than a few times what one device in bfloat16 differs by from float32: a mesh rounds the same
     values to the same type, once more for each part of a sum.
     """
-    model = Net()
+    model = Net(parts)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = autoshard.compile(
         model, mesh, optimizer=make(model.parameters()), loss_fn=F.mse_loss, micro_batches=parts, **options
