@@ -37,7 +37,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Net(nn.Module):
-    """A tied weight, a frozen parameter, a float32 buffer that meets narrow values; batch statistics of a whole batch."""
+    """A tied weight, a frozen parameter, statistics of a whole batch, a float32 buffer that meets narrow values."""
 
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
