@@ -81,7 +81,7 @@ def cross_entropy_backward(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any
 ) -> Rule:
     local = _local_cross_entropy_backward(logits.dtype, lse.dtype)
-    beside = dict.fromkeys((1, 3), Beside.ANYTHING)  # the gradient is scaled by a probability
+    beside = {1: Beside.ANYTHING, 3: Beside.ANYTHING}  # the gradient is scaled by a probability
     return Rule("n, n c, n, n -> n c", linear=[(0,)], beside=beside, local=local, padding={})
 
 
