@@ -73,7 +73,7 @@ demo: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
 
 test: lint types
-	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile --durations 20 -m "not slow"
 
 test-all: lint types
 	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile
