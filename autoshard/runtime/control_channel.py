@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ TIMEOUT_S = 60.0
 
 _ALL_CAME = "all"
 _SLICE_S = 0.25
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 
 
 class ControlChannel:
@@ -38,7 +38,7 @@ class ControlChannel:
         self.ranks = tuple(ranks)
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
-        self._slice = timedelta(seconds=min(_SLICE_S, timeout_s / 8))
+        self._slice_s = min(_SLICE_S, timeout_s / 8)
         self._store = _store_of(self.ranks, self.rank)
         self._turn = 0
         self._before = "nothing"
@@ -103,13 +103,13 @@ class ControlChannel:
         return self._store.get(key).decode()
 
     def _has_come(self, key: str) -> bool:
-        """Whether a key is there, now or a moment later."""
-        try:
-            self._store.wait([key], self._slice)
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:
-            return self._store.check([key])
+        """Whether a key is there, now or a moment later; the store's own wait would log each moment that passes."""
+        end, pause_s = time.monotonic() + self._slice_s, _SHORTEST_PAUSE_S
+        while not self._store.check([key]):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
 
     def _describe(self, lost: list[int], missing: list[int], what: str, waited_s: float) -> str:
