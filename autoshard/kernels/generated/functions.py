@@ -39,12 +39,12 @@ def tanh(x):
     """tanh x = sign(x) (1 - t) / (1 + t) with t = exp(-2 |x|); below 5/8, where 1 - t cancels, x + x^3 p(x^2).
 
     p: Moshier (1989), "Methods and Programs for Mathematical Functions", `tanhf` of Cephes. Right to 2 units of the
-    last place.
+    last place. Where x^2 is 0 it is x: the sum would take the sign off -0.0.
     """
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
     square = x * x
     series = ((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square
     series = ((series + 1.33314422036e-1) * square - 3.33332819422e-1) * square
-    near = series * x + x
+    near = tl.where(square == 0.0, x, series * x + x)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -far, far))
