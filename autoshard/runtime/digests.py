@@ -43,10 +43,10 @@ def digest_of_words(words: torch.Tensor) -> torch.Tensor:
     """The digest of a row of words: a 0-dim int64 tensor where the words are."""
     count = words.numel()
     if count <= _BLOCK:
-        return (words * _table(words.device)[:count]).sum()
+        return (words * table_on(words.device)[:count]).sum()
     whole = count // _BLOCK * _BLOCK
     rows = words[:whole].view(-1, _BLOCK).split(_AT_ONCE)
-    blocks = [(some * _table(words.device)).sum(1) for some in rows]
+    blocks = [(some * table_on(words.device)).sum(1) for some in rows]
     return digest_of_words(torch.cat([*blocks, digest_of_words(words[whole:]).reshape(1)]))
 
 
@@ -86,8 +86,8 @@ _PIECES = 32
 
 
 @cache
-def _table(device: torch.device) -> torch.Tensor:
-    """Odd pseudo-random numbers, the same on every rank."""
+def table_on(device: torch.device) -> torch.Tensor:
+    """Odd pseudo-random numbers, the same on every rank: 16 KiB on a device for as long as the process lives."""
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)
     drawn = torch.randint(bounds.min, bounds.max, (_BLOCK,), generator=generator, dtype=_WORD, device="cpu")

@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.runtime.digests import table_on
+
 
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of living storages: those that operators return while it is active, and those given to it.
@@ -19,10 +21,12 @@ class LiveMemory(TorchDispatchMode):
 
     Args:
         held: tensors that live already: parameters, buffers, inputs.
+        apart: tensors that are not counted, nor what views them.
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, held: Iterable[Tensor] = (), apart: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._apart = {StorageWeakRef(tensor.untyped_storage()) for tensor in apart}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak_bytes = 0
         for tensor in held:
@@ -46,11 +50,16 @@ class LiveMemory(TorchDispatchMode):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         reference = StorageWeakRef(storage)
-        self._live[reference.cdata] = (reference, storage.nbytes())
+        if reference not in self._apart:
+            self._live[reference.cdata] = (reference, storage.nbytes())
 
 
 def peak_bytes_of(step: Any, held: Iterable[Tensor]) -> int:
-    """The largest number of bytes in use while `step()` runs, `held` included."""
-    with LiveMemory([tensor.detach() for tensor in held]) as memory:
+    """The largest number of bytes in use while `step()` runs, `held` included.
+
+    The table by which ranks digest what they compare is left out: it is the process's, no step makes it.
+    """
+    held = [tensor.detach() for tensor in held]
+    with LiveMemory(held, [table_on(device) for device in {tensor.device for tensor in held}]) as memory:
         step()
     return memory.peak_bytes
