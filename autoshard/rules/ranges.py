@@ -273,7 +273,7 @@ def _added(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 def _sum_bound(one: float, other: float, epsilon: float) -> float:
     total = one + other
-    is_cancelled = one * other < 0 and abs(total) <= 4 * epsilon * max(abs(one), abs(other))
+    is_cancelled = math.isfinite(total) and one * other < 0 and abs(total) <= 4 * epsilon * max(abs(one), abs(other))
     return 0.0 if is_cancelled else total
 
 

@@ -26,6 +26,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.hub import hub
 from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
+from autoshard.testing.one_device import STRIDE_FREE, OneDevice
 from autoshard.testing.source import run_code
 from autoshard.tracing.operators import defining_module
 from passes.strategies.enumerate_strategies import resolve
@@ -64,7 +65,7 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
         given[slot.kind, slot.name] if (slot.kind, slot.name) in given else _draw(slot.kind, node.meta["val"], drawing)
         for slot, node in zip(program.inputs, program.graph.find_nodes(op="placeholder"), strict=True)
     ]
-    interpreter = fx.Interpreter(program.graph_module, garbage_collect_values=False)
+    interpreter = OneDevice(program.graph_module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*values)
     return interpreter.env
@@ -232,7 +233,7 @@ def _held(node: fx.Node) -> fx.Node:
 
 
 def _call_text(node: fx.Node) -> str:
-    target: Any = node.target
+    target: Any = STRIDE_FREE.get(node.target, node.target)
     assert isinstance(target, OpOverload), f"{target} is no operator"
     arguments = [_argument_text(item) for item in node.args]
     arguments += [f"{name}={_argument_text(item)}" for name, item in node.kwargs.items()]

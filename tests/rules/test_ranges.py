@@ -14,13 +14,14 @@ from torch import Tensor, fx, nn
 from autoshard.rules.linearity import Range
 from autoshard.rules.ranges import ANYTHING, find_ranges, range_of_type
 from autoshard.testing import programs
+from autoshard.testing.one_device import OneDevice
 from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 
 NUMBERS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-30, 3.0, -1.0)
 
 
-class _Watch(fx.Interpreter):
+class _Watch(OneDevice):
     """Notes values outside of their ranges while a program runs."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -95,6 +96,31 @@ def test_no_value_of_a_drawn_program_lies_outside_of_its_range(program: DrawnPro
     assert watch(program.model, program.inputs, program.inputs) == []
 
 
+class NormedInTurn(nn.Module):
+    """A drawn program: what batch norm gives of a transposed value is laid out otherwise than the trace has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(8, affine=False, track_running_stats=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2)).mean()
+
+
+class SquareLessANumber(nn.Module):
+    """A drawn program: a number is taken from what may be infinite."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.mse_loss(x + (x * x - 0.5), target)
+
+
+@pytest.mark.parametrize(("model", "count"), [(NormedInTurn(), 1), (SquareLessANumber(), 2)])
+def test_no_value_of_programs_that_were_drawn_lies_outside_of_its_range(model: nn.Module, count: int) -> None:
+    """Programs that were drawn once, and failed."""
+    inputs = tuple(torch.randn(count, 4, 4, 8))
+    assert watch(model, inputs, inputs) == []
+
+
 def found(build: Callable[[Tensor, Tensor], Tensor]) -> Range:
     """The range of what is built of numbers of floating point and integers."""
 
@@ -118,6 +144,8 @@ def found(build: Callable[[Tensor, Tensor], Tensor]) -> Range:
         (lambda x, n: n.float() + 0.5, True, False),
         (lambda x, n: x.tanh().exp(), True, True),
         (lambda x, n: x.exp(), False, False),
+        (lambda x, n: x.var(-1) - 1e-5, False, False),
+        (lambda x, n: 0.5 - x.square(), False, False),
         (lambda x, n: 1 / x.tanh(), False, False),
         (lambda x, n: torch.where(n > 1, x.tanh(), -math.inf), False, False),
         (lambda x, n: torch.ones(4) / 0.0, False, False),

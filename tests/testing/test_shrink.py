@@ -62,6 +62,27 @@ def test_a_wrong_rule_is_found_among_roundings_to_bfloat16() -> None:
     assert "turned" in "".join(calls)
 
 
+class Normed(nn.Module):
+    """The operator with the wrong rule after a batch norm whose results are laid out otherwise than in the trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.linear = nn.BatchNorm1d(8, affine=False, track_running_stats=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2)).flatten(0, 1)
+        return (torch.ops.autoshard_tests.turned(h) * h.cumsum(0)).mean()
+
+
+def test_a_failure_among_views_is_printed() -> None:
+    """A view that the trace allows may not be one of what kernels give."""
+    model, inputs = Normed(), (torch.randn(4, 4, 8),)
+    report = check_plan(model, MESH, inputs, plan=most_split_plan(trace(model, inputs), MESH))
+    assert not report.is_equal
+    assert "turned" in report.small_failure
+
+
 def test_a_failure_is_printed_as_a_few_calls(tmp_path: Path) -> None:
     """The call under the wrong rule, in a script that ends in the same error by itself: it imports the operator."""
     model, inputs = Model(), (torch.randn(4, 8),)
