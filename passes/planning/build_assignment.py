@@ -176,12 +176,15 @@ def _call_times(
 
 
 def _by_call(group: Sequence[str], sites: Mapping[str, Site], fusion: Fusion) -> Iterable[list[str]]:
-    """The sites of a variable by what they call, its own, and copies to the host and back, and by their kernels."""
+    """The sites of a variable by what they call, its own, and copies to the host and back, and by their kernels.
+
+    The results of one call differ in size, and so do their copies.
+    """
     found: dict[Any, list[str]] = {}
     for name in group:
-        node = sites[name].node
-        target = node.target if node is not None and node.target in TRANSFERS else None
-        found.setdefault((target, fusion.parts.get(name)), []).append(name)
+        site = sites[name]
+        moves = site.node is not None and site.node.target in TRANSFERS
+        found.setdefault((site.call if moves else None, fusion.parts.get(name)), []).append(name)
     return found.values()
 
 
