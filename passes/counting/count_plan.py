@@ -19,6 +19,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind, tensor_values
 from autoshard.ir.reshard import ReshardKind, ReshardStep, plan_reshard
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from cost_models.formulas import Size, ceil_div, product_of, size_symbol, value_at
 from cost_models.hardware import Cluster
@@ -32,6 +33,7 @@ from passes.strategies.enumerate_strategies import Site, ValueInfo, operands_of,
 from passes.strategies.match_strategy import match_strategy
 from passes.strategies.price import StepPrice, dtype_name, operator_name
 from passes.strategies.price_rewrites import emitted_collectives
+from passes.strategies.scratch import unread_operands
 
 Counted = tuple[Place | None, Size]
 """A part of a count, and the block that it belongs to."""
@@ -46,6 +48,7 @@ class Read:
         source, target: its specs as made, and as read.
         reader: the call, or the node of what the value is a gradient or update of; None for an output.
         slot: the result of the program, or None for a call's operand.
+        operand: which operand of the call.
     """
 
     tail: fx.Node
@@ -54,6 +57,7 @@ class Read:
     target: PartitionSpec
     reader: fx.Node | None
     slot: str | None = None
+    operand: int | None = None
 
 
 @dataclass
@@ -72,6 +76,7 @@ class PlanCounting:
     axes: Mapping[str, Size]
     cluster: Cluster
     _flops: dict[Any, Size] = field(default_factory=dict)
+    _unread: dict[str, frozenset[int]] = field(default_factory=dict)
 
     # FLOPs.
 
@@ -196,12 +201,17 @@ class PlanCounting:
             yield axis, ring_bytes(kind, size, after, self.axes[axis])
 
     def _emitted(self, node: fx.Node, mesh: Mesh) -> list[fx.Node]:
+        found = self._rewritten(node, mesh)
+        return [] if found is None else emitted_collectives(*found, mesh)
+
+    def _rewritten(self, node: fx.Node, mesh: Mesh) -> tuple[Site, Strategy] | None:
+        """A call with a local rewrite, and its strategy; None for other calls."""
         rule = rule_of(node)
         if rule is None or rule.local is None:
-            return []
+            return None
         strategy = match_strategy(rule, mesh, self.plan.nodes[node.name], node.name)
         values = tuple(ValueInfo(tuple(v.shape), v.dtype) for v in tensor_values(node) if v is not None)
-        return emitted_collectives(Site(node.name, node, "", (), values, rule), strategy, mesh)
+        return Site(node.name, node, "", (), values, rule), strategy
 
     def _other_emissions(self, node: fx.Node) -> list[tuple[dict[sympy.Symbol, int], list[fx.Node]]]:
         """The collectives at other sizes of the inputs, and on meshes of which one axis is larger."""
@@ -313,9 +323,18 @@ class PlanCounting:
                 into[read.reader.name] = read  # a view's first operand
         for read in self.reads():
             late = read.reader is None or read.slot is not None or read.reader.meta["phase"] != "forward"
-            if late and not self._is_forward_result(read):
+            if late and not self._is_forward_result(read) and not self._is_unread(read):
                 self._keep(read.tail, read.result, into, kept)
         yield from kept.values()
+
+    def _is_unread(self, read: Read) -> bool:
+        """Whether the rewrite of the call leaves this operand out; what is resharded for it is read by the reshard."""
+        if read.reader is None or read.operand is None or read.reader.target is hub or read.source != read.target:
+            return False
+        if read.reader.name not in self._unread:
+            found = self._rewritten(read.reader, self.plan.mesh)
+            self._unread[read.reader.name] = frozenset() if found is None else unread_operands(*found, self.plan.mesh)
+        return read.operand in self._unread[read.reader.name]
 
     def _is_forward_result(self, read: Read) -> bool:
         results = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
@@ -352,8 +371,8 @@ class PlanCounting:
         for node in self._calls():
             node_plan = self.plan.nodes[node.name]
             wanted = node_plan.outputs if node.target is hub else node_plan.inputs
-            for operand, target in zip(operands_of(node), wanted, strict=True):
-                yield Read(*self._made(operand), target, node)
+            for index, (operand, target) in enumerate(zip(operands_of(node), wanted, strict=True)):
+                yield Read(*self._made(operand), target, node, operand=index)
         owners = {(slot.kind, slot.name): slot.node for slot in self.symbolic.program.inputs}
         nodes = self.symbolic.program.nodes_by_name()
         for slot in self.symbolic.program.outputs:

@@ -38,6 +38,16 @@ def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
     return graph
 
 
+def unread_operands(site: Site, strategy: Strategy, mesh: Mesh) -> frozenset[int]:
+    """The operands that nothing in the results of a call's local rewrite is made of: a split layer norm's bias."""
+    if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
+        return frozenset()
+    graph = emitted_call(site, strategy, mesh)
+    graph.eliminate_dead_code()
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return frozenset(index for index, node in enumerate(placeholders) if not node.users)
+
+
 def emitted_reshard(
     value: torch.Tensor, steps: Sequence[ReshardStep], mesh: Mesh, *, as_traced: bool = False
 ) -> fx.Graph:
