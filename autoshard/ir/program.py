@@ -66,11 +66,13 @@ class OutputSlot:
 
     `name` is "output:0" for outputs, the parameter's name for gradients, "input:0" for gradients of
     inputs, for updates the name of what is updated ("exp_avg:wte.weight" for optimizer state).
+    `detached`: it does not require grad on one device either.
     """
 
     node: str
     kind: OutputKind
     name: str
+    detached: bool = False
 
 
 OWNERS: Mapping[OutputKind, InputKind] = MappingProxyType(

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.ir.derivative import Derivative
-from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.versions import check_versions, version_of
@@ -68,7 +68,7 @@ class ProgramFunction(torch.autograd.Function):
             *(
                 output
                 for output, slot in zip(outputs, slots, strict=True)
-                if slot.slot.kind != OutputKind.OUTPUT or not output.dtype.is_floating_point
+                if not (_is_returned_with_grad(slot.slot) and output.dtype.is_floating_point)
             )
         )
         return tuple(outputs)
@@ -156,6 +156,10 @@ def _gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torc
     saved = _saved(ctx)
     ctx.maybe_clear_saved_tensors()  # they live in `saved` now, unless the user retains the graph
     return executable.run_backward(saved, tangents, likes)
+
+
+def _is_returned_with_grad(slot: InputSlot | OutputSlot) -> bool:
+    return isinstance(slot, OutputSlot) and slot.kind is OutputKind.OUTPUT and not slot.detached
 
 
 def _wanted(ctx: Any) -> dict[str, torch.Tensor]:

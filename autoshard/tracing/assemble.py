@@ -71,7 +71,11 @@ def _finish(copier: Copier, slots: tuple[InputSlot, ...], results: _Results, joi
     ]
     guards = tuple(Guard(node.name, value) for node, value in pairs)
     guard_program = _cut_out(copier, [node for node, _ in pairs]) if pairs else None
-    outputs = tuple(OutputSlot(copier.node(node).name, kind, name) for node, kind, name in results.outputs)
+    detached = {f"output:{index}" for index in joint.result.detached}
+    outputs = tuple(
+        OutputSlot(copier.node(node).name, kind, name, detached=kind is OutputKind.OUTPUT and name in detached)
+        for node, kind, name in results.outputs
+    )
     copier.finish(tuple(copier.node(node) for node, _, _ in results.outputs))
     return Program(
         graph_module=copier.graph_module,

@@ -69,7 +69,8 @@ class Result:
 
     `indices` are the leaf indices of the tensors, `constants` the other leaves; objects that a program cannot
     return are None there, and their types are in `dropped`. `kept` are tensors left in attributes of modules, by leaf
-    index behind those returned; `lost` are attributes with tensors that a program does not leave there.
+    index behind those returned; `lost` are attributes with tensors that a program does not leave there. `detached` are
+    the leaf indices of tensors that do not require grad.
     """
 
     tree: pytree.TreeSpec | None = None
@@ -78,6 +79,7 @@ class Result:
     dropped: tuple[str, ...] = ()
     kept: dict[int, str] = dataclasses.field(default_factory=dict)
     lost: tuple[str, ...] = ()
+    detached: tuple[int, ...] = ()
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

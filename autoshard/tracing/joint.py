@@ -134,6 +134,8 @@ class FlatModule(nn.Module):
         outputs = flatten_result(value, self.result)
         returned = len(outputs)
         outputs += keep_scalars(found, self.accesses, self.result)
+        pairs = zip(self.result.indices, outputs, strict=True)
+        self.result.detached = tuple(index for index, output in pairs if not output.requires_grad)
         outputs = outputs if casts is None else [widen_scalar(output) for output in outputs]
         self._guard_comparisons()
         guarded = [tensor.detach().clone() for tensor in self.reads.tensors]

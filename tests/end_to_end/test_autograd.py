@@ -49,6 +49,18 @@ class Penalised(nn.Module):
         return loss + gradient.square().sum()
 
 
+class Detaching(nn.Module):
+    """Returns outputs that require grad among others that do not: a detached one, what it gives, and its input."""
+
+    def __init__(self, with_loss: bool) -> None:
+        super().__init__()
+        self.net, self.with_loss = Net(), with_loss
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss, y = self.net(x)
+        return (y.detach(), y, y.detach().square(), x, *([loss] if self.with_loss else []))
+
+
 def data() -> torch.Tensor:
     return torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -288,6 +300,16 @@ def check_inference_first() -> None:
         return torch.stack([first, second.detach(), third]).clone()
 
     beside_one_device(use, constraints=SPLIT)
+
+
+def check_detached_outputs() -> None:
+    """What the model detaches does not require grad; what it does not, does, also where another output is a loss."""
+
+    def use(model: nn.Module) -> list[bool]:
+        return [output.requires_grad for output in model(data())]
+
+    beside_one_device(use, make=lambda: Detaching(with_loss=True))
+    beside_one_device(use, make=lambda: Detaching(with_loss=False))
 
 
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
