@@ -94,7 +94,9 @@ class Architecture:
         config: keyword arguments of the model's config class, or of the model where it has none; nested ones are dicts.
         inputs: makes the keyword arguments of a call from the model.
         call: more keyword arguments of the call.
-        library: whose model it is. A model of transformers has its own loss; others get `WithTargets`.
+        library: whose model it is.
+        has_loss: it gives a loss, or outputs that are compared, by itself; else it gets `WithTargets`, as all models of
+            other libraries than transformers do.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Architecture:
     inputs: Callable[[nn.Module], Inputs]
     call: Mapping[str, Any] = field(default_factory=dict)
     library: Library = Library.TRANSFORMERS
+    has_loss: bool = True
 
     def build(self) -> tuple[nn.Module, Inputs]:
         """The model with random weights, in evaluation mode, and its first batch; the same in every process."""
@@ -114,7 +117,8 @@ class Architecture:
     def _model(self) -> nn.Module:
         kind = self.library.model(self.model) if isinstance(self.model, str) else self.model
         if self.library is Library.TRANSFORMERS:
-            return kind(_settled(kind.config_class(**self.config), self.config))
+            model = kind(_settled(kind.config_class(**self.config), self.config))
+            return model if self.has_loss else WithTargets(_without_zeros(model))
         return WithTargets(_without_zeros(kind(**self.config)))
 
     def batch(self, model: nn.Module, number: int = 0) -> Inputs:

@@ -39,6 +39,26 @@ SPEECH: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 4, "vocab_size": 64, "num_feat_extract_layers": 3,
 }  # fmt: skip
 
+DETECTOR: dict[str, Any] = {
+    "d_model": 32, "encoder_hidden_dim": 32, "encoder_in_channels": [16, 16, 32], "decoder_in_channels": [32, 32, 32],
+    "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 8, "decoder_n_points": 2, "num_denoising": 0,
+    "initializer_range": 0.1,
+}  # fmt: skip
+"""Of images of 64 x 64 at strides of 8, 16 and 32. Smaller weights leave queries whose scores are almost equal,
+and rounding decides which of them are taken. Called without labels: their own loss matches boxes on the host with
+SciPy, which a trace refuses (PP-DocLayout has none)."""
+RESNETS: dict[str, Any] = {
+    "model_type": "rt_detr_resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
+    "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
+}  # fmt: skip
+HGNET: dict[str, Any] = {
+    "model_type": "hgnet_v2", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
+    "stem_channels": [3, 8, 8], "stage_in_channels": [8, 8, 16, 16], "stage_mid_channels": [8, 8, 8, 8],
+    "stage_out_channels": [8, 16, 16, 32], "stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [1, 1, 1, 1],
+    "out_features": ["stage1", "stage2", "stage3", "stage4"], "initializer_range": 0.5,
+}  # fmt: skip
+
 SPANS: dict[str, Any] = {"apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2}
 """SpecAugment, which models of sounds do in training; off where it is not asked for."""
 
@@ -115,6 +135,14 @@ VISIONS = (
         "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
         "backbone_config": {"model_type": "resnet", **STAGES, "out_features": ["stage2"]},
     }, inputs=images(64)),
+    _vision("rt_detr", "RTDetrForObjectDetection", {**DETECTOR, "backbone_config": RESNETS}, inputs=images(64),
+            has_loss=False),
+    _vision("rt_detr_v2", "RTDetrV2ForObjectDetection", {**DETECTOR, "backbone_config": RESNETS}, inputs=images(64),
+            has_loss=False),
+    _vision("pp_doclayout_v3", "PPDocLayoutV3ForObjectDetection", {
+        **DETECTOR, "backbone_config": HGNET, "mask_feature_channels": [16, 16], "x4_feat_dim": 8, "num_prototypes": 8,
+        "global_pointer_head_size": 8, "feat_strides": [8, 16, 32],
+    }, inputs=images(64), has_loss=False),
     _vision("imagegpt", "ImageGPTForCausalImageModeling", {
         "vocab_size": 65, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
     }, inputs=lambda model: {"input_ids": draw_tokens(), "labels": draw_tokens()}),
