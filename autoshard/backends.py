@@ -18,7 +18,7 @@ def has_kernels(backend: str, device: torch.device) -> bool:
 
 
 def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
-    """What is applied to a rank's graphs before they run, with processes."""
+    """Return what rewrites a rank's graphs before they run, with processes."""
     if backend != "inductor":
         return None
     return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False)

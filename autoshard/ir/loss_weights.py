@@ -58,7 +58,7 @@ class Term:
     where: str = ""
 
     def weights(self, parts: int, divisor: int, read: ReadInput) -> list[float]:
-        """What each micro-batch counts."""
+        """Counts of each micro-batch."""
         shares = [1.0] * parts if self.count is None else self.count.shares(parts, read)
         return [share / divisor**self.exponent for share in shares]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 MISSING = enum.Enum("Missing", "NAME").NAME  # type: ignore[attr-defined]
-"""What a namespace holds under a name that it does not have."""
+"""Stands for the value of a name that a namespace does not have."""
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, slice, range, types.EllipsisType,
@@ -48,7 +48,7 @@ class Namespace:
 
     @classmethod
     def of(cls, title: str, holder: Any, names: Iterable[str]) -> Namespace:
-        """What the object holds now."""
+        """Look up the values that the object holds now."""
         names = tuple(names)
         held = vars(holder)
         return cls(title, holder, type(holder), names, tuple(held.get(name, MISSING) for name in names))
@@ -94,7 +94,7 @@ class Content:
 
     @classmethod
     def of(cls, title: str, holder: Any) -> Content:
-        """What the container holds now."""
+        """Take down the content of the container now."""
         return cls(title, holder, _items(holder))
 
     def holds(self) -> bool:

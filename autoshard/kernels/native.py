@@ -1,4 +1,4 @@
-"""What semantic operators run on: operators of ours that take the same arguments and call torch's fused kernels.
+"""Native operators: they take the arguments of semantic operators and call torch's fused kernels.
 
 A semantic operator's own implementation is its definition in plain PyTorch: its meaning, and the reference of tests. A
 program runs the native one in its place (`passes.lowering.select_kernels`), unless `backend="reference"` asks for the

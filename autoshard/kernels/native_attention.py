@@ -47,9 +47,9 @@ aten = torch.ops.aten
 _BLOCK_ELEMENTS = 1 << 22
 """Scores, or numbers of a mask, of a block of queries: 16 MiB of float32."""
 _LARGEST_FLASH_HEAD = 256
-"""Of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
+"""Largest head size of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
 _HEAD_STEP, _ROW_STEP, _MASK_STEP = 8, 32, 16
-"""What the memory-efficient kernel's head sizes, rows of log-sum-exp, and columns of masks are multiples of."""
+"""Steps of the memory-efficient kernel: for head sizes, rows of log-sum-exp, and columns of masks."""
 
 Result = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -70,7 +70,7 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one call of a kernel computes: some queries on some keys, causally from the first of both or not."""
+    """One call of a kernel: some queries on some keys, causally from the first of both or not."""
 
     rows: range
     keys: range
@@ -172,7 +172,7 @@ class _Sums:
             _cut(total, place).add_(gradient)
 
     def gradients(self) -> Gradients:
-        """What was added, in the dtypes of q, k and v."""
+        """Return the sums, in the dtypes of q, k and v."""
         found = self._whole or self._sums or tuple(map(torch.zeros_like, self._like))
         dq, dk, dv = (total.to(item.dtype) for total, item in zip(found, self._like, strict=True))
         return dq, dk, dv

@@ -44,7 +44,7 @@ Facts = Mapping[str | Held, str]
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What a rank says that ended in an error of its own."""
+    """Message of a rank that ended in an error of its own."""
 
     error: str
 

@@ -1,4 +1,4 @@
-"""What a sharded module asks for when a call has no program yet, and of whom."""
+"""The request for a program that a sharded module makes at a new kind of call, and who answers it."""
 
 from __future__ import annotations
 
