@@ -44,9 +44,9 @@ from autoshard.calibration import calibrate, semantic_samples
 from autoshard.cli.calibrate import keep_freed_memory
 from autoshard.ir.plan import Plan
 from cost_models.calibration import pooled
+from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.benchmarks.local_layouts import MODELS, ChosenLayout, Layout, choose_layout, layouts
-from tests.passes.lowered_memory import peak_bytes
 
 BLOCKS, ROUNDS = 2, 3
 """Rounds are run in blocks; the machine is measured before the first and after each."""

@@ -12,8 +12,8 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, Plan
 from autoshard.kernels.offload import to_host
+from passes.memory.lowered_memory import peak_bytes
 from tests.passes.blocks import Blocks
-from tests.passes.lowered_memory import peak_bytes
 
 PAIR = Mesh({"data": 2})
 

@@ -15,10 +15,10 @@ from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.testing.plans import plans
 from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
+from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import PlanOptions, lower_program, plan_program
 from passes.planning.constraints import constrained_outputs
 from tests.passes.blocks import Block
-from tests.passes.lowered_memory import peak_bytes
 
 DATA = {"input:*": P("x"), "*.weight": P(), "*.bias": P()}
 LAYOUTS = {

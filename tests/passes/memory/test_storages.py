@@ -7,8 +7,8 @@ from torch import nn
 import autoshard
 from autoshard import Mesh, P
 from autoshard.runtime.process_groups import taking_from_a_list
+from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
-from tests.passes.lowered_memory import peak_bytes
 
 
 def model() -> nn.Module:

@@ -1,6 +1,6 @@
 """The most bytes that a lowered program has in use on a rank, by walking through it as processes run it.
 
-What the planner's count (`passes.memory.liveness`) is compared with: it knows the plan, this one reads what is run.
+The planner counts by its plan (`passes.memory.liveness`); here the program that runs is read, and the two agree.
 Parameters, buffers, optimizer state and inputs are held throughout; what the forward saves, until the backward has used
 it; gradients to the end, or until the update, which writes over what it updates. A call hands its outputs out whole; a
 training step keeps none.
