@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from autoshard import data
-from autoshard.api import compile, plan, prove, verify
+from autoshard.api import compile, plan
 from autoshard.calibration import calibrate
 from autoshard.cluster import Cluster, JoinedCluster
 from autoshard.errors import (
@@ -37,6 +37,7 @@ from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.kernels.tuning_switch import tune_kernels
 from autoshard.pricing import price
+from autoshard.proofs import prove, verify
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep

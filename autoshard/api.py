@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,15 +37,15 @@ from autoshard.arguments import (
     split_inputs,
 )
 from autoshard.backends import check_in_place, has_kernels, with_bucketed_updates, wrap_of
-from autoshard.cluster import candidate_meshes, device_of_plans, one_kind
-from autoshard.errors import DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.cluster import device_of_plans, meshes_of, one_kind
+from autoshard.errors import DoesNotFitError, NotAvailableError
+from autoshard.fixed_plan import precision_of, read_plan, update_for
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
-from autoshard.ir.update import Update
 from autoshard.planner import (
     LossFunction,
     Planner,
@@ -65,9 +65,6 @@ from autoshard.runtime.step_agreement import Check
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
-
-if TYPE_CHECKING:
-    from passes.verification.verify_program import VerificationReport
 
 
 def compile(
@@ -154,11 +151,11 @@ def compile(
     check_programs(dynamic_lengths=dynamic_lengths, max_programs=max_programs)
     check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     mesh = one_kind(mesh)
-    fixed = _read_plan(plan)
-    precision = _precision_of(model, precision, fixed)
+    fixed = read_plan(plan)
+    precision = precision_of(model, precision, fixed)
     if optimizer is not None:
         refuse_scaling(precision)
-    update = _update_for(model, optimizer, max_grad_norm, fixed, strict=strict)
+    update = update_for(model, optimizer, max_grad_norm, fixed, strict=strict)
     device = _device_of(model)
     planner = Planner(
         cluster=mesh if isinstance(mesh, Cluster) else None,
@@ -317,7 +314,7 @@ def plan(
     )
     grad = any(parameter.requires_grad for parameter in model.parameters())
     request = Request(model, args, kwargs, grad, update=update if grad else None)
-    program, found = planner.plan_call(request, _meshes_of(mesh_or_cluster, mesh))
+    program, found = planner.plan_call(request, meshes_of(mesh_or_cluster, mesh))
     check_traced(program, planner.constraints, optimizer)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
     cluster = planner.cluster_for(found.mesh)
@@ -328,112 +325,6 @@ def plan(
         time_budget_s=time_budget_s,
     )
     return replace(found, formulas=formulas, alternatives=planner.alternatives(program, found.mesh, forecast))
-
-
-def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
-    """Prove again that every program compiled so far computes what its traced program does.
-
-    Args:
-        compiled: what `compile` gave.
-
-    Returns:
-        The report on the program that ran last (or was compiled last).
-
-    Raises:
-        VerificationError: a program could not be shown equal; names the node, and the line it comes from.
-        TraceError: nothing has been compiled yet, or it is not what `compile` gave.
-    """
-    from passes.verification.verify_phases import verify_phases
-    from passes.verification.verify_program import verify_program
-
-    sharded = compiled.sharded if isinstance(compiled, TrainStep) else compiled
-    if not isinstance(sharded, ShardedModule):
-        raise TraceError(f"verify(...): a {type(sharded).__name__} is not compiled; pass what autoshard.compile gave.")
-    last = sharded.program
-    if last is None:
-        raise TraceError("verify(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
-    phases = [program.phased for program in sharded.programs]
-    for phased in phases:
-        verify_phases(phased)
-    is_added_up = isinstance(compiled, TrainStep) and compiled.micro_batches > 1
-    reports = [
-        verify_program(item.lowered.traced, item.lowered, item.carried if is_added_up else ()) for item in phases
-    ]
-    report = reports[phases.index(last.phased)]
-    return report if last.weights is None else report.assuming(f"micro-batches weigh as the loss says: {last.weights}")
-
-
-def prove(
-    model: nn.Module,
-    target: DeviceMesh | Mesh | Cluster | JoinedCluster | Plan,
-    *,
-    example_inputs: ExampleInputs,
-    mesh: Mesh | None = None,
-    optimizer: str | torch.optim.Optimizer | None = None,
-    max_grad_norm: float | None = None,
-    loss_fn: LossFunction | None = None,
-    memory_budget: int | None = None,
-    precision: str | None = "bf16",
-    time_budget_s: float = 60.0,
-) -> VerificationReport:
-    """Plan a call, lower it to the program of each rank, and prove that; nothing is run, and the model may be on meta.
-
-    Args:
-        target: where to plan for, as `plan` takes it; or a plan, which is proven as it is, in its own precision.
-        others: see `plan`.
-
-    Raises:
-        VerificationError: it could not be shown that the program computes what the model does.
-        AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
-    """
-    check_model(model, _COMPILED)
-    check_loss(loss_fn)
-    memory_budget = checked_budget(memory_budget)
-    check_limits(time_budget_s=time_budget_s)
-    if not isinstance(target, Plan):
-        check_target(target, mesh)
-    target = one_kind(target)
-    fixed = _of_specs(target) if isinstance(target, Plan) else None
-    if isinstance(optimizer, str):
-        optimizer = named_optimizer(optimizer, model.parameters())
-    check_optimizer(optimizer, max_grad_norm=max_grad_norm)
-    update = _update_for(model, optimizer, max_grad_norm, fixed, strict=False)
-    grad = any(parameter.requires_grad for parameter in model.parameters())
-    args, kwargs = split_inputs(example_inputs)
-    request = Request(model, args, kwargs, grad, update=update if grad else None)
-    planner = Planner(
-        cluster=target if isinstance(target, Cluster) else None,
-        fixed=fixed,
-        loss_fn=loss_fn,
-        precision=effective_precision(model, precision) if fixed is None else fixed.precision,
-        memory_budget=memory_budget,
-        state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
-        time_budget_s=time_budget_s,
-    )
-    return planner.prove(request, () if fixed is not None else _meshes_of(target, mesh))
-
-
-def _meshes_of(target: Any, mesh: Mesh | None) -> list[Mesh]:
-    """The meshes that a plan may be for."""
-    target = Mesh.from_device_mesh(target) if isinstance(target, DeviceMesh) else target
-    return [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else list(candidate_meshes(target))
-
-
-def _precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
-    """What calls compute in, None for the model's own types: what is asked for, or what the plan to use says."""
-    if precision is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
-        raise NotAvailableError(
-            f"precision={precision!r} casts floating parameters, and {type(model).__qualname__} has none: leave it out."
-        )
-    found = effective_precision(model, precision)
-    if fixed is None:
-        return found
-    if precision is not None and found != fixed.precision:
-        raise PlanMismatchError(
-            f"The plan is of a program in precision={fixed.precision!r}, and precision={precision!r} is asked for. "
-            "Leave precision out, or plan again."
-        )
-    return fixed.precision
 
 
 def _within(priced: Plan, memory_budget: int | None) -> Plan:
@@ -456,38 +347,6 @@ def _check_order(step: TrainStep) -> None:
     from passes.verification.verify_order import verify_order
 
     verify_order(step.order, step.micro_batches)
-
-
-def _update_for(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    max_grad_norm: float | None,
-    fixed: Plan | None,
-    *,
-    strict: bool,
-) -> Update | None:
-    """What is traced of an optimizer; nothing where the plan to use is one of forward and backward alone."""
-    if fixed is not None and not fixed.updates:
-        return None
-    return update_of(optimizer, model, max_grad_norm, strict=strict)
-
-
-def _read_plan(plan: Plan | str | Path | None) -> Plan | None:
-    if plan is None:
-        return None
-    if not isinstance(plan, (Plan, str, Path)):
-        raise PlanMismatchError(f"plan={plan!r} is a {type(plan).__name__}; pass a Plan, or the path of a saved one.")
-    return _of_specs(plan if isinstance(plan, Plan) else Plan.load(plan))
-
-
-def _of_specs(plan: Plan) -> Plan:
-    """A plan that can be lowered; a recipe's says where values lie for one block of each kind, of one sequence."""
-    if plan.recipe is not None:
-        raise PlanMismatchError(
-            f"The plan is that of a recipe ({plan.recipe.words}), which is for reading and comparing. Leave plan= out: "
-            "print(plan) says on which mesh compile searches the specs itself."
-        )
-    return plan
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import NotAvailableError, UnknownHardwareError
 from autoshard.ir.mesh import Mesh
@@ -190,6 +191,12 @@ def candidate_meshes(cluster: PricedCluster) -> list[Mesh]:
     shapes = [{"data": cluster.size // size, "model": size} for size in sizes]
     meshes = [Mesh({axis: size for axis, size in shape.items() if size > 1} or {"data": 1}) for shape in shapes]
     return list(dict.fromkeys(meshes))
+
+
+def meshes_of(target: Any, mesh: Mesh | None) -> list[Mesh]:
+    """The meshes that a plan may be for."""
+    target = Mesh.from_device_mesh(target) if isinstance(target, DeviceMesh) else target
+    return [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else list(candidate_meshes(target))
 
 
 def local_cluster(mesh: Mesh) -> PricedCluster:

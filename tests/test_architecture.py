@@ -63,10 +63,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard.api": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-        *("autoshard.backends", "autoshard.pricing", "autoshard.recipe_search"),
+        *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
     ),
     "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
+    "autoshard.fixed_plan": (*_IR, "autoshard.planner"),
     "autoshard.pricing": (*_LEAVES, "passes", *_PASSES, "autoshard.arguments"),
+    "autoshard.proofs": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
+        "autoshard.fixed_plan",
+    ),
     "autoshard.recipe_search": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pricing"),
         "autoshard.progress",
@@ -79,6 +84,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "autoshard.calibration",
         "autoshard.cluster",
         "autoshard.pricing",
+        "autoshard.proofs",
         "autoshard",
     ),
     "autoshard.__main__": ("autoshard.cli",),
@@ -88,7 +94,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.data"),
-        *("autoshard.pricing", "autoshard.testing"),
+        *("autoshard.pricing", "autoshard.proofs", "autoshard.testing"),
     ),
 }
 

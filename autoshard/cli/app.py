@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.exceptions import TyperException
 
-from autoshard import api, pricing
+from autoshard import api, pricing, proofs
 from autoshard.cli.calibrate import calibration_json, calibration_table, measure_machine
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
@@ -314,7 +314,7 @@ def verify(
     if (cluster is None) == (plan is None):
         raise AutoshardError(f"verify {model}: pass --cluster, to plan and prove that, or --plan with a saved plan.")
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
-    found = api.prove(
+    found = proofs.prove(
         loaded.model,
         Plan.load(_existing(str(plan))) if cluster is None else parse_cluster(cluster),
         example_inputs=loaded.inputs,

@@ -1,0 +1,64 @@
+"""The plan that a user gives in place of a search: read, and what it decides of a call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autoshard.errors import NotAvailableError, PlanMismatchError
+from autoshard.ir.plan import Plan
+from autoshard.ir.precision import effective_precision
+from autoshard.ir.update import Update
+from autoshard.planner import update_of
+
+
+def read_plan(plan: Plan | str | Path | None) -> Plan | None:
+    """A plan, or that of a file."""
+    if plan is None:
+        return None
+    if not isinstance(plan, (Plan, str, Path)):
+        raise PlanMismatchError(f"plan={plan!r} is a {type(plan).__name__}; pass a Plan, or the path of a saved one.")
+    return of_specs(plan if isinstance(plan, Plan) else Plan.load(plan))
+
+
+def of_specs(plan: Plan) -> Plan:
+    """A plan that can be lowered; a recipe's says where values lie for one block of each kind, of one sequence."""
+    if plan.recipe is not None:
+        raise PlanMismatchError(
+            f"The plan is that of a recipe ({plan.recipe.words}), which is for reading and comparing. Leave plan= out: "
+            "print(plan) says on which mesh compile searches the specs itself."
+        )
+    return plan
+
+
+def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
+    """What calls compute in, None for the model's own types: what is asked for, or what the plan to use says."""
+    if precision is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
+        raise NotAvailableError(
+            f"precision={precision!r} casts floating parameters, and {type(model).__qualname__} has none: leave it out."
+        )
+    found = effective_precision(model, precision)
+    if fixed is None:
+        return found
+    if precision is not None and found != fixed.precision:
+        raise PlanMismatchError(
+            f"The plan is of a program in precision={fixed.precision!r}, and precision={precision!r} is asked for. "
+            "Leave precision out, or plan again."
+        )
+    return fixed.precision
+
+
+def update_for(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    max_grad_norm: float | None,
+    fixed: Plan | None,
+    *,
+    strict: bool,
+) -> Update | None:
+    """What is traced of an optimizer; nothing where the plan to use is one of forward and backward alone."""
+    if fixed is not None and not fixed.updates:
+        return None
+    return update_of(optimizer, model, max_grad_norm, strict=strict)
