@@ -1,4 +1,4 @@
-"""Public test tools: `check_plan`, and strategies for programs, meshes, specs, plans, schedules and clusters.
+"""Public test tools: `check_plan`, a mesh of slow links, and Hypothesis strategies (programs, meshes, plans ...).
 
 The strategies are there where Hypothesis is installed.
 """
@@ -9,6 +9,7 @@ from typing import NoReturn
 from autoshard.errors import NotAvailableError
 from autoshard.testing.calls import check_calls
 from autoshard.testing.check import check_plan
+from autoshard.testing.delayed_gloo import Link, Transfer, delayed_mesh, record_transfers
 from autoshard.testing.report import CheckReport, Comparison
 from autoshard.testing.whole_step import WholeStep
 
@@ -21,13 +22,17 @@ __all__ = [
     "CheckReport",
     "Comparison",
     "DrawnProgram",
+    "Link",
+    "Transfer",
     "WholeStep",
     "check_calls",
     "check_plan",
     "clusters",
+    "delayed_mesh",
     "meshes",
     "plans",
     "programs",
+    "record_transfers",
     "schedules",
     "shapes",
     "specs",

@@ -1,0 +1,320 @@
+"""A mesh of Gloo processes whose collectives take the time of a given network.
+
+Whether a program hides its communication shows only on a network that is slower than the loopback of one machine.
+`delayed_mesh` makes process groups that send through Gloo as ever, and whose `wait` returns no sooner than a link of a
+given latency and bandwidth would have let it. No privileges are needed, and any number of ranks will do.
+
+The model of time (Hockney 1994: a message of b bytes takes latency + b / bandwidth): each rank has one link for each
+axis. A collective takes the link of its axis from when it is issued, or from when the link is free; it occupies it for
+bytes / bandwidth, and is done a latency later. All groups along an axis share its link. Bytes are those that a rank
+sends with ring algorithms (Thakur, Rabenseifner, Gropp 2005, section 4). A collective along several axes takes all
+their links, at the least bandwidth and the longest latency. Messages between pairs and barriers are not delayed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard.errors import MeshError
+from autoshard.ir.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A network along one axis, as each rank sees it.
+
+    Args:
+        latency_s: from the end of sending to the end of receiving.
+        bandwidth_bytes_per_s: at which a rank sends; infinite for a link that delays by its latency alone.
+
+    Raises:
+        MeshError: a latency below zero, or a bandwidth that is not above it.
+    """
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_s < math.inf and self.bandwidth_bytes_per_s > 0):
+            raise MeshError(
+                f"{self!r}: a latency is at least 0 seconds, a bandwidth more than 0 bytes per second; "
+                "write Link(latency_s=1e-3, bandwidth_bytes_per_s=125e6) for 1 Gbit/s."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective that was waited for.
+
+    Args:
+        operation: of the process group, e.g. "allreduce".
+        axes: the axes along which it went.
+        sent_bytes: that this rank sent.
+        issued_s, done_s: when it was issued, and when the links had done it (`time.perf_counter`).
+        duration_s: of it on links that are free.
+        waited_s: how long this rank stood still for it: what of it was not hidden.
+    """
+
+    operation: str
+    axes: tuple[str, ...]
+    sent_bytes: int
+    issued_s: float
+    done_s: float
+    duration_s: float
+    waited_s: float
+
+
+class _Links:
+    """This rank's links, by axis, and who listens to what goes over them."""
+
+    def __init__(self, links: Mapping[str, Link]) -> None:
+        self._links = links
+        self._free_at_s = dict.fromkeys(links, 0.0)
+        self.listeners: list[list[Transfer]] = []
+
+    def duration_s(self, axes: Sequence[str], sent_bytes: int) -> float:
+        """The time of a collective on links that are free."""
+        return self._occupied_s(axes, sent_bytes) + self._latency_s(axes)
+
+    def occupy(self, axes: Sequence[str], sent_bytes: int, now_s: float) -> float:
+        """Take the links of `axes` for a collective; when it is done."""
+        end_s = max([now_s, *(self._free_at_s[axis] for axis in axes)]) + self._occupied_s(axes, sent_bytes)
+        self._free_at_s.update(dict.fromkeys(axes, end_s))
+        return end_s + self._latency_s(axes)
+
+    def _occupied_s(self, axes: Sequence[str], sent_bytes: int) -> float:
+        return max((sent_bytes / self._links[axis].bandwidth_bytes_per_s for axis in axes), default=0.0)
+
+    def _latency_s(self, axes: Sequence[str]) -> float:
+        return max((self._links[axis].latency_s for axis in axes), default=0.0)
+
+
+class _DelayedWork(dist.Work):
+    """What Gloo does, and the time at which the links have done it."""
+
+    def __init__(self, works: Sequence[Any], links: _Links, transfer: Transfer) -> None:
+        super().__init__()
+        self._works = works
+        self._links = links
+        self._transfer = transfer
+        self._has_waited = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return when both Gloo and the links are done."""
+        start_s = time.perf_counter()
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        while (left_s := self._transfer.done_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        if not self._has_waited:
+            self._has_waited = True
+            self._tell(time.perf_counter() - start_s)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works) and time.perf_counter() >= self._transfer.done_s
+
+    def _tell(self, waited_s: float) -> None:
+        found = self._transfer
+        told = Transfer(
+            *(found.operation, found.axes, found.sent_bytes, found.issued_s, found.done_s),
+            duration_s=found.duration_s,
+            waited_s=waited_s,
+        )
+        for listener in self._links.listeners:
+            listener.append(told)
+
+
+class DelayedGloo(dist.ProcessGroup):
+    """A process group along `axes` that sends through Gloo and takes the time of `links`.
+
+    Methods have the names by which torch's functional collectives (C++), and its collectives in Python, call them, in
+    torch 2.11 and later.
+    """
+
+    def __init__(self, gloo: ProcessGroupGloo, axes: tuple[str, ...], links: _Links) -> None:
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
+        # What is not delayed goes to Gloo, and so does the group's name.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._gloo: Any = gloo
+        self._axes = axes
+        self.links = links
+
+    def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
+        """Delayed."""
+        return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), self._gloo.allreduce(tensors, *options))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
+        """Delayed."""
+        work = self._gloo.allreduce_coalesced(tensors, *options)
+        return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), work)
+
+    def broadcast(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
+        """Delayed."""
+        return self._delayed("broadcast", _bytes_of(tensors), self._gloo.broadcast(tensors, *options))
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
+        """Delayed."""
+        sent = (self.size() - 1) * _bytes_of(inputs)
+        return self._delayed("allgather", sent, self._gloo.allgather(outputs, inputs, *options))
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, *options: Any) -> dist.Work:
+        return self.allgather_into_tensor_coalesced([output], [tensor], *options)
+
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
+    ) -> dist.Work:
+        """Delayed."""
+        works = [
+            self._gloo._allgather_base(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._delayed("allgather", (self.size() - 1) * _bytes_of(inputs), *works)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], *options: Any) -> dist.Work:
+        """Delayed."""
+        sent = sum(self._others(_bytes_of(tensors)) for tensors in inputs)
+        return self._delayed("reduce_scatter", sent, self._gloo.reduce_scatter(outputs, inputs, *options))
+
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, *options: Any) -> dist.Work:
+        return self.reduce_scatter_tensor_coalesced([output], [tensor], *options)
+
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
+    ) -> dist.Work:
+        """Delayed."""
+        works = [
+            self._gloo._reduce_scatter_base(output, tensor, *options)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._delayed("reduce_scatter", self._others(_bytes_of(inputs)), *works)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
+
+    def alltoall_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], *options: Any
+    ) -> dist.Work:
+        """Delayed."""
+        work = self._gloo.alltoall_base(output, tensor, output_sizes, input_sizes, *options)
+        sent = self._others(_bytes_of([tensor]))
+        if input_sizes and sum(input_sizes):
+            sent = _bytes_of([tensor]) * (sum(input_sizes) - input_sizes[self.rank()]) // sum(input_sizes)
+        return self._delayed("alltoall", sent, work)
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
+        """Delayed."""
+        sent = _bytes_of(inputs) - _bytes_of([inputs[self.rank()]])
+        return self._delayed("alltoall", sent, self._gloo.alltoall(outputs, inputs, *options))
+
+    def _others(self, size_bytes: int) -> int:
+        """What of a tensor's bytes goes to other ranks."""
+        return size_bytes * (self.size() - 1) // self.size()
+
+    def _delayed(self, operation: str, sent_bytes: int, *works: Any) -> dist.Work:
+        now_s = time.perf_counter()
+        done_s = self.links.occupy(self._axes, sent_bytes, now_s)
+        duration_s = self.links.duration_s(self._axes, sent_bytes)
+        transfer = Transfer(operation, self._axes, sent_bytes, now_s, done_s, duration_s, 0.0)
+        return _DelayedWork(works, self.links, transfer)
+
+
+def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link]) -> DeviceMesh:
+    """Make a mesh of CPU processes whose collectives take the time of given links; see the module.
+
+    Called by all processes together, behind `torch.distributed.init_process_group`. All groups that
+    `autoshard.compile` makes of the mesh are delayed, those of several axes too.
+
+    Args:
+        axes: name to size, major to minor, for all processes of the run.
+        links: the link of each axis; an axis without one is not delayed.
+
+    Returns:
+        The mesh. `autoshard.testing.record_transfers` says what goes over its links.
+
+    Raises:
+        MeshError: a link for an axis that the mesh does not have, or sizes that are not those of the run.
+
+    Example:
+        ```python
+        torch.distributed.init_process_group("gloo")
+        mesh = delayed_mesh({"data": 4}, {"data": Link(latency_s=1e-3, bandwidth_bytes_per_s=125e6)})
+        step = autoshard.compile(model, mesh, optimizer=optimizer)
+        ```
+    """
+    mesh = Mesh(axes)
+    for axis in links:
+        mesh.axis_size(axis)
+    if not dist.is_initialized() or mesh.size != dist.get_world_size():
+        found = dist.get_world_size() if dist.is_initialized() else "no process group"
+        raise MeshError(
+            f"delayed_mesh({dict(axes)!r}) needs {mesh.size} processes, found {found}; call "
+            "torch.distributed.init_process_group('gloo') first, under torchrun with as many processes."
+        )
+    here = _Links({axis: links.get(axis, Link()) for axis in mesh.axis_names})
+    name = f"delayed_gloo_{next(_NUMBERS)}"
+
+    def create(options: Any, _: Any) -> DelayedGloo:
+        gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+        return DelayedGloo(gloo, _crossed(mesh, options.global_ranks_in_group), here)
+
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    backends: dict[Any, Any] = dict.fromkeys(mesh.axis_names, name)
+    return init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names, backend_override=backends)
+
+
+@contextmanager
+def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
+    """Collect the collectives over the links of a `delayed_mesh` that this rank waits for meanwhile, in order.
+
+    Raises:
+        MeshError: the mesh is not from `delayed_mesh`.
+
+    Example:
+        ```python
+        with record_transfers(mesh) as transfers:
+            step(tokens, targets)
+        exposed_s = sum(transfer.waited_s for transfer in transfers)
+        ```
+    """
+    group = device_mesh.get_group(0)
+    if not isinstance(group, DelayedGloo):
+        raise MeshError(f"{device_mesh} has no delayed links; make it with autoshard.testing.delayed_mesh.")
+    transfers: list[Transfer] = []
+    group.links.listeners.append(transfers)
+    try:
+        yield transfers
+    finally:
+        group.links.listeners[:] = [item for item in group.links.listeners if item is not transfers]
+
+
+_NUMBERS = count()
+"""Torch keeps a backend under its name for ever; each mesh has its own."""
+
+
+def _crossed(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:
+    """The axes along which `ranks` differ."""
+    places = [mesh.coordinates(rank) for rank in ranks]
+    return tuple(axis for axis in mesh.axis_names if len({place[axis] for place in places}) > 1)
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
