@@ -19,6 +19,11 @@ from torch import Tensor
 
 from autoshard.kernels.library import accumulation_dtype, define, differentiate
 
+ARGUMENTS = "(Tensor logits, Tensor target, SymInt ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)"
+BACKWARD_ARGUMENTS = (
+    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, SymInt ignore_index, float label_smoothing) -> Tensor"
+)
+
 
 def cross_entropy_reference(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
@@ -65,15 +70,17 @@ def _safe(target: Tensor, is_counted: Tensor) -> Tensor:
     return torch.where(is_counted, target, 0).unsqueeze(1)
 
 
-def _fake(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+def fake_loss(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """Empty tensors for what the forward gives."""
     rows = (logits.shape[0],)
     dtype = accumulation_dtype(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
 
 
-def _fake_backward(
+def fake_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
+    """An empty tensor for what the backward gives."""
     return logits.new_empty(logits.shape)
 
 
@@ -95,15 +102,14 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: None) -> tuple[Tenso
 
 cross_entropy = define(
     "cross_entropy",
-    "(Tensor logits, Tensor target, SymInt ignore_index, float label_smoothing) -> (Tensor loss, Tensor lse)",
+    ARGUMENTS,
     cross_entropy_reference,
-    _fake,
+    fake_loss,
 )
 cross_entropy_backward = define(
     "cross_entropy_backward",
-    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, SymInt ignore_index, float label_smoothing)"
-    " -> Tensor",
+    BACKWARD_ARGUMENTS,
     cross_entropy_backward_reference,
-    _fake_backward,
+    fake_backward,
 )
 differentiate(cross_entropy, _setup_context, _backward)

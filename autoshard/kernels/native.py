@@ -12,10 +12,16 @@ from types import MappingProxyType
 
 from torch._ops import OpOverload
 
+from autoshard.kernels import native_attention, native_cross_entropy
 from autoshard.kernels.attention import attention, attention_backward
-from autoshard.kernels.native_attention import native, native_backward
+from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 
 NATIVE: Mapping[OpOverload, OpOverload] = MappingProxyType(
-    {attention: native, attention_backward: native_backward},
+    {
+        attention: native_attention.native,
+        attention_backward: native_attention.native_backward,
+        cross_entropy: native_cross_entropy.native,
+        cross_entropy_backward: native_cross_entropy.native_backward,
+    },
 )
 SEMANTIC: Mapping[OpOverload, OpOverload] = MappingProxyType({made: meant for meant, made in NATIVE.items()})

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.kernels import native_attention as module
 from autoshard.kernels.attention import attention_backward_reference, attention_reference
 from autoshard.kernels.native_attention import native_attention, native_attention_backward
+from tests.kernels.observed import Observed
 
 SEED = torch.tensor(5)
 
@@ -68,24 +68,6 @@ def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-class _Largest(TorchDispatchMode):
-    """The operators that ran, and the elements of the largest tensor that one made; `known` tensors are not made."""
-
-    def __init__(self, *known: Tensor | None) -> None:
-        super().__init__()
-        self.known = {item.untyped_storage()._cdata for item in known if item is not None}
-        self.elements = 0
-        self.operators: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.operators.add(str(func).removeprefix("aten.").removesuffix(".default"))
-        for value in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.known:
-                self.elements = max(self.elements, value.untyped_storage().nbytes() // value.element_size())
-        return found
-
-
 @pytest.mark.parametrize("options", [{}, {"masked": True}, {"dropout_p": 0.2}, {"shift": 512}])
 def test_memory_is_linear(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor has as many elements as there are scores; the mask's own are the caller's."""
@@ -94,7 +76,7 @@ def test_memory_is_linear(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     q, k, v = torch.randn(3, 1, 2, size, 8).unbind()
     mask = torch.rand(1, 1, size, size) > 0.1 if options.get("masked") else None
     constants = (SEED, options.get("dropout_p", 0.0), True, 0.3, 0, [0, 0, shift, 0], [1, 2, size + shift, size])
-    with _Largest(mask) as mode:
+    with Observed(mask) as mode:
         out, lse = native_attention(q, k, v, mask, *constants)
         native_attention_backward(torch.ones_like(out), q, k, v, mask, out, lse, *constants)
     assert mode.elements <= 4 * size * 2 * 8 + (1 << 14)
@@ -124,7 +106,7 @@ def test_kernels_on_cuda(dtype: torch.dtype, options: dict[str, Any], kernel: st
         k, v = on_cuda(2, 2, 2, options.get("keys", size), head).unbind()
         mask = on_cuda(2, 1, size, size, dtype=torch.bool) if options.get("masked") else None
         constants = (None, 0.0, True, 0.3, 0, [0, 0, shift, 0], [2, 4, size + shift, size])
-        with _Largest() as mode:
+        with Observed() as mode:
             out, lse = native_attention(q, k, v, mask, *constants)
             assert (out.shape, lse.shape) == ((2, 4, size, head), (2, 4, size))
             gradients = native_attention_backward(torch.empty_like(out), q, k, v, mask, out, lse, *constants)

@@ -1,0 +1,83 @@
+"""Cross-entropy on torch's fused softmax kernels: `autoshard::cross_entropy` and its backward, in blocks of rows.
+
+Forward: `aten._log_softmax` gives the loss; the log-sum-exp is what it took from the greatest logit of a row. Backward:
+with a target distribution q of rows (1 - e at the target, e / C everywhere) and their gradients g,
+`aten._log_softmax_backward_data` of -g q is g (softmax(x) - q) in one pass. A block is what a core's cache holds, so no
+probabilities are written to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.cross_entropy import ARGUMENTS, BACKWARD_ARGUMENTS, fake_backward, fake_loss
+from autoshard.kernels.library import define
+
+aten = torch.ops.aten
+
+_CPU_BLOCK, _BLOCK = 1 << 18, 1 << 24
+"""Logits of a block: 1 MiB of float32 on a CPU, 64 MiB elsewhere."""
+
+
+def native_cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp of each row; arguments and results are those of `cross_entropy_reference`."""
+    is_left_out = target == ignore_index
+    safe = target.masked_fill(is_left_out, 0).unsqueeze(1)  # [N, 1]
+    loss, lse = fake_loss(logits, target, ignore_index, label_smoothing)
+    for x, chosen, its_loss, its_lse in _blocks(logits, safe, loss, lse):
+        x = x.to(lse.dtype)
+        log_p = aten._log_softmax.default(x, 1, False)
+        torch.sub(x.amax(1), log_p.amax(1), out=its_lse)
+        torch.neg(_expected(log_p, chosen, label_smoothing), out=its_loss)
+    return loss.masked_fill_(is_left_out, 0.0), lse
+
+
+def _expected(log_p: Tensor, chosen: Tensor, label_smoothing: float) -> Tensor:
+    """Logarithms of probabilities [n, C], expected under the target's distribution: [n]."""
+    at_target = log_p.gather(1, chosen).squeeze(1)
+    if label_smoothing == 0.0:
+        return at_target
+    return (1.0 - label_smoothing) * at_target + label_smoothing * log_p.mean(dim=1)
+
+
+def native_cross_entropy_backward(
+    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The gradient of the logits; arguments and result are those of `cross_entropy_backward_reference`."""
+    is_left_out = target == ignore_index
+    safe = target.masked_fill(is_left_out, 0).unsqueeze(1)  # [N, 1]
+    grads = grad_loss.to(lse.dtype).masked_fill(is_left_out, 0.0).neg_().unsqueeze(1)  # [N, 1]
+    result = logits.new_empty(logits.shape)
+    for x, chosen, grad, its_lse, out in _blocks(logits, safe, grads, lse, result):
+        log_p = x.to(lse.dtype) - its_lse.unsqueeze(1)
+        given = (grad * (label_smoothing / logits.shape[1])).repeat(1, logits.shape[1])
+        given.scatter_add_(1, chosen, grad * (1.0 - label_smoothing))
+        if out.dtype == lse.dtype:
+            aten._log_softmax_backward_data.out(given, log_p, 1, log_p.dtype, out=out)
+        else:
+            aten.copy_.default(out, aten._log_softmax_backward_data.default(given, log_p, 1, log_p.dtype))
+    return _without_rows(result, is_left_out)
+
+
+def _without_rows(result: Tensor, is_left_out: Tensor) -> Tensor:
+    """Zeros in the rows that do not count: these may have held anything, even infinities."""
+    if result.is_cpu:
+        return result.index_fill_(0, is_left_out.nonzero().squeeze(1), 0.0)
+    return result.masked_fill_(is_left_out.unsqueeze(1), 0.0)  # without waiting for the device to count rows
+
+
+def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of rows of logits [N, C], and of other tensors [N, ...]."""
+    size = max(1, (_CPU_BLOCK if logits.is_cpu else _BLOCK) // max(1, logits.shape[1]))
+    return zip(*(item.split(size) for item in (logits, *others)), strict=True)
+
+
+native = define("native_cross_entropy", ARGUMENTS, native_cross_entropy, fake_loss)
+native_backward = define(
+    "native_cross_entropy_backward", BACKWARD_ARGUMENTS, native_cross_entropy_backward, fake_backward
+)

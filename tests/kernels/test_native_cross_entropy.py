@@ -1,0 +1,87 @@
+"""Cross-entropy on torch's fused softmax equals its definition, and writes no probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from autoshard.kernels import native_cross_entropy as module
+from autoshard.kernels.cross_entropy import cross_entropy_backward_reference, cross_entropy_reference
+from autoshard.kernels.native_cross_entropy import native_cross_entropy, native_cross_entropy_backward
+from tests.kernels.observed import Observed
+
+IGNORE = -100
+Case = tuple[Tensor, Tensor, int, float]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Arguments of the loss: logits that lie in any order, some -inf, rows that do not count with infinities."""
+    rows, classes = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    logits = (3 * torch.randn(classes, rows, generator=generator, dtype=torch.float64)).to(dtype).t()
+    logits = logits if draw(st.booleans()) else logits.contiguous()
+    target = torch.randint(0, classes, (rows,), generator=generator)
+    smoothing = draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]))
+    if smoothing == 0.0 and classes > 1:
+        logits[:, target[0]] = torch.where(target == target[0], logits[:, target[0]], -torch.inf)
+    ignored = torch.rand(rows, generator=generator) < 0.25
+    target[ignored] = IGNORE
+    if draw(st.booleans()):
+        logits[ignored] = torch.inf
+    return logits, target, IGNORE, smoothing
+
+
+@given(cases(), st.sampled_from([1 << 18, 8]))
+def test_equals_the_definition(case: Case, block: int) -> None:
+    """Loss, log-sum-exp of rows that count, and gradient, all rows at once or a few."""
+    logits, target, ignore_index, smoothing = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CPU_BLOCK", block)
+        loss, lse = native_cross_entropy(*case)
+        expected, expected_lse = cross_entropy_reference(*case)
+        grad = torch.randn_like(loss)
+        found = native_cross_entropy_backward(grad, logits, target, lse, ignore_index, smoothing)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}[logits.dtype]
+    is_counted = target != IGNORE
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse[is_counted], expected_lse[is_counted], rtol=tolerance, atol=tolerance)
+    gradient = cross_entropy_backward_reference(grad, logits, target, expected_lse, ignore_index, smoothing)
+    assert (found.dtype, found.stride()) == (gradient.dtype, gradient.stride())
+    tolerance = max(tolerance, 1e-2 if logits.dtype == torch.bfloat16 else 0.0)
+    torch.testing.assert_close(found, gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_no_probabilities_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made on the way is of a block of rows, but for the gradient."""
+    monkeypatch.setattr(module, "_CPU_BLOCK", 1 << 10)
+    logits, target = torch.randn(256, 64), torch.randint(0, 64, (256,))
+    with Observed(logits, target) as forward:
+        _, lse = native_cross_entropy(logits, target, IGNORE, 0.0)
+    assert forward.elements <= 1 << 10
+    grad = torch.randn(256)
+    with Observed(logits, target) as backward:
+        native_cross_entropy_backward(grad, logits, target, lse, IGNORE, 0.1)
+    assert backward.elements == logits.numel()
+    assert {"_log_softmax", "_log_softmax_backward_data.out"} <= forward.operators | backward.operators
+
+
+def test_nothing_waits_for_a_device() -> None:
+    """On fake CUDA tensors the operators are torch's fused softmax, and none reads a value."""
+    with FakeTensorMode() as fakes:
+
+        def on_cuda(*shape: int, dtype: torch.dtype) -> Tensor:
+            return FakeTensor(fakes, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda"))
+
+        logits, target = on_cuda(8, 16, dtype=torch.bfloat16), on_cuda(8, dtype=torch.int64)
+        with Observed() as mode:
+            loss, lse = native_cross_entropy(logits, target, IGNORE, 0.1)
+            gradient = native_cross_entropy_backward(torch.empty_like(loss), logits, target, lse, IGNORE, 0.1)
+    assert (loss.dtype, gradient.dtype, gradient.shape) == (torch.float32, torch.bfloat16, logits.shape)
+    assert {"_log_softmax", "_log_softmax_backward_data"} <= mode.operators
+    assert not mode.operators & {"_local_scalar_dense", "nonzero", "exp"}
