@@ -1,0 +1,67 @@
+"""The page of step times is made of what was measured, and says what was not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.step_cases import CASES, COMPARISONS
+from tests.benchmarks.step_rows import expected, fill, markdown
+from tests.benchmarks.two_hosts import TwoHosts
+
+
+def found_of(times_s: list[float], loss: float = 1.0) -> dict[str, Any]:
+    """What a rank says of one contender."""
+    return {"times_s": times_s, "received_bytes": 10, "collectives": {}, "loss": loss}
+
+
+def test_every_case_has_a_row_for_each_rival() -> None:
+    """Five models at two lengths; seven rows on loopback, and no mesh of one on a link."""
+    assert len(expected(link="loopback")) == len(CASES) * 7
+    assert len(expected(link="1gbit")) == len(CASES) * 5
+
+
+def test_the_ratio_is_the_median_of_pairs() -> None:
+    """A round that was slow for both sides counts as any other."""
+    (row,) = expected(CASES[:1], ["data"])
+    found = {"data-parallel plan": found_of([1.0, 9.0, 1.2]), "DDP": found_of([1.0, 10.0, 1.0])}
+    filled = replace(row, **fill(row, COMPARISONS["data"], found, {"data-parallel plan": 1, "DDP": 2}))
+    assert filled.ratio == 1.0
+    assert filled.is_met
+    assert filled.memory_ratio == 0.5
+
+
+def test_the_free_choice_races_the_fastest() -> None:
+    """Of three rivals the one with the lowest median counts."""
+    (row,) = expected(CASES[:1], ["free"])
+    times = {"free choice": 1.0, "DDP": 3.0, "FSDP2": 2.0, "DTensor": 4.0}
+    found = {name: found_of([seconds] * 3) for name, seconds in times.items()}
+    filled = replace(row, **fill(row, COMPARISONS["free"], found, {}))
+    assert (filled.fastest, filled.ratio) == ("FSDP2", 0.5)
+
+
+def test_another_loss_is_an_error() -> None:
+    """Sides that compute something else are no comparison, however fast."""
+    (row,) = expected(CASES[:1], ["one"])
+    found = {"mesh of one": found_of([1.0] * 3, loss=1.1), "eager": found_of([2.0] * 3)}
+    filled = replace(row, **fill(row, COMPARISONS["one"], found, {}))
+    assert not filled.is_met
+    assert "losses differ" in markdown([filled])
+
+
+def test_the_page_has_what_did_not_run() -> None:
+    """Rows without figures are named, and so are errors."""
+    first, second, *_ = expected(CASES[:1])
+    page = markdown([first, replace(second, error="RuntimeError: no")])
+    assert "not run" in page
+    assert "RuntimeError: no" in page
+
+
+def test_without_root_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts take root: the message says so, and what to do."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match=r"--link 1gbit .* takes root.* leave --link out"):
+        TwoHosts("1gbit")

@@ -1,0 +1,109 @@
+"""Two emulated hosts on this machine: network namespaces joined by a link of limited rate (Linux, root).
+
+Each host has its own network stack; what one sends the other passes a token bucket (`tc tbf`), each way. Processors and
+memory are shared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+ADDRESS = "10.99.0.1"
+"""The first host's."""
+PORT = 29611
+_BURST, _LATENCY = "256kb", "200ms"
+
+
+class TwoHosts:
+    """Two hosts while it is entered.
+
+    Args:
+        rate: of the link, each way, as `tc` takes it ("200mbit", "1gbit"); "none" leaves it unlimited.
+
+    Raises:
+        SystemExit: this machine cannot make them; the message says what it lacks.
+    """
+
+    def __init__(self, rate: str) -> None:
+        _check_machine(rate)
+        self._rate = rate
+        self._hosts = tuple(f"as{os.getpid()}{letter}" for letter in "ab")
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+        except subprocess.CalledProcessError as error:
+            self._remove()
+            raise SystemExit(
+                f"--link {self._rate}: {' '.join(error.cmd)} says: {error.stderr.strip()}. "
+                "The rate is tc's, such as 200mbit or 1gbit; network namespaces and tbf must be in the kernel."
+            ) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def torchrun(self, python: str, arguments: Sequence[str]) -> int:
+        """Run `torchrun` with one process on each host; the first host's output is shown. Returns its exit status."""
+        other = subprocess.Popen(
+            self._command(1, python, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            return subprocess.run(self._command(0, python, arguments), check=False).returncode
+        finally:
+            _stop(other)
+
+    def _command(self, node: int, python: str, arguments: Sequence[str]) -> list[str]:
+        host = ["ip", "netns", "exec", self._hosts[node], "env", "GLOO_SOCKET_IFNAME=eth0"]
+        launcher = [python, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
+        return [*host, *launcher, f"--master-addr={ADDRESS}", f"--master-port={PORT}", *arguments]
+
+    def _make(self) -> None:
+        cables = [f"v{host}" for host in self._hosts]
+        for host in self._hosts:
+            _run("ip", "netns", "add", host)
+        _run("ip", "link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for index, (host, cable) in enumerate(zip(self._hosts, cables, strict=True)):
+            _run("ip", "link", "set", cable, "netns", host, "name", "eth0")
+            _run("ip", "-n", host, "addr", "add", f"10.99.0.{index + 1}/24", "dev", "eth0")
+            _run("ip", "-n", host, "link", "set", "lo", "up")
+            _run("ip", "-n", host, "link", "set", "eth0", "up")
+        if self._rate == "none":
+            return
+        for host in self._hosts:
+            bucket = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _LATENCY)
+            _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
+
+    def _remove(self) -> None:
+        for host in self._hosts:
+            subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
+
+
+def _check_machine(rate: str) -> None:
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if os.name != "posix" or os.geteuid() != 0 or missing:
+        found = f"missing: {', '.join(missing)}" if missing else "not run as root"
+        raise SystemExit(
+            f"--link {rate} emulates two hosts by Linux network namespaces, which takes root and iproute2 (ip, tc); "
+            f"found: {found}. Run it as root, or leave --link out to measure on loopback."
+        )
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that should end by itself, and end it if it does not."""
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
