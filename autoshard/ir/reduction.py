@@ -6,6 +6,7 @@ The identity of a sum of floating-point numbers is -0.0: `x + -0.0` is `x` bit f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -45,9 +46,12 @@ def _integer_identity(reduction: Reduction, dtype: torch.dtype) -> int:
 
 
 def combine(reduction: Reduction, addends: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The reduction of `addends` (equal shapes), taken in order; for bool a sum is `or`, a product `and`."""
-    operator = _OPERATORS[reduction]
-    result = addends[0]
-    for addend in addends[1:]:
-        result = operator(result, addend)
-    return result
+    """The reduction of `addends` (equal shapes), taken in order; for bool a sum is `or`, a product `and`.
+
+    Sums and products of types narrower than float32 are computed in float32 and rounded once.
+    """
+    operator, dtype = _OPERATORS[reduction], addends[0].dtype
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4 and reduction in (Reduction.SUM, Reduction.PRODUCT)
+    if not is_narrow or len(addends) == 1:
+        return reduce(operator, addends)
+    return reduce(operator, (addend.to(torch.float32) for addend in addends)).to(dtype)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
+from autoshard.runtime.rank_order import reduce_in_rank_order
 
 _FUNCTIONAL = torch.ops._c10d_functional
 _COLLECTIVES = frozenset(
@@ -38,8 +39,8 @@ class ProcessGroups:
     """The process groups along the axes of a torch `DeviceMesh`.
 
     Groups over several axes are made when first asked for, by all ranks in the same order: ranks run the same
-    program text, so they ask alike. `rank` is this process's number on the mesh. On CPUs their communication ends in
-    an error after `timeout_s`.
+    program text, so they ask alike. `rank` is this process's number on the mesh, `on_cpu` says whether it runs on
+    CPUs. There communication ends in an error after `timeout_s`.
     """
 
     def __init__(self, device_mesh: DeviceMesh, timeout_s: float | None = None) -> None:
@@ -48,8 +49,8 @@ class ProcessGroups:
         self._ranks: list[int] = device_mesh.mesh.flatten().tolist()
         self.rank = self._ranks.index(dist.get_rank())
         self._names: dict[str, str] = {}
-        on_cpu = device_mesh.device_type == "cpu"
-        self._timeout = timedelta(seconds=timeout_s) if timeout_s is not None and on_cpu else None
+        self.on_cpu = device_mesh.device_type == "cpu"
+        self._timeout = timedelta(seconds=timeout_s) if timeout_s is not None and self.on_cpu else None
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -85,8 +86,10 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     """A copy of a lowered graph for this rank.
 
     Before → after: group names of mesh axes → of process groups; `axis_index("model")` and the integer
-    arithmetic on it → numbers.
+    arithmetic on it → numbers; on CPUs, reductions → what adds up in the order of ranks (`reduce_in_rank_order`).
     """
+    if groups.on_cpu:
+        graph_module = reduce_in_rank_order(graph_module, groups.mesh)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     coordinates = groups.coordinates

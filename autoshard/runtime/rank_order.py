@@ -1,0 +1,161 @@
+"""Reductions that add the addends of ranks in the order of ranks, for Gloo.
+
+Gloo's reduce-scatter is an all-reduce whose result is cut: it sends twice what it needs to. As an all-to-all and a sum
+of what arrives it sends half. Gloo's all-reduce sums each chunk of its ring from another rank on, so that with three
+ranks or more the bits of an element depend on where in the tensor it lies, and so on the bucket that it travels in. As
+an all-to-all, a sum and an all-gather it sends as much, and each element is summed in the order of ranks, in float32 if
+it is narrower: the simulator's bits. With two ranks there is one order only, and it stays an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.reduction import combine
+from autoshard.ir.spec import Reduction
+
+_c10d = torch.ops._c10d_functional
+_ORDERLESS = (Reduction.MAX, Reduction.MIN)
+
+SMALL_BYTES = 2**12
+"""All-reduces of at most so many bytes gather all addends: one message for each pair, not two."""
+
+
+def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
+    """A copy of a lowered graph whose reductions of floating point numbers add up in the order of ranks.
+
+    Before → after, with any nodes between a start and its wait:
+
+    * `wait(reduce_scatter(x))` → `_reduce(wait(all_to_all(_rows(x))))`;
+    * `wait(all_reduce(x))` on three ranks or more → `_joined(wait(all_gather(_reduce(wait(all_to_all(_rows(x)))))))`,
+      with the all-gather issued midway; a small `x` is gathered whole and reduced at once.
+    """
+    return fx.GraphModule(graph_module, _Rewriter(mesh, graph_module.graph).rewritten())
+
+
+class _Rewriter:
+    """Copies a graph node by node; `midway` holds what is issued behind a node, `finish` what stands for a wait."""
+
+    def __init__(self, mesh: Mesh, old: fx.Graph) -> None:
+        self._mesh = mesh
+        self._nodes = list(old.nodes)
+        self._places = {node: place for place, node in enumerate(self._nodes)}
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, Any] = {}
+        self._finish: dict[fx.Node, Callable[[], fx.Node]] = {}
+        self._midway: dict[fx.Node, list[Callable[[], None]]] = {}
+
+    def rewritten(self) -> fx.Graph:
+        """The new graph."""
+        for node in self._nodes:
+            self._copies[node] = self._copy(node)
+            for issue in self._midway.get(node, ()):
+                issue()
+        return self._graph
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node in self._finish:
+            made = self._finish[node]()
+            made.meta = dict(node.meta)
+            return made
+        if node.target is _c10d.reduce_scatter_tensor.default:
+            return self._start_reduce_scatter(node)
+        if node.target is _c10d.all_reduce.default and self._depends_on_order(node):
+            return self._start_all_reduce(node)
+        return self._graph.node_copy(node, self._copies.__getitem__)
+
+    def _depends_on_order(self, node: fx.Node) -> bool:
+        return node.args[1] not in _ORDERLESS and self._size_of(node) > 2
+
+    def _start_reduce_scatter(self, node: fx.Node) -> fx.Node:
+        value, reduction, size, group = cast(tuple[fx.Node, str, int, str], node.args)
+        shape = self._call(_shape_of_piece, self._copies[value], size)
+        started = self._all_to_all(self._copies[value], size, group)
+        self._finish[_wait_of(node)] = lambda: self._call(_reduce, self._wait(started), reduction, size, shape)
+        return started
+
+    def _start_all_reduce(self, node: fx.Node) -> fx.Node:
+        value, reduction, group = cast(tuple[fx.Node, str, str], node.args)
+        wait, size, operand = _wait_of(node), self._size_of(node), self._copies[value]
+        shape = self._call(_shape_of, operand)
+        if _is_small(value):
+            started = self._all_gather(self._call(_flat, operand), size, group)
+            self._finish[wait] = lambda: self._call(_reduce, self._wait(started), reduction, size, shape)
+            return started
+        started = self._all_to_all(operand, size, group)
+        gathered: list[fx.Node] = []
+
+        def gather() -> None:
+            mine = self._call(_reduce, self._wait(started), reduction, size, (-1,))
+            gathered.append(self._all_gather(mine, size, group))
+
+        middle = self._nodes[(self._places[node] + self._places[wait]) // 2]
+        self._midway.setdefault(middle, []).append(gather)
+        self._finish[wait] = lambda: self._call(_joined, self._wait(gathered[0]), shape)
+        return started
+
+    def _size_of(self, node: fx.Node) -> int:
+        return self._mesh.shards(str(node.args[-1]).split(","))
+
+    def _all_to_all(self, value: fx.Node, size: int, group: Any) -> fx.Node:
+        ones = [1] * size
+        return self._call(_c10d.all_to_all_single.default, self._call(_rows, value, size), ones, ones, group)
+
+    def _all_gather(self, value: fx.Node, size: int, group: Any) -> fx.Node:
+        return self._call(_c10d.all_gather_into_tensor.default, value, size, group)
+
+    def _wait(self, started: fx.Node) -> fx.Node:
+        return self._call(_c10d.wait_tensor.default, started)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        return self._graph.call_function(function, args)
+
+
+def _wait_of(start: fx.Node) -> fx.Node:
+    (wait,) = start.users
+    assert wait.target is _c10d.wait_tensor.default, f"{start} is waited for before it is read"
+    return wait
+
+
+def _is_small(value: fx.Node) -> bool:
+    found = value.meta.get("val")
+    return isinstance(found, Tensor) and found.numel() * found.element_size() <= SMALL_BYTES
+
+
+def _shape_of(value: Tensor) -> torch.Size:
+    return value.shape
+
+
+def _shape_of_piece(value: Tensor, size: int) -> torch.Size:
+    """The shape of one of `size` pieces of dim 0."""
+    return torch.Size((value.shape[0] // size, *value.shape[1:]))
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.reshape(-1)
+
+
+def _rows(value: Tensor, size: int) -> Tensor:
+    """The elements of `value` in `size` rows, and zeros behind them where they do not fill these."""
+    flat = value.reshape(-1)
+    missing = -flat.numel() % size
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(size, -1)
+
+
+def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -> Tensor:
+    """The reduction of `size` pieces, in their order."""
+    pieces = received.view(size, -1).unbind(0)
+    if reduction == "avg":
+        return (combine(Reduction.SUM, pieces) / size).view(shape)
+    return combine(Reduction(reduction), pieces).view(shape)
+
+
+def _joined(gathered: Tensor, shape: torch.Size) -> Tensor:
+    """The tensor whose elements `gathered` begins with."""
+    count = shape.numel()
+    return (gathered if gathered.numel() == count else gathered[:count].contiguous()).view(shape)
