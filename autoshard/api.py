@@ -36,7 +36,7 @@ from autoshard.arguments import (
     checked_constraints,
     split_inputs,
 )
-from autoshard.backends import check_in_place, has_kernels, with_bucketed_updates, wrap_of
+from autoshard.backends import bucketing_of, check_in_place, has_kernels, wrap_of
 from autoshard.cluster import device_of_plans, meshes_of, one_kind
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.fixed_plan import precision_of, read_plan, update_for
@@ -177,7 +177,7 @@ def compile(
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update, timeout_s)
     before = dict(model.named_parameters())
-    finish = with_bucketed_updates if planner.with_kernels and backend == "triton" else None
+    finish = bucketing_of(backend, device)
     engine = make_engine(mesh, device, wrap_of(backend), check_in_place if verify else None, finish, timeout_s)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")

@@ -31,8 +31,12 @@ def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mappi
     verify_in_place(before, after, written)
 
 
-def with_bucketed_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A graph that writes over parameters, with one call of Triton's kernel for many of them."""
-    from passes.lowering.bucket_updates import bucket_updates  # imports triton
+def bucketing_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
+    """What rewrites a graph that writes over parameters: one call, of Triton or of torch, updates many."""
 
-    return bucket_updates(graph_module)
+    def rewrite(graph_module: fx.GraphModule) -> fx.GraphModule:
+        from passes.lowering.bucket_updates import bucket_updates
+
+        return bucket_updates(graph_module, with_triton=backend == "triton" and has_kernels(backend, device))
+
+    return rewrite

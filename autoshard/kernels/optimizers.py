@@ -1,8 +1,9 @@
 """Updates of optimizers as operators: one call for each parameter, with all that it reads and writes.
 
 Each runs the function that torch's own optimizer runs (`torch.optim.sgd.sgd`, `torch.optim.adam.adam`), so a traced
-update is torch's, in the order of its arithmetic. Results are new tensors; `write_in_place` names the twin of each
-operator that writes over its operands instead.
+update is torch's, in the order of its arithmetic, on torch's fused kernels where they take the tensors. Results are new
+tensors; `IN_PLACE` names the twin of each operator that writes over its operands instead, and `MANY` the one that does
+so for many parameters in a call.
 
 Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers change them without another trace:
 
@@ -14,7 +15,8 @@ Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -26,40 +28,45 @@ from torch.optim.sgd import sgd as run_sgd
 
 from autoshard.kernels.library import accumulation_dtype, define
 
+Tensors = list[Tensor]
+
 SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
 
+_SCALED_AT_ONCE = 1 << 26
+"""Bytes of parameters whose gradients are scaled at once, if there is more than one of them."""
 
-def sgd_(param: Tensor, grad: Tensor, scale: Tensor | None, hyper: Tensor, maximize: bool) -> None:
+
+def sgd_(params: Tensors, grads: Tensors, scale: Tensor | None, hyper: Tensor, maximize: bool) -> None:
     """Gradient descent: p -= lr (g + weight_decay p), in place.
 
     Args:
-        param, grad: of one shape and dtype, any dims.
-        scale: scalar that multiplies `grad`, or None.
+        params, grads: as many of each; a gradient has the shape and dtype of its parameter.
+        scale: scalar that multiplies gradients, or None.
         hyper: `SGD_HYPER`, float64 [5].
         maximize: ascend.
     """
-    _run_sgd(param, grad, None, scale, hyper, nesterov=False, maximize=maximize)
+    _run_sgd(params, grads, None, scale, hyper, nesterov=False, maximize=maximize)
 
 
 def momentum_(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor,
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
     scale: Tensor | None,
     hyper: Tensor,
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Gradient descent with momentum, in place; the first step makes the buffer the gradient. See `sgd_`."""
-    _run_sgd(param, grad, momentum_buffer, scale, hyper, nesterov=nesterov, maximize=maximize)
+    """Gradient descent with momentum, in place; the first step makes the buffers the gradients. See `sgd_`."""
+    _run_sgd(params, grads, momentum_buffers, scale, hyper, nesterov=nesterov, maximize=maximize)
 
 
 def adam_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
     scale: Tensor | None,
     hyper: Tensor,
     decoupled: bool,
@@ -68,35 +75,35 @@ def adam_(
     """Adam (Kingma, Ba 2015), or AdamW (Loshchilov, Hutter 2019) if `decoupled`, in place.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: of one shape and dtype, any dims.
-        scale: scalar that multiplies `grad`, or None.
+        params, grads, exp_avgs, exp_avg_sqs: as many of each, of the shape and dtype of the parameter.
+        scale: scalar that multiplies gradients, or None.
         hyper: `ADAM_HYPER`, float64 [6].
         decoupled: weight decay shrinks the parameter itself, not by way of the gradient.
         maximize: ascend.
     """
-    _run_adam(param, grad, exp_avg, exp_avg_sq, [], scale, hyper, decoupled=decoupled, maximize=maximize)
+    _run_adam([params, grads, exp_avgs, exp_avg_sqs], scale, hyper, decoupled=decoupled, maximize=maximize)
 
 
 def amsgrad_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor,
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
     scale: Tensor | None,
     hyper: Tensor,
     decoupled: bool,
     maximize: bool,
 ) -> None:
     """AMSGrad (Reddi, Kale, Kumar 2018), in place; see `adam_`."""
-    state = [max_exp_avg_sq]
-    _run_adam(param, grad, exp_avg, exp_avg_sq, state, scale, hyper, decoupled=decoupled, maximize=maximize)
+    groups = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
+    _run_adam(groups, scale, hyper, decoupled=decoupled, maximize=maximize)
 
 
 def _run_sgd(
-    param: Tensor,
-    grad: Tensor,
-    buffer: Tensor | None,
+    params: Tensors,
+    grads: Tensors,
+    buffers: Tensors | None,
     scale: Tensor | None,
     hyper: Tensor,
     *,
@@ -104,66 +111,85 @@ def _run_sgd(
     maximize: bool,
 ) -> None:
     options = _values(SGD_HYPER, hyper)
-    is_first = options.pop("first") > 0
-    grad = _scaled(grad, scale)
-    buffers: list[Tensor | None] = [None if is_first else buffer]
-    if buffer is None:
+    is_first = options.pop("first") > 0 and buffers is not None
+    if buffers is None:
         options |= {"momentum": 0.0, "dampening": 0.0}
-    fused = _may_fuse(param, grad, buffer) and param.dtype in (torch.float32, torch.float64) and buffers[0] is buffer
-    run_sgd([param], [grad], buffers, foreach=False, fused=fused, nesterov=nesterov, maximize=maximize, **options)
-    made = buffers[0]
-    if buffer is not None and is_first and made is not None:
-        buffer.copy_(made)
+    groups = [params, grads] if buffers is None else [params, grads, buffers]
+    for fused, (some, their_grads, *rest) in _calls(groups, scale, may_fuse=not is_first):
+        held: list[Tensor | None] = list(rest[0]) if rest and not is_first else [None] * len(some)
+        run_sgd(some, their_grads, held, foreach=False, fused=fused, nesterov=nesterov, maximize=maximize, **options)
+        if is_first:
+            for buffer, made in zip(rest[0], held, strict=True):
+                assert made is not None, "the first step makes buffers"
+                buffer.copy_(made)
 
 
 def _run_adam(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sqs: list[Tensor],
-    scale: Tensor | None,
-    hyper: Tensor,
-    *,
-    decoupled: bool,
-    maximize: bool,
+    groups: Sequence[Tensors], scale: Tensor | None, hyper: Tensor, *, decoupled: bool, maximize: bool
 ) -> None:
     options = _values(ADAM_HYPER, hyper)
-    grad = _scaled(grad, scale)
-    fused = _may_fuse(param, grad, exp_avg, exp_avg_sq, *max_exp_avg_sqs)
-    fused = fused and (param.is_cuda or param.dtype in (torch.float32, torch.float64))
-    step = torch.tensor(options.pop("step"), dtype=torch.float32, device=param.device if fused else "cpu")
-    run_adam(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        max_exp_avg_sqs,
-        [step],
-        foreach=False,
-        fused=fused,
-        amsgrad=bool(max_exp_avg_sqs),
-        decoupled_weight_decay=decoupled,
-        maximize=maximize,
-        **options,
-    )
+    taken = options.pop("step")
+    for fused, (params, grads, exp_avgs, exp_avg_sqs, *rest) in _calls(groups, scale):
+        steps = torch.full((len(params),), taken, dtype=torch.float32, device=params[0].device if fused else "cpu")
+        run_adam(
+            *(params, grads, exp_avgs, exp_avg_sqs),
+            rest[0] if rest else [],
+            list(steps.unbind()),
+            foreach=False,
+            fused=fused,
+            amsgrad=bool(rest),
+            decoupled_weight_decay=decoupled,
+            maximize=maximize,
+            **options,
+        )
 
 
 def _values(names: Sequence[str], hyper: Tensor) -> dict[str, Any]:
     return dict(zip(names, hyper.tolist(), strict=True))
 
 
+def _calls(
+    groups: Sequence[Tensors], scale: Tensor | None, *, may_fuse: bool = True
+) -> Iterator[tuple[bool, list[Tensors]]]:
+    """The calls that update parameters, fused or not: of each group the members that a call takes.
+
+    Gradients, the second group, come scaled and in order; scaled ones are copies, so that a call takes few of them.
+    """
+    members = list(zip(*groups, strict=True))
+    fused = [may_fuse and _may_fuse(*member) for member in members]
+    for is_fused in (True, False):
+        chosen = [member for member, flag in zip(members, fused, strict=True) if flag is is_fused]
+        for part in _parts(chosen) if scale is not None else [chosen] if chosen else []:
+            params, grads, *rest = (list(group) for group in zip(*part, strict=True))
+            yield is_fused, [params, [_scaled(grad, scale) for grad in grads], *rest]
+
+
+def _parts(members: Sequence[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Members in order, cut where the parameters of a part would be more than `_SCALED_AT_ONCE` bytes."""
+    part: list[tuple[Tensor, ...]] = []
+    taken = 0
+    for member in members:
+        if part and taken + member[0].nbytes > _SCALED_AT_ONCE:
+            yield part
+            part, taken = [], 0
+        part.append(member)
+        taken += member[0].nbytes
+    if part:
+        yield part
+
+
 def _scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
     return grad.contiguous() if scale is None else (grad * scale).contiguous()
 
 
-def _may_fuse(*tensors: Tensor | None) -> bool:
-    """Whether torch's fused kernels take these: they read memory in order, and know CPUs and CUDA."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return all(
-        tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda") and tensor.is_floating_point()
-        for tensor in given
-    )
+def _may_fuse(param: Tensor, grad: Tensor, *state: Tensor) -> bool:
+    """Whether torch's fused kernels take these: they read memory in order, and know CPUs and CUDA.
+
+    The gradient is put in order for them.
+    """
+    if param.device.type not in ("cpu", "cuda") or (param.is_cpu and param.dtype not in (torch.float32, torch.float64)):
+        return False
+    return all(tensor.is_contiguous() and tensor.is_floating_point() for tensor in (param, *state))
 
 
 def _out_of_place(in_place: Callable[..., None], written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
@@ -196,20 +222,36 @@ def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]
     return fake
 
 
-def _define(
-    name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]
-) -> tuple[OpOverload, OpOverload]:
-    """An update and its twin in place: of `param` and `state`, which come with the gradient between them."""
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An update of one parameter, its twin in place, and the twin that updates many in a call."""
+
+    functional: OpOverload
+    in_place: OpOverload
+    many: OpOverload
+
+
+def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _Update:
+    """An update and its twins: they write `param` and `state`, which come with the gradient between them."""
     tensors = ["param", "grad", *state]
     written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]
     rest = ["Tensor? scale", "Tensor hyper", *(f"bool {flag}" for flag in flags)]
-    plain = ", ".join([*(f"Tensor {tensor}" for tensor in tensors), *rest])
-    letters = dict(zip(written, "abcd", strict=False))
-    mutated = [f"Tensor({letters[i]}!) {t}" if i in letters else f"Tensor {t}" for i, t in enumerate(tensors)]
+
+    def schema(kind: str, plural: str = "", *, writes: bool) -> str:
+        letters = dict(zip(written, "abcd", strict=False)) if writes else {}
+        types = [f"Tensor({letters[i]}!){kind}" if i in letters else f"Tensor{kind}" for i in range(len(tensors))]
+        return ", ".join([*(f"{type_} {name}{plural}" for type_, name in zip(types, tensors, strict=True)), *rest])
+
+    def one(*args: Any) -> None:
+        in_place(*([tensor] for tensor in args[: len(tensors)]), *args[len(tensors) :])
+
     returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
-    update = define(name, f"({plain}) -> {returns}", _out_of_place(in_place, written), _empty(written))
-    twin = define(f"{name}_", f"({', '.join([*mutated, *rest])}) -> ()", in_place, lambda *args: None)
-    return update, twin
+    plain = f"({schema('', writes=False)}) -> {returns}"
+    return _Update(
+        define(name, plain, _out_of_place(one, written), _empty(written)),
+        define(f"{name}_", f"({schema('', writes=True)}) -> ()", one, lambda *args: None),
+        define(f"{name}s_", f"({schema('[]', 's', writes=True)}) -> ()", in_place, lambda *args: None),
+    )
 
 
 def sum_of_squares_reference(x: Tensor) -> Tensor:
@@ -229,7 +271,16 @@ _MOMENTUM = _define("momentum_update", momentum_, ("momentum_buffer",), ("nester
 _ADAM = _define("adam_update", adam_, ("exp_avg", "exp_avg_sq"), ("decoupled", "maximize"))
 _AMSGRAD = _define("amsgrad_update", amsgrad_, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("decoupled", "maximize"))
 
-sgd_update, momentum_update, adam_update, amsgrad_update = (pair[0] for pair in (_SGD, _MOMENTUM, _ADAM, _AMSGRAD))
+_UPDATES = (_SGD, _MOMENTUM, _ADAM, _AMSGRAD)
+sgd_update, momentum_update, adam_update, amsgrad_update = (update.functional for update in _UPDATES)
 
-IN_PLACE: Mapping[OpOverload, OpOverload] = MappingProxyType(dict((_SGD, _MOMENTUM, _ADAM, _AMSGRAD)))
+IN_PLACE: Mapping[OpOverload, OpOverload] = MappingProxyType({item.functional: item.in_place for item in _UPDATES})
 """Each update to its twin, which writes over the operands that the update returns anew: all but the gradient."""
+
+MANY: Mapping[OpOverload, OpOverload] = MappingProxyType({item.in_place: item.many for item in _UPDATES})
+"""Each twin to the one that updates many parameters: it takes a list in the place of each tensor before `scale`."""
+
+
+def tensors_of(many: Any) -> int:
+    """How many lists an operator that updates many parameters takes: of parameters, gradients, and state."""
+    return next(index for index, item in enumerate(many._schema.arguments) if item.name == "scale")

@@ -1,7 +1,8 @@
-"""Update many parameters in one launch, in a graph that writes in place.
+"""Update many parameters in one call, in a graph that writes in place.
 
-Before → after: `adam_update_(p, g, m, v, scale, hyper, ...)` of each parameter → one `triton_adam_updates_([p, ...],
-[g, ...], [m, ...], [v, ...], scale, hyper, ...)` for all whose other arguments and dtypes agree.
+Before → after: `adam_update_(p, g, m, v, scale, hyper, ...)` of each parameter → one `adam_updates_([p, ...], [g, ...],
+[m, ...], [v, ...], scale, hyper, ...)` for all whose other arguments agree; so for SGD and the rest. With Triton's
+kernels, Adam's of alike dtypes become `triton_adam_updates_`.
 
 An update may move, to its bucket, past whatever neither touches the memory that it writes nor writes what it reads: who
 gathers an updated parameter comes behind the bucket, and so does what depends on it. Where the order that is left has a
@@ -12,26 +13,36 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autoshard.kernels.triton_adam import adam_updates_, why_not_adam_updates
+from autoshard.kernels.optimizers import MANY, tensors_of
 from autoshard.runtime.write_in_place import roots_of
 from autoshard.tracing.lazy_module import lazy_module
 from passes.verification.verify_in_place import written_operands
 
-_UPDATE: Any = torch.ops.autoshard.adam_update_.default
-_TENSORS = 4
-"""An update begins with parameter, gradient and both moments."""
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Updates that one call can do.
+
+    Args:
+        target: the operator of that call.
+        nodes: the updates, two or more.
+    """
+
+    target: Any
+    nodes: tuple[fx.Node, ...]
 
 
-def bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that writes in place, with its updates of Adam in buckets; see the module's docstring."""
-    bucket_of = {node: bucket for bucket in _buckets(graph_module.graph) for node in bucket}
-    order = _order(graph_module.graph, bucket_of)
+def bucket_updates(graph_module: fx.GraphModule, *, with_triton: bool = False) -> fx.GraphModule:
+    """A copy of a graph that writes in place, with its updates in buckets; see the module's docstring."""
+    bucket_of = {node: bucket for bucket in _buckets(graph_module.graph, with_triton) for node in bucket.nodes}
+    order = _order(graph_module.graph, bucket_of) if bucket_of else None
     if order is None:
         return graph_module
     graph = fx.Graph()
@@ -45,21 +56,36 @@ def bucket_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
     return lazy_module(graph_module, graph)
 
 
-def _add_bucket(graph: fx.Graph, bucket: Sequence[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> None:
-    tensors = tuple([node.args[index] for node in bucket] for index in range(_TENSORS))
-    args = fx.map_arg((*tensors, *bucket[0].args[_TENSORS:]), copies.__getitem__)
-    graph.create_node("call_function", adam_updates_, args).meta = dict(bucket[0].meta)
+def _add_bucket(graph: fx.Graph, bucket: _Bucket, copies: Mapping[fx.Node, fx.Node]) -> None:
+    first, *_ = bucket.nodes
+    count = tensors_of(bucket.target)
+    tensors = tuple([node.args[index] for node in bucket.nodes] for index in range(count))
+    args = fx.map_arg((*tensors, *first.args[count:]), copies.__getitem__)
+    graph.create_node("call_function", bucket.target, args).meta = dict(first.meta)
 
 
-def _buckets(graph: fx.Graph) -> Iterator[tuple[fx.Node, ...]]:
-    """Updates, two or more, that one launch can do."""
+def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_Bucket]:
     alike: defaultdict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.target is _UPDATE:
-            values = [value for operand in node.args[:_TENSORS] for value in (_value(operand),) if value is not None]
-            if len(values) == _TENSORS and why_not_adam_updates(*([value] for value in values)) is None:
-                alike[(*node.args[_TENSORS:], *(value.dtype for value in values))].append(node)
-    yield from (tuple(nodes) for nodes in alike.values() if len(nodes) > 1)
+        if node.target in MANY:
+            target, dtypes = _target_of(node, with_triton)
+            alike[(target, dtypes, *node.args[tensors_of(target) :])].append(node)
+    for (target, *_), nodes in alike.items():
+        if len(nodes) > 1:
+            yield _Bucket(target, tuple(nodes))
+
+
+def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
+    """The operator that does an update beside others, and the dtypes in which it wants these alike."""
+    many = MANY[node.target]  # type: ignore[index]
+    values = [_value(operand) for operand in node.args[: tensors_of(many)]]
+    if with_triton and node.target is torch.ops.autoshard.adam_update_.default:
+        from autoshard.kernels.triton_adam import adam_updates_, why_not_adam_updates
+
+        known = [value for value in values if value is not None]
+        if len(known) == len(values) and why_not_adam_updates(*([value] for value in known)) is None:
+            return adam_updates_, tuple(value.dtype for value in known)
+    return many, ()
 
 
 def _value(operand: Any) -> Tensor | None:
@@ -69,12 +95,12 @@ def _value(operand: Any) -> Tensor | None:
     return operand.meta.get("val")
 
 
-def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node] | None:
+def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _Bucket]) -> list[fx.Node] | None:
     """The nodes with each bucket at one place, named by its first node; None where there is no such order.
 
     Of what may come next, the earliest node of the graph does.
     """
-    names = {node: bucket_of[node][0] if node in bucket_of else node for node in graph.nodes}
+    names = {node: bucket_of[node].nodes[0] if node in bucket_of else node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
     waits: dict[fx.Node, set[fx.Node]] = {name: set() for name in names.values()}
     for node, needed in _dependences(graph):

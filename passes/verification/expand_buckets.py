@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
-from autoshard.kernels.triton_adam import adam_updates_
+from autoshard.kernels.optimizers import MANY, tensors_of
 from autoshard.tracing.lazy_module import lazy_module
 
-_UPDATE: Any = torch.ops.autoshard.adam_update_.default
+_ONE: Mapping[Any, Any] = MappingProxyType({many: one for one, many in MANY.items()})
+_TRITON_ADAM = "autoshard::triton_adam_updates_"
 
 
 def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with each bucket as the updates that it stands for.
+    """A copy of a graph with each bucket as the updates that it stands for; itself where it has none.
 
     Raises:
-        VerificationError: a bucket has not as many gradients or moments as parameters.
+        VerificationError: a bucket has not as many gradients or state as parameters.
     """
+    ones = {node: one for node in graph_module.graph.nodes for one in (_one_of(node),) if one is not None}
+    if not ones:
+        return graph_module
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
-        if node.target is not adam_updates_:
+        if node in ones:
+            _write_out(graph, node, ones[node], copies)
+        else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            continue
-        *tensors, scale, hyper, decoupled, maximize = fx.map_arg(node.args, copies.__getitem__)
-        if len(set(map(len, tensors))) != 1:
-            counts = ", ".join(str(len(items)) for items in tensors)
-            raise VerificationError(
-                f"bucket {node.name!r} has {counts} parameters, gradients and moments of either kind."
-            )
-        for operands in zip(*tensors, strict=True):
-            graph.create_node("call_function", _UPDATE, (*operands, scale, hyper, decoupled, maximize))
     return lazy_module(graph_module, graph)
+
+
+def _write_out(graph: fx.Graph, node: fx.Node, one: Any, copies: Mapping[fx.Node, fx.Node]) -> None:
+    count = tensors_of(node.target)
+    args: Any = fx.map_arg(node.args, copies.__getitem__)
+    tensors, rest = args[:count], args[count:]
+    if len(set(map(len, tensors))) != 1:
+        counts = ", ".join(str(len(items)) for items in tensors)
+        raise VerificationError(f"bucket {node.name!r} has {counts} parameters, gradients and state of each kind.")
+    for operands in zip(*tensors, strict=True):
+        graph.create_node("call_function", one, (*operands, *rest))
+
+
+def _one_of(node: fx.Node) -> Any:
+    """The update of one parameter that a bucket has many of; None for other nodes."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.name == _TRITON_ADAM:
+        return torch.ops.autoshard.adam_update_.default
+    return _ONE.get(target)

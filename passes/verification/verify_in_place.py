@@ -24,6 +24,7 @@ from autoshard.errors import VerificationError
 from autoshard.ir.aliases import aliased_operands
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.preparation.number_values import Numbering, call_key
+from passes.verification.expand_buckets import expand_buckets
 
 _aten = torch.ops.aten
 _FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({twin: update for update, twin in IN_PLACE.items()})
@@ -42,16 +43,7 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
         VerificationError: a value is read after it was written over, a result is another value or lies elsewhere, or an
             input is written that nothing should be; the message names the node.
     """
-    _Memory(before, _without_buckets(after), written).run()
-
-
-def _without_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with an update of each parameter by itself; triton is imported only for one that has buckets."""
-    if not any(str(node.target).startswith("autoshard.triton_") for node in graph_module.graph.nodes):
-        return graph_module
-    from passes.verification.expand_buckets import expand_buckets
-
-    return expand_buckets(graph_module)
+    _Memory(before, expand_buckets(after), written).run()
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -355,21 +356,24 @@ def check_memory_on_gloo() -> None:
         assert abs(found / predicted - 1) < 0.03, (constraints, found, predicted)
 
 
+UPDATES = {"triton": "triton_adam_updates_", "auto": "adam_updates_"}
+
+
 def check_kernels_on_gloo() -> None:
     """One launch updates each group of parameters, where pieces of them are put together behind it too."""
-    for constraints in (ZERO_1, ZERO_3):
+    for constraints, (backend, name) in product((ZERO_1, ZERO_3), UPDATES.items()):
         made = []
 
-        def record(graph_module: fx.GraphModule, made: list[fx.GraphModule] = made) -> fx.GraphModule:
-            made.append(bucket_updates(graph_module))
+        def record(graph_module: fx.GraphModule, made: list[fx.GraphModule] = made, **options: bool) -> fx.GraphModule:
+            made.append(bucket_updates(graph_module, **options))
             return made[-1]
 
         with mock.patch("passes.lowering.bucket_updates.bucket_updates", record):
-            options = {"constraints": constraints, "backend": "triton", "limit": 0.5}
+            options = {"constraints": constraints, "backend": backend, "limit": 0.5}
             check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
         (update,) = made
         calls = [str(node.target) for node in update.graph.nodes if "adam" in str(node.target)]
-        assert calls == ["autoshard.triton_adam_updates_.default"] * 2  # `check_step` has two groups
+        assert calls == [f"autoshard.{name}.default"] * 2  # `check_step` has two groups
 
 
 def check_inductor_on_gloo() -> None:

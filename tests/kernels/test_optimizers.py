@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.kernels.optimizers import IN_PLACE, sum_of_squares
+from autoshard.kernels import optimizers as module
+from autoshard.kernels.optimizers import IN_PLACE, MANY, sum_of_squares
 from autoshard.kernels.optimizers import adam_update as adam
 from autoshard.kernels.optimizers import amsgrad_update as amsgrad
 from autoshard.kernels.optimizers import momentum_update as momentum
@@ -95,6 +96,56 @@ def test_the_twin_writes_over_its_operands(case: str) -> None:
     for value, reference, other in zip(values, expected, plain, strict=True):
         assert torch.equal(value, reference)
         assert torch.equal(other, reference)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("case", CASES)
+def test_many_are_updated_in_a_call(
+    case: str, scale: float | None, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as by itself, to the bit: those that torch's fused kernels take, and others beside them."""
+    monkeypatch.setattr(module, "_SCALED_AT_ONCE", 100)
+    calls = _recorded(monkeypatch)
+    _, options, operator, hyper, states, flags = CASES[case]
+    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+    values = [[torch.linspace(-1, 1, 15).view(5, 3).to(kind) for kind in kinds]]
+    values += [[torch.full((5, 3), 0.0 if first else 0.25, dtype=kind) for kind in kinds] for _ in range(states)]
+    for group in values:
+        group[3] = group[3].t().contiguous().t()
+    grads = [_gradients(kind)[index] for index, kind in enumerate(kinds)]
+    factor = None if scale is None else torch.tensor(scale)
+    rest = (factor, hyper(options, 0 if first else 2), *flags)
+    expected = [operator(values[0][i], grads[i], *(group[i] for group in values[1:]), *rest) for i in range(4)]
+    kept = [[tensor.data_ptr() for tensor in group] for group in values]
+    calls.clear()
+    MANY[IN_PLACE[operator]](values[0], grads, *values[1:], *rest)
+    assert [[tensor.data_ptr() for tensor in group] for group in values] == kept
+    for index, results in enumerate(expected):
+        results = [results] if isinstance(results, Tensor) else results
+        tolerance = 0.0 if index < 3 else 1e-6  # the one that does not lie in order is not fused
+        for group, result in zip(values, results, strict=True):
+            torch.testing.assert_close(group[index], result, rtol=tolerance, atol=tolerance)
+    if first and operator is momentum:
+        assert not any(fused for fused, _ in calls)
+    else:
+        assert sum(count for fused, count in calls if fused) == 2  # float32 and float64 in order
+    assert sum(count for _, count in calls) == 4
+    assert len(calls) <= 2 if scale is None else len(calls) > 2
+
+
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """The calls of torch's functions from now on: whether fused, and how many parameters."""
+    calls: list[tuple[bool, int]] = []
+    for name in ("run_sgd", "run_adam"):
+        own = getattr(module, name)
+
+        def run(params: list[Tensor], *args: Any, own: Any = own, **options: Any) -> None:
+            calls.append((options["fused"], len(params)))
+            own(params, *args, **options)
+
+        monkeypatch.setattr(module, name, run)
+    return calls
 
 
 @pytest.mark.parametrize("case", CASES)
