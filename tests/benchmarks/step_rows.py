@@ -23,9 +23,10 @@ Found = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One contender: median step time, bytes that a rank received in a step, peak memory of a rank, collectives."""
+    """One contender: median step time and processor time, received bytes in a step, peak memory, collectives."""
 
     step_s: float
+    cpu_s: float
     received_bytes: int
     peak_bytes: int | None
     collectives: Mapping[str, int]
@@ -121,6 +122,7 @@ def fill(row: Row, comparison: Comparison, found: Found, peaks: Mapping[str, int
 def _side(found: Mapping[str, Any], peak_bytes: int | None) -> Side:
     return Side(
         step_s=statistics.median(found["times_s"]),
+        cpu_s=statistics.median(found["cpu_s"]),
         received_bytes=found["received_bytes"],
         peak_bytes=peak_bytes,
         collectives=found["collectives"],
@@ -163,7 +165,8 @@ def markdown(rows: Sequence[Row]) -> str:
         f"{sum(ratio <= 1 for ratio in memory)} of {len(memory)} our peak memory is at most the rival's.",
         "",
         "Two ranks of one thread, each pinned to a core, or one rank; contenders in turns, round after round, in one "
-        "process group. ms: medians of the slowest rank. ratio: median of paired ratios, its quartiles behind it. MB: "
+        "process group. ms: medians of the slowest rank; CPU ms: what the first rank worked, its communication threads "
+        "included, which other processes disturb less. ratio: median of paired ratios, its quartiles behind it. MB: "
         "received by a rank in a step. MiB: peak of a rank, each contender in processes of its own. Load: of the "
         "machine when the case began, other processes included.",
     ]
@@ -172,7 +175,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_HEAD = ("case", "ours", "rival", "target", "ratio", "met", "ms", "MB", "MiB", "commit, date, load")
+_HEAD = ("case", "ours", "rival", "target", "ratio", "met", "ms", "CPU ms", "MB", "MiB", "commit, date, load")
 
 
 def _table(rows: Iterable[Row]) -> list[str]:
@@ -183,7 +186,7 @@ def _table(rows: Iterable[Row]) -> list[str]:
 def _cells(row: Row) -> list[str]:
     case = [f"{row.model}, {row.tokens} x {row.batch}", row.ours, row.rival, f"{row.target:.2f}"]
     if row.ratio is None or row.our_side is None or row.rival_side is None or row.quartiles is None:
-        return [*case, "", f"error: {row.error}" if row.error else "not run", "", "", "", _source(row)]
+        return [*case, "", f"error: {row.error}" if row.error else "not run", *[""] * 4, _source(row)]
     low, high = row.quartiles
     ours, rival = row.our_side, row.rival_side
     fastest = "" if row.fastest == row.rival else f" ({row.fastest})"
@@ -193,6 +196,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.ratio:.2f} ({low:.2f} to {high:.2f})",
         f"error: {row.error}" if row.error else "yes" if row.is_met else "no",
         f"{ours.step_s * 1e3:.0f} / {rival.step_s * 1e3:.0f}{fastest}",
+        f"{ours.cpu_s * 1e3:.0f} / {rival.cpu_s * 1e3:.0f}",
         f"{ours.received_bytes / 1e6:.2f} / {rival.received_bytes / 1e6:.2f}",
         peaks,
         _source(row),

@@ -103,7 +103,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo")
     case = Case(**order["case"])
     batches = make_batches(case, _BATCHES)
-    found: dict[str, Any] = {name: {"times_s": []} for name in order["contenders"]}
+    found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in order["contenders"]}
     steps = {}
     for name, result in found.items():
         started = time.perf_counter()
@@ -120,7 +120,9 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         return found
     for index in range(order["rounds"]):
         for name in list(steps) if index % 2 else list(steps)[::-1]:
+            worked = time.process_time()
             found[name]["times_s"].append(time_of(steps[name], batches[index % _BATCHES]))
+            found[name]["cpu_s"].append(time.process_time() - worked)
     for name, step in steps.items():
         found[name]["received_bytes"] = _maximum(_received_in(step, batches[0]))
         found[name]["collectives"] = _collectives(step, batches[0])

@@ -15,7 +15,7 @@ from tests.benchmarks.two_hosts import TwoHosts
 
 def found_of(times_s: list[float], loss: float = 1.0) -> dict[str, Any]:
     """What a rank says of one contender."""
-    return {"times_s": times_s, "received_bytes": 10, "collectives": {}, "loss": loss}
+    return {"times_s": times_s, "cpu_s": times_s, "received_bytes": 10, "collectives": {}, "loss": loss}
 
 
 def test_every_case_has_a_row_for_each_rival() -> None:
