@@ -16,6 +16,7 @@ NAMESPACE = "autoshard"
 
 # Operators live as long as the library object that defined them.
 _LIBRARY = Library(NAMESPACE, "FRAGMENT")
+_IMPLEMENTATIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {}
 
 
 def define(
@@ -35,7 +36,14 @@ def define(
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _IMPLEMENTATIONS[overload] = implementation
+    return overload
+
+
+def implementation_of(overload: torch._ops.OpOverload) -> Callable[..., object]:
+    """The function in plain PyTorch that an operator of this library runs."""
+    return _IMPLEMENTATIONS[overload]
 
 
 def differentiate(

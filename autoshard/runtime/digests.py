@@ -43,11 +43,11 @@ def digest_of_words(words: torch.Tensor) -> torch.Tensor:
     """The digest of a row of words: a 0-dim int64 tensor where the words are."""
     count = words.numel()
     if count <= _BLOCK:
-        return (words * table_on(words.device)[:count]).sum()
+        return (words * table_on(words.device).narrow(0, 0, count)).sum()
     whole = count // _BLOCK * _BLOCK
-    rows = words[:whole].view(-1, _BLOCK).split(_AT_ONCE)
+    rows = words.narrow(0, 0, whole).view(-1, _BLOCK).split(_AT_ONCE)
     blocks = [(some * table_on(words.device)).sum(1) for some in rows]
-    return digest_of_words(torch.cat([*blocks, digest_of_words(words[whole:]).reshape(1)]))
+    return digest_of_words(torch.cat([*blocks, digest_of_words(words.narrow(0, whole, count - whole)).reshape(1)]))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
@@ -64,7 +64,7 @@ def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
     rows = min(_PIECES, most)
     width, length = most // rows, count // rows
     start = turn * width % (length - width + 1)
-    return words[: rows * length].view(rows, length)[:, start : start + width].reshape(-1)
+    return words.narrow(0, 0, rows * length).view(rows, length).narrow(1, start, width).reshape(-1)
 
 
 def digest_of_text(text: str) -> int:

@@ -6,6 +6,7 @@ import torch
 
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
+_CPU = torch.device("cpu")
 
 
 class SeedSequence:
@@ -46,9 +47,10 @@ class SeedSequence:
         base, count = (torch.initial_seed(), 0) if self.is_outdated else (self.base, self.count)
         return f"{base}{f', from which {count} calls have drawn' if count else ''}"
 
-    def peek(self) -> torch.Tensor:
-        """The next seed, a 0-dim int64 tensor, which stays the next."""
-        return torch.tensor(_mix(self.base + (self.count + 1) * _GOLDEN) >> 1, dtype=torch.int64)
+    def peek(self, device: torch.device = _CPU) -> torch.Tensor:
+        """The next seed, a 0-dim int64 tensor, which stays the next; the device gets it as an argument of a kernel."""
+        seed = _mix(self.base + (self.count + 1) * _GOLDEN) >> 1
+        return torch.full((), seed, dtype=torch.int64, device=device)
 
     def draw(self) -> torch.Tensor:
         """The next seed."""

@@ -424,7 +424,7 @@ class ShardedModule(nn.Module):
     def _next_seed(self) -> torch.Tensor:
         """What the call will draw if its program draws a seed."""
         self._renew_seeds()
-        return self.seeds.peek().to(self._engine.device)
+        return self.seeds.peek(self._engine.device)
 
     def _renew_seeds(self) -> None:
         if self.seeds.is_outdated:

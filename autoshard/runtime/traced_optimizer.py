@@ -56,24 +56,66 @@ def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str,
     return None
 
 
-def describe_update(optimizer: torch.optim.Optimizer, names: Mapping[int, str], max_grad_norm: float | None) -> Update:
+class StepsTaken:
+    """Steps that the state of each parameter has seen; of SGD, 0 before the first and 1 after it.
+
+    A count on an accelerator is read once, which waits for the device, and followed from then on.
+
+    Args:
+        optimizer: one that is traced.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._read: dict[torch.Tensor, tuple[torch.Tensor, int, float]] = {}
+
+    def of(self, parameter: torch.Tensor) -> float:
+        """The steps of a parameter."""
+        state = self._optimizer.state.get(parameter, {})
+        if isinstance(self._optimizer, torch.optim.SGD):
+            return float(state.get("momentum_buffer") is not None)
+        step = state.get("step", 0.0)
+        if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
+            return float(step)
+        read, version, steps = self._read.get(parameter, (None, 0, 0.0))
+        return steps if read is step and version == step._version else self._remember(parameter, step, float(step))
+
+    def count(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> None:
+        """Count one step more, as torch's optimizers do; `options` are those of the parameter's group."""
+        steps, state = self.of(parameter) + 1.0, self._optimizer.state[parameter]
+        state["step"] = step = _counted(state.get("step"), options, parameter)
+        if step.device.type != "cpu":
+            self._remember(parameter, step, steps)
+
+    def _remember(self, parameter: torch.Tensor, step: torch.Tensor, steps: float) -> float:
+        self._read[parameter] = (step, step._version, steps)
+        return steps
+
+
+def describe_update(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    max_grad_norm: float | None,
+    steps_taken: StepsTaken | None = None,
+) -> Update:
     """What an optimizer does, as data; parameters of a group that have taken unequally many steps are told apart.
 
     Args:
         optimizer: one that is traced.
         names: the name of each parameter by `id`.
         max_grad_norm: see `Update`.
+        steps_taken: counts that were read before; default: they are read now.
 
     Raises:
         TraceError: the optimizer has a parameter without a name.
     """
     check_parameters(optimizer, names)
+    steps_taken = steps_taken or StepsTaken(optimizer)
     groups = []
     for options in optimizer.param_groups:
         members: dict[float, list[str]] = {}
         for parameter in options["params"]:
-            steps = _steps_taken(optimizer, parameter)
-            members.setdefault(steps, []).append(names[id(parameter)])
+            members.setdefault(steps_taken.of(parameter), []).append(names[id(parameter)])
         rule = _rule_of(optimizer, options)
         groups += [UpdateGroup(rule, tuple(found)) for found in members.values()]
     return Update(type(optimizer).__name__, tuple(groups), max_grad_norm)
@@ -98,14 +140,6 @@ def _rule_of(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Up
     return UpdateRule("adam_update", moments, (decoupled, maximize), _ADAM_HYPER)
 
 
-def _steps_taken(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> float:
-    """Steps that a parameter's state has seen; of SGD, 0 before the first and 1 after it."""
-    state = optimizer.state.get(parameter, {})
-    if isinstance(optimizer, torch.optim.SGD):
-        return float(state.get("momentum_buffer") is not None)
-    return float(state.get("step", 0.0))
-
-
 class TracedState:
     """The state of an optimizer as the inputs and outputs of programs.
 
@@ -117,6 +151,7 @@ class TracedState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, engine: Engine) -> None:
         self.optimizer = optimizer
+        self.steps_taken = StepsTaken(optimizer)
         self._model = model
         self._engine = engine
 
@@ -141,8 +176,7 @@ class TracedState:
         if not isinstance(self.optimizer, torch.optim.SGD):
             options = {id(item): group for group in self.optimizer.param_groups for item in group["params"]}
             for parameter in map(self._model.get_parameter, sorted(executable.updated_parameters)):
-                state = self.optimizer.state[parameter]
-                state["step"] = _counted(state.get("step"), options[id(parameter)], parameter)
+                self.steps_taken.count(parameter, options[id(parameter)])
         for (kind, name), tensor in held.items():
             if kind == InputKind.STATE:
                 state_name, _, owner = name.partition(":")
@@ -160,7 +194,7 @@ class TracedState:
         name = next(name for name in group.parameters if name in executable.updated_parameters)
         parameter = self._model.get_parameter(name)
         options = dict(self._options(parameter))
-        steps = _steps_taken(self.optimizer, parameter)
+        steps = self.steps_taken.of(parameter)
         if isinstance(self.optimizer, torch.optim.SGD):
             options["first"] = float(steps == 0)
         else:
@@ -180,4 +214,4 @@ def _counted(step: Any, options: Mapping[str, Any], parameter: torch.Tensor) -> 
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     on_device = bool(options.get("capturable") or options.get("fused"))
     device = parameter.device if on_device else torch.device("cpu")
-    return torch.tensor(1.0 if step is None else float(step) + 1.0, dtype=dtype, device=device)
+    return torch.full((), 1.0 if step is None else float(step) + 1.0, dtype=dtype, device=device)

@@ -87,7 +87,7 @@ class TracedStep:
 
     def _update(self) -> Update:
         names = names_of(self._sharded.named_parameters())
-        return describe_update(self._state.optimizer, names, self._max_grad_norm)
+        return describe_update(self._state.optimizer, names, self._max_grad_norm, self._state.steps_taken)
 
     def _run_forward_of(self, parts: Sequence[Part], task: Task, update: Update, running: _Running) -> None:
         """Keep a micro-batch's share of the loss, and what its backward needs."""

@@ -1,0 +1,134 @@
+"""A compiled training step on CUDA waits for no value and moves nothing between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM, ViTConfig, ViTForImageClassification
+
+from autoshard import P, PartitionSpec
+from tests.end_to_end.fake_cuda import DeviceUse, fake_world
+from tests.end_to_end.layouts import FULLY_SHARDED, TENSOR
+from tests.end_to_end.models import LENGTH, VOCABULARY, bert, gpt2, llama
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+
+Made = tuple[nn.Module, dict[str, Any]]
+
+
+def vit() -> Made:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
+        num_labels=8, hidden_dropout_prob=0.0, attn_implementation="sdpa",
+    )  # fmt: skip
+    images = torch.zeros(8, 3, 16, 16, dtype=torch.bfloat16)
+    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.zeros(8, dtype=torch.int64)}
+
+
+def mixtral() -> Made:
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    tokens = torch.zeros(8, LENGTH, dtype=torch.int64)
+    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def bert_without_padding() -> Made:
+    model, batch = bert()
+    return model, {name: item for name, item in batch.items() if name != "attention_mask"}
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "gpt2": gpt2, "llama": llama, "bert": bert_without_padding, "vit": vit, "mixtral": mixtral,
+}  # fmt: skip
+DATA: dict[str, PartitionSpec] = {"input:*": P("data")}
+SHARDED: dict[str, dict[str, PartitionSpec]] = {
+    **FULLY_SHARDED,
+    "vit": {"*_proj.weight": P("data", "model"), "*.fc[12].weight": P("data", "model")},
+    "mixtral": {"model.embed_tokens.weight": P(("data", "model")), "*_proj*": P("data", "model")},
+}
+TENSOR_PARALLEL: dict[str, dict[str, PartitionSpec]] = {
+    **TENSOR,
+    "vit": {
+        "*.[qkv]_proj.weight": P("model"),
+        "*.o_proj.weight": P(None, "model"),
+        "*.fc1.weight": P("model"),
+        "*.fc2.weight": P(None, "model"),
+    },
+    "mixtral": {
+        "*.self_attn.[qkv]_proj.weight": P("model"),
+        "*.self_attn.o_proj.weight": P(None, "model"),
+        "*.experts.gate_up_proj": P(None, "model"),
+        "*.experts.down_proj": P(None, None, "model"),
+    },
+}
+ON_TWO = {"data": {"data": 2, "model": 1}, "sharded": {"data": 2, "model": 1}, "tensor": {"data": 1, "model": 2}}
+ON_FOUR = {"data": 2, "model": 2}
+BATCH = 4096
+"""Sequences that are so many that every plan shares out their work; they are fake, so they cost nothing."""
+
+
+def _constraints(name: str, layout: str) -> dict[str, PartitionSpec]:
+    parameters = {"data": {}, "sharded": SHARDED[name], "tensor": TENSOR_PARALLEL[name]}[layout]
+    return {**({} if layout == "tensor" else DATA), **parameters}
+
+
+def _use(name: str, sizes: dict[str, int], layout: str, made: Made | None = None, **options: Any) -> DeviceUse:
+    """What a step of a model does on a mesh, once it has run."""
+    model, batch = made or MODELS[name]()
+    batch = {key: torch.empty((BATCH, *item.shape[1:]), dtype=item.dtype) for key, item in batch.items()}
+    with fake_world(sizes) as world:
+        return world.use_of(world.step(model, constraints=_constraints(name, layout), **options), batch)
+
+
+def _assert_free(use: DeviceUse) -> None:
+    assert not use.waits
+    assert not use.moves
+    assert not use.large_on_cpu
+    assert any(name.startswith("_c10d_functional") for name in use.operators)
+
+
+@pytest.mark.parametrize("layout", ON_TWO)
+def test_a_step_waits_for_nothing(layout: str) -> None:
+    """GPT-2 on two ranks, every call compared among them; its kernels are torch's fused ones."""
+    use = _use("gpt2", ON_TWO[layout], layout)
+    _assert_free(use)
+    flash = "aten._scaled_dot_product_flash_attention"
+    assert {flash, f"{flash}_backward", "aten._fused_adamw_", "aten.native_layer_norm"} <= use.operators.keys()
+    assert not use.operators.keys() & {"aten.bmm", "aten._softmax"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0}, {"optimizer": torch.optim.SGD}]
+)
+def test_no_seed_norm_or_count_of_steps_is_read(options: dict[str, Any]) -> None:
+    """Dropout draws its seed on the device, clipping scales there, and steps are counted without being read."""
+    _assert_free(_use("gpt2", ON_TWO["data"], "data", gpt2(dropout=0.1), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [None, ON_FOUR], ids=["2", "4"])
+@pytest.mark.parametrize("layout", ON_TWO)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_model_waits(name: str, layout: str, sizes: dict[str, int] | None) -> None:
+    """Transformers and a mixture of experts: data-parallel, fully sharded, tensor-parallel, on two and four ranks."""
+    use = _use(name, sizes or ON_TWO[layout], layout)
+    _assert_free(use)
+    assert "aten._scaled_dot_product_flash_attention_backward" in use.operators
+
+
+def test_what_waits_is_seen() -> None:
+    """A value that is read, a copy from the device, and one to it."""
+    with fake_world({"data": 2}) as world:
+        x = world.on_cuda(torch.zeros(()))
+        with world.fakes, DeviceUse() as use:
+            torch.ops.aten._local_scalar_dense(x)
+            x.cpu()
+            torch.zeros(128).to(x.device)
+    assert (len(use.waits), len(use.moves), len(use.large_on_cpu)) == (1, 2, 1)
