@@ -24,6 +24,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.lowering.lower import Lower, result_key
+from passes.lowering.name_communicators import NameCommunicators
 from passes.lowering.select_kernels import SelectKernels
 from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
@@ -339,9 +340,9 @@ def lower_program(
     passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes, plan.offload.nodes))
     prepared = prepare_for(program, plan) if on_pass is None else _run(passes, program, on_pass)
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
-    select = (SelectKernels(),) if with_native else ()
+    last = (*((SelectKernels(),) if with_native else ()), NameCommunicators())
     if not with_kernels:
-        return _run((SplitPhases(), *select), lowered, on_pass)
+        return _run((SplitPhases(), *last), lowered, on_pass)
     from passes.lowering.fuse_kernels import FuseKernels
     from passes.lowering.generate_kernels import GenerateKernels
 
@@ -350,7 +351,7 @@ def lower_program(
     if on_pass is not None:
         on_pass(SplitPhases(), fused, phased)
     generated = (GenerateKernels(None if cluster is None else cluster.device),) if with_generated else ()
-    return _run((*generated, *select), phased, on_pass)
+    return _run((*generated, *last), phased, on_pass)
 
 
 def plan_of_choice(

@@ -1,8 +1,8 @@
 """Lowered programs: what each rank runs.
 
 The graph of a `LoweredProgram` is a torch.fx graph over local tensors with explicit collectives
-(`torch.ops._c10d_functional`, whose group name is a mesh axis). One text serves all ranks. Node metadata: `val`
-(local), `spec`, `global` (the traced node it stands for), `phase`.
+(`torch.ops._c10d_functional`, whose group `autoshard.ir.communicators` names). One text serves all ranks. Node
+metadata: `val` (local), `spec`, `global` (the traced node it stands for), `phase`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process groups of a mesh, under the names that lowered programs use for them.
 
-A lowered program names a group by the mesh axes it runs along, major to minor, joined by commas: "model", or
-"data,model". `bind` writes a rank's own process groups and place on the mesh into a copy of such a graph,
-which torch's functional collectives can then run.
+A lowered program names a group by the mesh axes it runs along and by what it is for (`autoshard.ir.communicators`):
+"model", "data,model", or "data/gradients". `bind` writes a rank's own process groups and place on the mesh into a copy
+of such a graph, which torch's functional collectives can then run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.rank_order import reduce_in_rank_order
@@ -38,9 +39,10 @@ _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
 class ProcessGroups:
     """The process groups along the axes of a torch `DeviceMesh`.
 
-    Groups over several axes are made when first asked for, by all ranks in the same order: ranks run the same
-    program text, so they ask alike. `rank` is this process's number on the mesh, `on_cpu` says whether it runs on
-    CPUs. There communication ends in an error after `timeout_s`.
+    Groups over several axes, and those of a purpose, are made when first asked for, by all ranks in the same order:
+    ranks run the same program text, so they ask alike. There are at most three for each set of axes. `rank` is this
+    process's number on the mesh, `on_cpu` says whether it runs on CPUs. There communication ends in an error after
+    `timeout_s`.
     """
 
     def __init__(self, device_mesh: DeviceMesh, timeout_s: float | None = None) -> None:
@@ -57,29 +59,31 @@ class ProcessGroups:
         """This rank's index along each axis."""
         return self.mesh.coordinates(self.rank)
 
-    def name(self, axes: str) -> str:
-        """The name, known to torch, of this rank's process group along `axes` (joined by commas)."""
-        if axes not in self._names:
-            self._names[axes] = self._group(tuple(axes.split(","))).group_name
-        return self._names[axes]
+    def name(self, group: str) -> str:
+        """The name, known to torch, of this rank's process group for a group of a lowered program."""
+        if group not in self._names:
+            self._names[group] = self._group(group).group_name
+        return self._names[group]
 
-    def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        if len(axes) == 1:
-            return self._device_mesh.get_group(axes[0])
+    def _group(self, name: str) -> dist.ProcessGroup:
+        axes = group_axes(name)
+        if name in self.mesh.axis_names:
+            return self._device_mesh.get_group(name)
+        backend = dist.get_backend(self._device_mesh.get_group(axes[0]))
         mine: dist.ProcessGroup | None = None
         for members in self.mesh.groups(*axes):
-            group = _new_group([self._ranks[member] for member in members], self._timeout)
+            group = _new_group([self._ranks[member] for member in members], self._timeout, backend)
             if self.rank in members:
                 mine = group
         assert mine is not None, f"rank {self.rank} is in no group along {axes}"
         return mine
 
 
-def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
     """A group in which `ranks` are numbered in the given order; torch below 2.13 numbers them by rank only."""
     if ranks == sorted(ranks):
-        return cast(dist.ProcessGroup, dist.new_group(ranks, timeout))
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, sort_ranks=False))
+        return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend))
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend, sort_ranks=False))
 
 
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from autoshard.ir.communicators import group_axes
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction
@@ -100,7 +101,7 @@ class _Rewriter:
         return started
 
     def _size_of(self, node: fx.Node) -> int:
-        return self._mesh.shards(str(node.args[-1]).split(","))
+        return self._mesh.shards(group_axes(str(node.args[-1])))
 
     def _all_to_all(self, value: fx.Node, size: int, group: Any) -> fx.Node:
         ones = [1] * size

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.errors import AutoshardError
+from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import running_at
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import combine
@@ -38,8 +39,8 @@ def simulate(
     """Run `program` for every rank of `mesh`, without gradients.
 
     Args:
-        program: a lowered program, or the graph of one that has no attributes; the group name of its collectives is a
-            mesh axis, or several joined by ",".
+        program: a lowered program, or the graph of one that has no attributes; its collectives have groups that
+            `autoshard.ir.communicators` names.
         mesh: the mesh.
         inputs: for each placeholder, each rank's value. Ranks that hold copies should be given the same
             object.
@@ -142,7 +143,7 @@ class _Run:
         name = node.args[-1]
         if not isinstance(name, str):
             raise AutoshardError(f"node {node.name!r}: a group is named by mesh axes, found group_name={name!r}.")
-        return self.mesh.groups(*name.split(","))
+        return self.mesh.groups(*group_axes(name))
 
 
 _Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 
 from autoshard.ir.program import Program
 from autoshard.tracing.lazy_module import lazy_module
@@ -40,6 +41,27 @@ def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx
         if node.op == "call_function":
             copied.target = targets.get(node.target, node.target)
     return lazy_module(graph_module, graph)
+
+
+def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) -> fx.GraphModule:
+    """The same graph with each collective in the group that `name` gives it; itself where these are the groups."""
+    names = {node: name(node) for node in graph_module.graph.nodes if is_collective(node)}
+    if all(node.args[-1] == given for node, given in names.items()):
+        return graph_module
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copied = environment[node] = graph.node_copy(node, environment.__getitem__)
+        copied.meta = dict(node.meta)
+        if node in names:
+            copied.args = (*copied.args[:-1], names[node])
+    return lazy_module(graph_module, graph)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node is a collective: a call of `_c10d_functional` with a group, unlike a wait."""
+    target = node.target
+    return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and len(node.args) > 1
 
 
 def _restore_names(environment: dict[fx.Node, fx.Node]) -> None:

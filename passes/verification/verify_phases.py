@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autoshard.errors import VerificationError
+from autoshard.ir.communicators import without_purpose
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import to_host
 from passes.preparation.number_values import Numbering, number_graph
-from passes.preparation.rewriting import with_targets
+from passes.preparation.rewriting import with_groups, with_targets
 from passes.verification.verify_offload import verify_offload
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
@@ -64,13 +65,18 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without kernels; triton is imported only for one that has some of it."""
-    graph_module = with_targets(graph_module, SEMANTIC)
+    """The graph without kernels and purposes of groups; triton is imported only for one that has some of it."""
+    graph_module = with_targets(_without_purposes(graph_module), SEMANTIC)
     if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
         return graph_module
     from passes.verification.expand_kernels import expand_kernels
 
     return expand_kernels(graph_module)
+
+
+def _without_purposes(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with one communicator for each axis; what is sent over it does not depend on its name."""
+    return with_groups(graph_module, lambda node: without_purpose(str(node.args[-1])))
 
 
 def _check_parts(phased: PhasedProgram) -> None:

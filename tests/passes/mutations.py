@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.errors import AutoshardError
+from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import axis_index
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.mesh import Mesh
@@ -127,7 +128,7 @@ def move_collective_to_other_axis(graph: fx.Graph, random: Random, mesh: Mesh) -
     node = pick(graph, random, lambda node: node.target in COLLECTIVES)
     if node is None or len(mesh.axes) < 2:
         return None
-    other = random.choice([axis for axis in mesh.axis_names if axis != node.args[-1]])
+    other = random.choice([axis for axis in mesh.axis_names if axis not in group_axes(node.args[-1])])
     node.args = (*node.args[:-1], other)
     return f"{node} over {other}"
 

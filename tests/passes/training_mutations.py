@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
 from tests.passes.mutations import REDUCING, Mutation, alike, insert, is_tensor, local_value, pick
@@ -49,7 +50,7 @@ def average_instead_of_sum(graph: fx.Graph, random: Random, mesh: Mesh) -> str |
     if wait is None:
         return None
     reduction: Any = wait.args[0]
-    insert(graph, wait, aten.div.Scalar, mesh.axis_size(reduction.args[-1]))
+    insert(graph, wait, aten.div.Scalar, mesh.shards(group_axes(reduction.args[-1])))
     return f"the mean of {reduction}"
 
 

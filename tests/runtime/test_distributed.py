@@ -23,12 +23,14 @@ from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.optimizer_state import rebind_optimizer
-from autoshard.runtime.process_groups import bind
+from autoshard.runtime.process_groups import ProcessGroups, bind
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.handmade import WIDTH, HandCompiler, TwoLayers
 from tests.runtime.processes import report, run_checks
+
+funcol = torch.ops._c10d_functional
 
 
 def device_mesh(shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
@@ -48,6 +50,18 @@ def batch(size: int = 4) -> torch.Tensor:
 def assert_same_gradients(plain: nn.Module, sharded: nn.Module) -> None:
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), parameter.grad)
+
+
+def check_each_purpose_has_its_communicator() -> None:
+    """Along the same ranks, in the same order, made once."""
+    groups = ProcessGroups(device_mesh())
+    names = ["data", "data/gradients", "data/parameters", "data,model/gradients"]
+    found = [groups.name(name) for name in names]
+    assert len({*found, groups.name("model")}) == 5
+    assert [groups.name(name) for name in names] == found
+    for name in found[:3]:
+        result = funcol.wait_tensor.default(funcol.all_gather_into_tensor.default(torch.tensor([groups.rank]), 2, name))
+        assert result.tolist() == [groups.rank % 2, groups.rank % 2 + 2]
 
 
 def check_loss_and_gradients() -> None:

@@ -1,0 +1,98 @@
+"""Give collectives of unlike purposes communicators of their own, so that a wait does not wait for what went before.
+
+Before → after, by the group's name (`autoshard.ir.communicators`):
+
+* of a gather of what is computed from parameters alone, `"data"` → `"data/parameters"`; in the update, of any gather;
+* of a reduction whose result the backward only returns (a gradient of a parameter, as it is handed out or carried into
+  the update), `"data"` → `"data/gradients"`; in the update, of any reduction.
+
+All others (tensor and sequence parallelism, losses) keep the axis' own. The names are the same on all ranks, as the
+text is, and no number depends on them: `verify_phases` reads each as that of its axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from autoshard.ir.communicators import Purpose, for_purpose
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.program import InputKind
+from passes.preparation.rewriting import with_groups
+
+_c10d = torch.ops._c10d_functional
+_GATHERS = (_c10d.all_gather_into_tensor.default,)
+_REDUCTIONS = (_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default)
+
+
+@dataclass(frozen=True, slots=True)
+class NameCommunicators:
+    """See the module's docstring."""
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with each collective on the communicator of its purpose."""
+        inputs = phased.lowered.inputs
+        held = [inputs[index].slot.kind is InputKind.PARAMETER for index in phased.forward_inputs]
+        known = _computed_from(_chosen(phased.forward, held), phased.forward.graph)
+        saved = _results(phased.forward)[len(phased.forward_outputs) :]
+        kept = _computed_from(_chosen(phased.backward, [node in known for node in saved]), phased.backward.graph)
+        update = phased.update
+        return replace(
+            phased,
+            forward=_named(phased.forward, known, ()),
+            backward=_named(phased.backward, kept, _only_returned(phased.backward.graph)),
+            update=None if update is None else _named(update, set(update.graph.nodes), set(update.graph.nodes)),
+        )
+
+
+def _named(
+    graph_module: fx.GraphModule, of_parameters: Collection[fx.Node], returned: Collection[fx.Node]
+) -> fx.GraphModule:
+    def name(node: fx.Node) -> str:
+        group = str(node.args[-1])
+        if node.target in _GATHERS and node in of_parameters:
+            return for_purpose(group, Purpose.PARAMETERS)
+        if node.target in _REDUCTIONS and node in returned:
+            return for_purpose(group, Purpose.GRADIENTS)
+        return group
+
+    return with_groups(graph_module, name)
+
+
+def _chosen(graph_module: fx.GraphModule, flags: Collection[bool]) -> list[fx.Node]:
+    """The placeholders, the first ones, that are flagged."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    return [node for node, flag in zip(placeholders, flags, strict=False) if flag]
+
+
+def _computed_from(sources: Collection[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    """The sources, and what is computed from them alone."""
+    found = set(sources)
+    for node in graph.nodes:
+        operands = node.all_input_nodes
+        if operands and node.op != "output" and found.issuperset(operands):
+            found.add(node)
+    return found
+
+
+def _only_returned(graph: fx.Graph) -> set[fx.Node]:
+    """What is read, by way of calls of one operand, by nothing but the output, and what is so after a reduction."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and all(user.op == "output" or _passes_on(user, found) for user in node.users):
+            found.add(node)
+    return found
+
+
+def _passes_on(user: fx.Node, found: Collection[fx.Node]) -> bool:
+    """Whether a call only shapes, scales or converts what it is given, on its way to the output."""
+    return user in found and len(user.all_input_nodes) == 1 and user.target not in (*_GATHERS, *_REDUCTIONS)
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    results = graph_module.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list)), "a lowered program ends in a tuple of results"
+    return [node for node in results if isinstance(node, fx.Node)]
