@@ -29,6 +29,7 @@ from passes.lowering.select_kernels import SelectKernels
 from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
+from passes.memory.lowered_memory import peak_bytes
 from passes.planning.baselines import solve_baselines
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options, constrained_outputs
@@ -39,6 +40,7 @@ from passes.planning.rewrite_prices import Within
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
+from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.recomputation.fitting import JointSolution
@@ -54,6 +56,7 @@ from passes.strategies.elided import find_elided
 from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace, Site
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices, StepPrice
+from passes.strategies.price_nodes import NodePrices
 from passes.strategies.scratch import emitted_call
 
 if TYPE_CHECKING:
@@ -126,6 +129,9 @@ class Decision:
     offload: Offload
     baselines: Mapping[str, Solution | None]
 
+
+UNKNOWN = Prediction(0.0, 0, {}, {})
+"""Of a plan that is made to be lowered."""
 
 _PREPARED = "autoshard: as traced, and prepared"
 _KERNELS = "autoshard: its kernels on one device"
@@ -287,7 +293,7 @@ def on_one_device(space: SearchSpace) -> LoweredProgram:
         },
         outputs={result_key(slot): PartitionSpec() for slot in space.program.outputs},
         parameters={},
-        predicted=Prediction(0.0, 0, {}, {}),
+        predicted=UNKNOWN,
         objective=0.0,
         lower_bound=None,
         search_time_s=0.0,
@@ -336,9 +342,29 @@ def lower_program(
     Raises:
         PlanMismatchError: the plan is of another program.
     """
-    step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
     passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes, plan.offload.nodes))
     prepared = prepare_for(program, plan) if on_pass is None else _run(passes, program, on_pass)
+    return lower_prepared(
+        *(prepared, plan, cluster),
+        with_kernels=with_kernels,
+        with_generated=with_generated,
+        with_native=with_native,
+        on_pass=on_pass,
+    )
+
+
+def lower_prepared(
+    prepared: Program,
+    plan: Plan,
+    cluster: Cluster | None = None,
+    *,
+    with_kernels: bool = False,
+    with_generated: bool = True,
+    with_native: bool = True,
+    on_pass: OnPass | None = None,
+) -> PhasedProgram:
+    """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
+    step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     last = (*((SelectKernels(),) if with_native else ()), NameCommunicators())
     if not with_kernels:
@@ -365,11 +391,22 @@ def plan_of_choice(
     """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     if not options.with_kernels:
-        return plan
+        walked = _walked(planning, plan, cluster) if options.runtime.overlap is None else None
+        return replace(plan, predicted=predict(planning, choice, options.runtime, walked=walked, record=True))
+    plan = replace(plan, predicted=predict(planning, choice, options.runtime, record=True))
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
     predicted = predict(planning, choice, options.runtime, kernels, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
     return replace(plan, predicted=replace(predicted, kernels=kernels))
+
+
+def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster) -> WalkedStep:
+    """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak."""
+    micro_batches = planning.liveness.micro_batches
+    phased = lower_prepared(planning.space.program, plan, cluster)
+    walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided)
+    plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
+    return replace(walked, passes_bytes=made - plain)
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:
@@ -394,7 +431,7 @@ def _plan_of_operators(
     cluster: Cluster,
     options: PlanOptions,
 ) -> Plan:
-    """The plan without kernels."""
+    """The plan without kernels, and without a prediction."""
     program = planning.space.program
     traced = program.nodes_by_name()
     strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}
@@ -420,7 +457,7 @@ def _plan_of_operators(
             for place in (plan_of_parameter(planning, choice, slot),)
             for name in names_alike(program.repeats, slot.name)
         },
-        predicted=predict(planning, choice, options.runtime, record=True),
+        predicted=UNKNOWN,
         objective=objective,
         lower_bound=lower_bound,
         search_time_s=0.0,

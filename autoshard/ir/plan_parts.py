@@ -87,13 +87,14 @@ class Prediction:
         tokens_per_s: elements of the first integer input per second, or None without such an input.
         mfu: the model's FLOPs per second over the mesh's peak, or None where the device's peak is unknown.
         hfu: the same of the FLOPs that all ranks run, those that are run twice included.
-        overlaps: whether the runtime is taken to run communication beside computation. What `compile` runs today waits
-            for each collective at once; a prediction with overlap is a forecast for a runtime that does not.
+        overlaps: whether this is a forecast for another runtime than `compile`'s, which overlaps all that it can.
         overlapped: communication that runs beside computation and is not waited for, by mesh axis, in seconds.
         step_time_interval_s: interval that holds the measured step time with probability `interval_coverage`, by the
             errors of past predictions on hardware of this kind; None where there are none.
         kernels: the Triton kernels that the step is taken to run in place of operators.
         timeline: what runs when; None where it was not kept.
+        launches: how often the host issues something: calls but for views, and collectives.
+        sent_bytes: bytes that a rank sends over each mesh axis.
     """
 
     step_time_s: float
@@ -109,6 +110,8 @@ class Prediction:
     interval_coverage: float | None = None
     kernels: Kernels = NO_KERNELS
     timeline: Trace | None = field(default=None, repr=False)
+    launches: int = 0
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data, without the timeline."""

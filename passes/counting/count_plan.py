@@ -31,7 +31,8 @@ from passes.preparation.canonicalize import is_view
 from passes.recomputation.recompute import original_of
 from passes.strategies.enumerate_strategies import Site, ValueInfo, operands_of, resolve, rule_of
 from passes.strategies.match_strategy import match_strategy
-from passes.strategies.price import StepPrice, dtype_name, operator_name
+from passes.strategies.operator_names import dtype_name, operator_name
+from passes.strategies.price import StepPrice
 from passes.strategies.price_rewrites import emitted_collectives
 from passes.strategies.scratch import unread_operands
 

@@ -35,7 +35,7 @@ from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.split_phases import SplitPhases
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
-from passes.strategies.price import dtype_name, operator_name
+from passes.strategies.operator_names import dtype_name, operator_name
 from passes.verification.expand_kernels import STANDS_FOR, expand_kernels, is_kernel
 
 _Source = tuple[str, str | None]

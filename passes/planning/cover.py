@@ -8,7 +8,7 @@ from autoshard.ir.plan_parts import OperatorCoverage
 from autoshard.rules.hub import hub
 from passes.planning.build_assignment import PlanningProblem
 from passes.strategies.enumerate_strategies import needs_of
-from passes.strategies.price import operator_name
+from passes.strategies.operator_names import operator_name
 
 
 def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCoverage, ...]:

@@ -1,9 +1,11 @@
 """What the cost models say of one choice: where the time goes, and what fills the memory at its peak.
 
-The time is that of a simulated step of one rank (all ranks do the same at the same time): `segment_step` writes it
-down, `cost_models.streams` runs it. A `Runtime` says what the prediction is of:
+The time is that of a simulated step of one rank (all ranks do the same at the same time), which
+`cost_models.streams` runs. A decided plan's step is read off its lowered program (`walk_program`); where there is none,
+`segment_step` writes it down from the planning problem: the prices are the same. A `Runtime` says what is predicted:
 
-* TODAY: what `compile` runs. Lowering waits for each collective where it stands, so communication is never hidden.
+* TODAY: what `compile` runs. Computation runs beside what the lowered program begins early and waits for late, as far
+  as the cluster's communication leaves it room (`overlap_on`).
 * FORECAST: a runtime that overlaps, as the frameworks of experts' recipes do on GPUs: parameters are gathered a block
   ahead, gradients are reduced behind the backward; only the pieces that computation waits for are exposed, it is slowed
   meanwhile, and what is held for communication under way takes memory, which is added to the peak.
@@ -23,6 +25,7 @@ from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import InputKind
 from autoshard.ir.recompute import PHASE
 from autoshard.ir.trace import Trace
+from cost_models.hardware import Cluster
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
 from cost_models.streams import Overlap, StreamTimes, simulate_streams
 from cost_models.timeline import Timeline
@@ -30,6 +33,7 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_memory
 from passes.prediction.segment_step import COPIES, segment_step
 from passes.prediction.utilisation import utilisation
+from passes.prediction.walk_program import WalkedStep
 
 HOST = "waiting for the host"
 SLOWED = "slowed by communication"
@@ -59,6 +63,7 @@ def predict(
     runtime: Runtime = TODAY,
     kernels: Kernels = NO_KERNELS,
     *,
+    walked: WalkedStep | None = None,
     record: bool = False,
 ) -> Prediction:
     """Predicted step time, peak memory and their parts, per rank.
@@ -68,16 +73,16 @@ def predict(
         choice: one option per variable.
         runtime: what runs the program; decides whether communication overlaps.
         kernels: what runs in place of calls; memory is that of the program without.
+        walked: the step as the lowered program of the choice says; None: as the problem says.
         record: keep the timeline, for `Plan.trace`; takes longer.
     """
     device = planning.prices.cluster.device
-    times = simulate_streams(
-        segment_step(planning, choice, kernels, shares=not record),
-        runtime.overlap,
-        dispatch_s=device.dispatch(runtime.dispatch),
-        record=record,
-    )
-    memory = _memory_parts(planning, choice, times)
+    if walked is None:
+        segments, overlap = segment_step(planning, choice, kernels, shares=not record), runtime.overlap
+    else:
+        segments, overlap = walked.segments, overlap_on(planning.prices.cluster)
+    times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(runtime.dispatch), record=record)
+    memory = _memory_parts(planning, choice, times, 0 if walked is None else walked.passes_bytes)
     tokens = _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s)
     uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
@@ -91,6 +96,8 @@ def predict(
         hfu=hfu,
         overlaps=runtime.overlap is not None,
         overlapped={axis: seconds for axis, seconds in times.overlapped_s.items() if seconds > 0},
+        launches=sum(op.launches for segment in segments for op in segment.ops),
+        sent_bytes={} if walked is None else walked.sent_bytes,
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
         kernels=kernels,
@@ -115,14 +122,27 @@ def trace_of(line: Timeline) -> Trace:
     return Trace.of(line.processes, spans)
 
 
-def _memory_parts(planning: PlanningProblem, choice: Sequence[int], times: StreamTimes) -> dict[str, int]:
+def overlap_on(cluster: Cluster) -> Overlap | None:
+    """How computation runs beside the communication that a lowered program leaves under way; None: not at all.
+
+    On GPUs collectives take some of the processors. On CPUs they take all that computation would: 62 ms one after the
+    other were 64 ms beside each other (Gloo on loopback, two cores).
+    """
+    return Overlap(prefetch=0) if cluster.device.dispatch_s else None
+
+
+def _memory_parts(
+    planning: PlanningProblem, choice: Sequence[int], times: StreamTimes, passes_bytes: int
+) -> dict[str, int]:
     """Bytes in use at the peak by what they are; they sum to it."""
     memory = exact_memory(planning, choice)
     used = memory.used()
     point = int(np.argmax(used))
     parts = {name: int(size) for name, size in memory.at(point).items()}
     parts["activations"] += int(used[point]) - sum(parts.values())  # what truncation left
-    return parts | ({BUFFERS: int(times.held_bytes)} if times.held_bytes > 0 else {})
+    parts["activations"] += min(0, passes_bytes)
+    buffers = int(times.held_bytes) + max(0, passes_bytes)
+    return parts | ({BUFFERS: buffers} if buffers else {})
 
 
 def _tokens(planning: PlanningProblem) -> int:

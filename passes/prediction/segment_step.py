@@ -28,11 +28,9 @@ from autoshard.kernels.offload import TRANSFERS
 from cost_models.streams import Op, Segment
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.step_layout import Part, StepLayout, step_layout
+from passes.prediction.walk_program import COPIES, stream_of
 from passes.strategies.enumerate_strategies import Link, Site, leaves_program
 from passes.strategies.price import local_bytes
-
-COPIES = "reshard copies"
-NETWORK, NODE = "network", "node"
 
 _LinkKey = tuple[int, int, int, int]
 
@@ -149,8 +147,7 @@ class _Costs:
         return _Reshard(sent, sum(copied for _, copied in times), len(steps), *sizes)
 
     def _stream(self, axis: str) -> str:
-        group = self.planning.prices.cluster.group_links(dict(self.planning.space.mesh.axes), (axis,))
-        return NETWORK if group.nodes > 1 else NODE
+        return stream_of((axis,), self.planning.prices.cluster, dict(self.planning.space.mesh.axes))
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from cost_models.operators import work
 from cost_models.work import Kind, TensorInfo
 from passes.planning.build_assignment import PlanningProblem
 from passes.strategies.enumerate_strategies import ValueInfo, operands_of
-from passes.strategies.price import dtype_name, operator_name
+from passes.strategies.operator_names import dtype_name, operator_name
 
 
 @dataclass(frozen=True, slots=True)

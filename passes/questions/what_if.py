@@ -22,7 +22,6 @@ from cost_models.topology import Link
 from passes.pipeline import PlanOptions, plan_of_choice, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
-from passes.prediction.predict import predict
 from passes.questions.roles import ROLES, Masks, has_role, restrict
 
 MORE = 1.1
@@ -42,12 +41,8 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
         found = solve(planning, options, allowed)
     except DoesNotFitError as error:
         return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
-    cost, bound = found.solution.cost, found.solution.lower_bound
-    if options.with_kernels:
-        cluster = planning.prices.cluster
-        predicted = plan_of_choice(found.planning, found.solution.choice, cost, bound, cluster, options).predicted
-    else:
-        predicted = predict(found.planning, found.solution.choice, options.runtime)
+    cost, bound, cluster = found.solution.cost, found.solution.lower_bound, planning.prices.cluster
+    predicted = plan_of_choice(found.planning, found.solution.choice, cost, bound, cluster, options).predicted
     return Outcome(
         fits=True,
         objective=cost,

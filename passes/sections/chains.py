@@ -18,7 +18,7 @@ from cost_models.counting import TABLE
 from passes.sections.fold_program import FoldedProgram, is_layout
 from passes.sections.trace_values import readers_of, source_of
 from passes.strategies.enumerate_strategies import operands_of
-from passes.strategies.price import operator_name
+from passes.strategies.operator_names import operator_name
 
 aten = torch.ops.aten
 

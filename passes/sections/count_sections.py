@@ -27,7 +27,7 @@ from passes.sections.kernel_chains import KernelChains, ProgramKernel
 from passes.sections.propagate_axis import AxisLayout, MoveKind
 from passes.sections.trace_values import attention_cores, depending, is_free, makers_of_outputs, readers_of, source_of
 from passes.strategies.enumerate_strategies import operands_of
-from passes.strategies.price import dtype_name, operator_name
+from passes.strategies.operator_names import dtype_name, operator_name
 
 _Key = tuple[str, int]
 FUSED = "fused"

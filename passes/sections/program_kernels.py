@@ -22,7 +22,7 @@ from passes.lowering.split_phases import SplitPhases
 from passes.pipeline import cheap_kernels, on_one_device
 from passes.sections.kernel_chains import ProgramKernel
 from passes.strategies.enumerate_strategies import SearchSpace
-from passes.strategies.price import operator_name
+from passes.strategies.operator_names import operator_name
 from passes.verification.expand_kernels import STANDS_FOR
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.program import describe
 from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import TRANSFERS, to_host
@@ -30,11 +29,10 @@ from cost_models.operators import work
 from cost_models.topology import GroupLinks
 from cost_models.work import TensorInfo
 from passes.solver.assignment import Floats
-from passes.strategies.enumerate_strategies import Site, ValueInfo, operands_of
-from passes.strategies.price_rewrites import rewrite_collectives, rewrite_time
-
-STRIDED_COPY = "aten.clone.default"
-"""The kernel that reshards copy with."""
+from passes.strategies.enumerate_strategies import Site, ValueInfo, is_view, operands_of
+from passes.strategies.operator_names import dtype_name, operator_name
+from passes.strategies.price_nodes import STRIDED_COPY
+from passes.strategies.price_rewrites import rewrite_collectives, rewritten_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +124,17 @@ class Prices:
     ) -> float:
         inputs = tuple(map(self._local, operands, strategy.inputs))
         outputs = tuple(map(self._local, site.results, strategy.outputs))
-        choices = strategy.choices if _may_communicate(site, strategy) else None
+        choices = strategy.choices if _is_rewritten(site, strategy, self.mesh) else None
         filled = _fill_counts(site, strategy, self.mesh)
         key = (call, inputs, outputs, choices, filled)
         if key not in self._calls:
             assert site.node is not None
-            name = operator_name(site.node)
-            done = work(name, inputs, outputs, arguments)
-            sent = rewrite_time(site, strategy, self.mesh, self.cluster) if choices else 0.0
-            self._calls[key] = work_time(done, self.cluster.device, name) + sent + self._fill_time(filled, inputs)
+            if choices:
+                self._calls[key] = rewritten_time(site, strategy, self.mesh, self.cluster)
+            else:
+                name = operator_name(site.node)
+                done = work(name, inputs, outputs, arguments)
+                self._calls[key] = work_time(done, self.cluster.device, name) + self._fill_time(filled, inputs)
         return self._calls[key]
 
     def runs_as_it_is(self, site: Site, strategy: Strategy) -> bool:
@@ -196,14 +196,10 @@ def local_bytes_of(value: ValueInfo, specs: tuple[PartitionSpec, ...], mesh: Mes
     return np.array([local_bytes(value, spec, mesh) for spec in specs], dtype=np.float64)
 
 
-def operator_name(node: fx.Node) -> str:
-    """The name by which the cost models know a call's operator: "aten.mm.default"."""
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", "")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The cost models' name of a dtype: "bf16"."""
-    return describe(torch.empty((), dtype=dtype, device="meta")).partition("[")[0]
+def _is_rewritten(site: Site, strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether each rank runs other calls than the one that is traced, views apart."""
+    is_split = site.rule is not None and site.rule.local is not None and bool(strategy.splits(mesh))
+    return is_split and not (site.node is not None and is_view(site.node))
 
 
 def _may_communicate(site: Site, strategy: Strategy) -> bool:

@@ -15,7 +15,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program
 from cost_models.operators import seems_to_contract, work
 from cost_models.work import Kind, TensorInfo
 from passes.preparation.canonicalize import is_view
-from passes.strategies.price import dtype_name, operator_name
+from passes.strategies.operator_names import dtype_name, operator_name
 
 
 def flops(graph: fx.Graph) -> float:

@@ -1,0 +1,80 @@
+"""The collectives of a lowered program: what each sends, over which axis, and for how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autoshard.ir.communicators import group_axes
+from autoshard.ir.mesh import Mesh
+from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
+from cost_models.errors import UnknownOperatorError
+from cost_models.hardware import Cluster
+from cost_models.topology import GroupLinks
+from passes.strategies.enumerate_strategies import operands_of
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_NAMESPACE = "_c10d_functional"
+_TIMES: Mapping[str, Callable[[float, GroupLinks], float]] = MappingProxyType(
+    {
+        "all_reduce": all_reduce_time,
+        "all_gather_into_tensor": all_gather_time,
+        "reduce_scatter_tensor": reduce_scatter_time,
+        "all_to_all_single": all_to_all_time,
+    }
+)
+
+
+class Collective(NamedTuple):
+    """A collective of a lowered program.
+
+    Args:
+        kind: its operator: "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor" or "all_to_all_single".
+        axes: the mesh axes of its group.
+        whole_bytes: the larger of operand and result on each rank.
+        sent_bytes: what each rank sends with ring algorithms (`autoshard.ir.reshard.bytes_sent`).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    whole_bytes: int
+    sent_bytes: float
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
+    return node.target is _WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node begins a collective."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == _NAMESPACE and not is_wait(node)
+
+
+def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
+    """What a node that `is_collective` sends.
+
+    Raises:
+        UnknownOperatorError: there is no formula for a collective of this kind.
+    """
+    target: Any = node.target
+    kind = target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_coalesced")
+    if kind not in _TIMES:
+        raise UnknownOperatorError(f"{target} (node {node.name!r}) has no cost formula; add one in {__name__}.")
+    axes = group_axes(str(node.args[-1]))
+    size, values = math.prod(map(mesh.axis_size, axes)), [operand.meta["val"] for operand in operands_of(node)]
+    operand_bytes = sum(value.numel() * value.itemsize for value in values)
+    whole = operand_bytes * size if kind == "all_gather_into_tensor" else operand_bytes
+    return Collective(kind, axes, whole, (2 if kind == "all_reduce" else 1) * (size - 1) / size * whole)
+
+
+def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds that a node's collective takes; see `collective_of`."""
+    sent = collective_of(node, mesh)
+    return _TIMES[sent.kind](sent.whole_bytes, cluster.group_links(dict(mesh.axes), sent.axes))

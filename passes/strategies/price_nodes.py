@@ -1,0 +1,95 @@
+"""Price the nodes of a lowered program by the cost models, as the strategies are priced that it was lowered from.
+
+* A call takes what `cost_models.operators` says of its local operands and results.
+* A collective takes what `cost_models.collectives` says, on the links of its group.
+* A reshard copies what is there before and after each of its steps, once (`StepPrice`); the calls by which a step is
+  written out (`autoshard.ir.emit`) count as that, not one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoshard.ir.mesh import Mesh
+from autoshard.kernels.native import SEMANTIC
+from autoshard.kernels.offload import TRANSFERS, to_host
+from cost_models.compute import memory_time, work_time
+from cost_models.hardware import Cluster
+from cost_models.operators import work
+from cost_models.work import TensorInfo
+from passes.strategies.collective_nodes import collective_time, is_collective, is_wait
+from passes.strategies.enumerate_strategies import operands_of
+from passes.strategies.local_tracer import IS_RESHARD
+from passes.strategies.operator_names import dtype_name
+
+STRIDED_COPY = "aten.clone.default"
+"""The kernel that reshards copy with."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePrices:
+    """Seconds of the nodes of lowered programs on one cluster and mesh, found once for each form of call."""
+
+    cluster: Cluster
+    mesh: Mesh
+    _calls: dict[Any, float] = field(default_factory=dict, repr=False)
+
+    def sent_s(self, node: fx.Node) -> float:
+        """Seconds of a node that `is_collective`."""
+        return collective_time(node, self.mesh, self.cluster)
+
+    def computed_s(self, node: fx.Node) -> float:
+        """Seconds of a rank's own work at a node; of a reshard's collective, those of the copies around it."""
+        if not isinstance(node.target, OpOverload) or is_wait(node):
+            return 0.0
+        if IS_RESHARD in node.meta:
+            return self._copied_s(node)
+        if is_collective(node):
+            return 0.0
+        target = SEMANTIC.get(node.target, node.target)
+        if target in TRANSFERS:
+            device, size = self.cluster.device, _bytes(node.meta["val"])
+            return device.to_host_time(size) if target is to_host else device.from_host_time(size)
+        return self._called_s(node, str(target))
+
+    def _copied_s(self, node: fx.Node) -> float:
+        if not (is_collective(node) or _is_slice(node) or node.target is torch.ops.aten.where.ScalarOther):
+            return 0.0
+        before = max(_bytes(operand.meta["val"]) for operand in operands_of(node))
+        return memory_time(before + _bytes(node.meta["val"]), self.cluster.device, STRIDED_COPY)
+
+    def _called_s(self, node: fx.Node, name: str) -> float:
+        arguments = tuple(fx.map_arg(node.args, lambda argument: None))
+        inputs = tuple(_info(operand.meta["val"]) for operand in operands_of(node))
+        outputs = tuple(map(_info, _tensors(node.meta.get("val"))))
+        key = (name, repr(arguments), inputs, outputs)
+        if key not in self._calls:
+            self._calls[key] = work_time(work(name, inputs, outputs, arguments), self.cluster.device, name)
+        return self._calls[key]
+
+
+def _is_slice(node: fx.Node) -> bool:
+    """Whether a node takes a rank's piece."""
+    return node.target is torch.ops.aten.narrow.default and isinstance(node.args[2], fx.Node)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(value: Any) -> int:
+    return sum(item.numel() * item.itemsize for item in _tensors(value))
+
+
+def _info(value: Tensor) -> TensorInfo:
+    return TensorInfo(tuple(value.shape), value.itemsize, dtype_name(value.dtype))

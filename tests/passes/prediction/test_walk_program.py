@@ -1,0 +1,133 @@
+"""What a lowered program is walked to take is what its strategies were priced at: the same layout, the same price."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from autoshard import tracing
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import P
+from autoshard.testing.programs import programs
+from cost_models.streams import Overlap, simulate_streams
+from passes.pipeline import PlanOptions, lower_prepared, plan_of_choice
+from passes.planning.build_assignment import PlanningProblem
+from passes.prediction.segment_step import segment_step
+from passes.prediction.walk_program import WalkedStep, walk_program
+from passes.strategies.price_nodes import NodePrices
+from tests.passes.blocks import blocks_program, h100s, problem_of, two_nodes
+from tests.passes.deep import adamw, alike, short_step, step
+from tests.passes.prediction.test_segment_step import drawn_choice, program_of
+
+PAIR, LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 4}), Mesh({"x": 2, "y": 2})
+FREE = Overlap(prefetch=0, slowdown=0.0)
+
+
+def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:
+    """The lowered program of a choice."""
+    cluster = planning.prices.cluster
+    plan = plan_of_choice(planning, choice, 0.0, None, cluster, PlanOptions())
+    return lower_prepared(planning.space.program, plan, cluster)
+
+
+def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 1) -> WalkedStep:
+    """The step of a lowered program of a problem."""
+    return walk_program(
+        phased, NodePrices(planning.prices.cluster, phased.lowered.mesh), planning.elided, micro_batches
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
+def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
+    """And what the segments of the problem do, label by label; also where axes lie between nodes."""
+    for cluster in (h100s(SQUARE), two_nodes(SQUARE)):
+        planning = problem_of(program_of(name), SQUARE, cluster)
+        choice = drawn_choice(planning, seed)
+        times = simulate_streams(walk(planning, phased_of(planning, choice)).segments)
+        assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=1e-6)
+        written = simulate_streams(segment_step(planning, choice))
+        assert times.exposed_s == pytest.approx(written.exposed_s, rel=1e-6)
+        assert times.compute_s == pytest.approx(written.compute_s, abs=1e-9)
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
+    """By the search's objective and by the walk, whatever is resharded where; to 2 % where it is padded."""
+    drawn = data.draw(programs(max_blocks=2, uneven=False))
+    program = tracing.trace(drawn.model, drawn.inputs)
+    mesh, error = data.draw(st.sampled_from([(PAIR, 1e-6), (SQUARE, 0.02)]))
+    planning = problem_of(program, mesh)
+    choice = drawn_choice(planning, data.draw(st.integers(0, 99)))
+    times = simulate_streams(walk(planning, phased_of(planning, choice)).segments)
+    assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=error)
+
+
+def test_elided_blocks_are_walked_as_often_as_they_run() -> None:
+    """A program without them has the price of the whole one."""
+    model = alike(6)
+    planning = problem_of(short_step(model, adamw(model, 1.0), 1), SQUARE)
+    choice = drawn_choice(planning, 1)
+    times = simulate_streams(walk(planning, phased_of(planning, choice)).segments)
+    assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=1e-6)
+
+
+def data_parallel() -> tuple[PlanningProblem, PhasedProgram]:
+    """Blocks whose gradients are reduced over the batch, as they are lowered."""
+    from passes.planning.constraints import allowed_options
+    from passes.planning.search import Search
+
+    constraints = {"*.up.weight": P(), "*.down.weight": P(), "input:0": P("x")}
+    planning = problem_of(blocks_program(batch=256, length=512, hidden=1024, count=3), LINE)
+    choice = list(Search(None, 30.0)(planning, allowed_options(planning, constraints)).choice)
+    return planning, phased_of(planning, choice)
+
+
+def with_late_waits(phased: PhasedProgram) -> PhasedProgram:
+    """The program with each wait of the backward as late as it may stand: right before what reads it."""
+    graph = fx.Graph()
+    results = graph.graph_copy(phased.backward.graph, {})
+    graph.output(results)
+    for new, old in zip(graph.nodes, phased.backward.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    for node in reversed(list(graph.nodes)):
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+            min(node.users, key=list(graph.nodes).index).prepend(node)
+    return replace(phased, backward=fx.GraphModule(phased.backward, graph))
+
+
+def test_what_a_pass_moves_is_priced_where_it_stands() -> None:
+    """Reductions that are waited for at the end run beside the rest of the backward; nothing else changes."""
+    planning, phased = data_parallel()
+    early, late = (simulate_streams(walk(planning, item).segments, FREE) for item in (phased, with_late_waits(phased)))
+    assert early.total_s == pytest.approx(simulate_streams(walk(planning, phased).segments).total_s)
+    assert late.communication_s == pytest.approx(early.communication_s)
+    assert late.compute_s == pytest.approx(early.compute_s)
+    assert late.exposed_s["x"] < 0.5 * early.exposed_s["x"]
+    assert late.total_s == pytest.approx(sum(late.compute_s.values()) + late.exposed_s["x"])
+
+
+def test_micro_batches_repeat_forward_and_backward() -> None:
+    """The update runs once a step."""
+    model = alike(2)
+    planning = problem_of(step(model, adamw(model, 1.0)), SQUARE)
+    phased = phased_of(planning, drawn_choice(planning, 1))
+    one, three = walk(planning, phased), walk(planning, phased, micro_batches=3)
+    times, thrice = (simulate_streams(item.segments).compute_s for item in (one, three))
+    assert [segment.name for segment in three.segments] == ["forward", "backward"] * 3 + ["update"]
+    assert thrice["forward"] == pytest.approx(3 * times["forward"])
+    assert thrice["update"] == pytest.approx(times["update"])
+
+
+def test_bytes_on_the_wire_are_counted_by_axis() -> None:
+    """An all-reduce of all gradients over four ranks sends 3/2 of their bytes."""
+    planning, phased = data_parallel()
+    weights = 3 * 8 * 1024**2 * 2
+    assert walk(planning, phased).sent_bytes["x"] == pytest.approx(1.5 * weights, rel=0.01)
