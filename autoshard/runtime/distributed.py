@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError, NotAvailableError
@@ -42,6 +42,8 @@ REPLICATED = PartitionSpec()
 
 _MOST_RESHARDS = 1024
 """Reshards at the boundary that are kept ready to run: some for each input and output of the programs in use."""
+_MOST_LAYOUTS = 4096
+"""Layouts of DTensors that are known: one for each shape and placements of parameters, state, inputs and gradients."""
 
 
 class DistributedEngine:
@@ -155,7 +157,7 @@ class DistributedEngine:
         """See `Engine`."""
         if not isinstance(like, DTensor):
             return self.write(value, slot)
-        return self._put_in(value, slot, PartitionSpec.from_placements(like.placements, self.mesh))
+        return self._put_in(value, slot, _layout_of(like.placements, slot.shape, self.mesh)[0])
 
     @torch.no_grad()
     def store(self, tensor: torch.Tensor, value: torch.Tensor, slot: LocalSlot) -> None:
@@ -163,7 +165,10 @@ class DistributedEngine:
         if not isinstance(tensor, DTensor):
             tensor.copy_(self.write(value, slot))
             return
-        found, local = self.write_like(value, slot, tensor), tensor.to_local()
+        local = tensor.to_local()
+        if value.data_ptr() == local.data_ptr() and value.shape == local.shape and value.stride() == local.stride():
+            return
+        found = self.write_like(value, slot, tensor)
         assert isinstance(found, DTensor), "a value that is written like a DTensor is one"
         if found.to_local().data_ptr() != local.data_ptr():
             local.copy_(found.to_local())
@@ -241,13 +246,13 @@ class DistributedEngine:
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
         """The padded local value of a DTensor, and its spec."""
         self._check_mesh(tensor)
-        spec = PartitionSpec.from_placements(tensor.placements, self.mesh)
         shape = tuple(tensor.shape)
-        if not matches_dtensor(spec, shape, self.mesh):
+        spec, local_shape = _layout_of(tensor.placements, shape, self.mesh)
+        if local_shape is None:
             return whole(tensor), REPLICATED
         with torch.no_grad():
-            local = tensor.to_local().detach()
-        return pad_local(local.contiguous(), spec, self.mesh, shape), spec
+            local = tensor.to_local().detach().contiguous()
+        return (local if local.shape == local_shape else pad_local(local, spec, self.mesh, shape)), spec
 
     def _put_in(self, value: torch.Tensor, slot: LocalSlot, spec: PartitionSpec) -> DTensor:
         """The DTensor with the placements of `spec`, of a padded local value that lies as its slot says."""
@@ -284,6 +289,15 @@ class DistributedEngine:
             )
 
 
+@lru_cache(_MOST_LAYOUTS)
+def _layout_of(
+    placements: tuple[Placement, ...], shape: tuple[int, ...], mesh: Mesh
+) -> tuple[PartitionSpec, tuple[int, ...] | None]:
+    """The spec of a DTensor of a global shape, and its padded local shape: None where DTensor cuts other pieces."""
+    spec = PartitionSpec.from_placements(placements, mesh)
+    return spec, spec.local_shape(shape, mesh) if matches_dtensor(spec, shape, mesh) else None
+
+
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
     """The global value of a DTensor, gathered on every rank, without gradient."""
@@ -302,6 +316,7 @@ def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Te
     return run
 
 
+@lru_cache(_MOST_LAYOUTS)
 def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """The spec nearest to `spec` that torch placements can say: the axes of a dim in the order of the mesh."""
     order = {axis: index for index, axis in enumerate(mesh.axis_names)}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.ir.program import InputKind
-from autoshard.ir.update import Update, UpdateGroup, UpdateRule, parameter_of
+from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.optimizer_state import check_parameters
@@ -158,13 +158,15 @@ class TracedState:
     def hold(self, executable: Executable) -> Held:
         """What an update takes: parameters, state laid out as the program says (zeros if new), hyper-parameters."""
         held: Held = {}
+        parameters = self._parameters()
         for slot in executable.read_by_update:
             name = slot.slot.name
             match slot.slot.kind:
                 case InputKind.PARAMETER:
-                    held[InputKind.PARAMETER, name] = self._model.get_parameter(name)
+                    held[InputKind.PARAMETER, name] = parameters[name]
                 case InputKind.STATE:
-                    known = self._state(name)
+                    state_name, _, owner = name.partition(":")
+                    known = self.optimizer.state.get(parameters[owner], {}).get(state_name)
                     tensor = self._engine.zeros(slot) if known is None else self._engine.lay_out(known, slot)
                     held[InputKind.STATE, name] = tensor
                 case _:
@@ -173,18 +175,19 @@ class TracedState:
 
     def keep(self, executable: Executable, held: Held) -> None:
         """Put what an update has written into the optimizer, and count the step."""
+        parameters = self._parameters()
         if not isinstance(self.optimizer, torch.optim.SGD):
             options = {id(item): group for group in self.optimizer.param_groups for item in group["params"]}
-            for parameter in map(self._model.get_parameter, sorted(executable.updated_parameters)):
+            for parameter in map(parameters.__getitem__, sorted(executable.updated_parameters)):
                 self.steps_taken.count(parameter, options[id(parameter)])
         for (kind, name), tensor in held.items():
             if kind == InputKind.STATE:
                 state_name, _, owner = name.partition(":")
-                self.optimizer.state[self._model.get_parameter(owner)][state_name] = tensor
+                self.optimizer.state[parameters[owner]][state_name] = tensor
 
-    def _state(self, slot_name: str) -> torch.Tensor | None:
-        parameter = self._model.get_parameter(parameter_of(slot_name))
-        return self.optimizer.state.get(parameter, {}).get(slot_name.partition(":")[0])
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by each of their names: one walk, which costs less than to look each of them up."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
         """The vector of a group of the program: the options of its parameters, now."""

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
+import autoshard
 from autoshard.data import sampler
 from autoshard.errors import MeshError, RankMismatchError
 from autoshard.ir.mesh import Mesh
@@ -232,6 +233,19 @@ def check_train_step() -> None:
         torch.testing.assert_close(sharded.get_parameter(name).full_tensor(), parameter)
     state = step.state_dict()
     step.load_state_dict(state)
+
+
+def check_an_update_in_place_makes_no_dtensors() -> None:
+    """Parameters and state that a step wrote over stay the DTensors that they are: none is made to compare them."""
+    torch.manual_seed(0)
+    model = TwoLayers()
+    step = autoshard.compile(model, device_mesh(), optimizer=torch.optim.AdamW(model.parameters(), fused=True))
+    step(batch())
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "from_local", lambda *args, **kwargs: made.append(args))
+        step(batch())
+    assert not made
 
 
 def check_meshes_and_processes() -> None:
