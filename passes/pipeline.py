@@ -30,6 +30,7 @@ from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
 from passes.memory.lowered_memory import peak_bytes
+from passes.overlap import overlapped
 from passes.planning.baselines import solve_baselines
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options, constrained_outputs
@@ -325,6 +326,7 @@ def lower_program(
     with_kernels: bool = False,
     with_generated: bool = True,
     with_native: bool = True,
+    with_overlap: bool = True,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
@@ -337,6 +339,7 @@ def lower_program(
             without, for verification.
         with_generated: generated ones too, for the groups that hand-written ones leave.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
+        with_overlap: let collectives run beside computation, gradients' in buckets, rather than each where it stands.
         on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
@@ -349,6 +352,7 @@ def lower_program(
         with_kernels=with_kernels,
         with_generated=with_generated,
         with_native=with_native,
+        with_overlap=with_overlap,
         on_pass=on_pass,
     )
 
@@ -361,12 +365,26 @@ def lower_prepared(
     with_kernels: bool = False,
     with_generated: bool = True,
     with_native: bool = True,
+    with_overlap: bool = True,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     last = (*((SelectKernels(),) if with_native else ()), NameCommunicators())
+    phased = _phases(lowered, cluster, last, with_kernels, with_generated, on_pass)
+    return overlapped(phased, on_pass) if with_overlap else phased
+
+
+def _phases(
+    lowered: LoweredProgram,
+    cluster: Cluster | None,
+    last: Sequence[Callable[[PhasedProgram], PhasedProgram]],
+    with_kernels: bool,
+    with_generated: bool,
+    on_pass: OnPass | None,
+) -> PhasedProgram:
+    """The phases of a lowered program, with the kernels that they run on."""
     if not with_kernels:
         return _run((SplitPhases(), *last), lowered, on_pass)
     from passes.lowering.fuse_kernels import FuseKernels
@@ -403,7 +421,7 @@ def plan_of_choice(
 def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster) -> WalkedStep:
     """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak."""
     micro_batches = planning.liveness.micro_batches
-    phased = lower_prepared(planning.space.program, plan, cluster)
+    phased = lower_prepared(planning.space.program, plan, cluster, with_overlap=False)
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided)
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)

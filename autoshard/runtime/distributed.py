@@ -30,7 +30,7 @@ from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import NOTHING, Loaded
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import swap_parameter, take_over_parameters
-from autoshard.runtime.process_groups import ProcessGroups, bind, taking_from_a_list
+from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.write_in_place import write_in_place
 
 T = TypeVar("T")
@@ -102,6 +102,8 @@ class DistributedEngine:
         """See `Engine`: results are written over inputs, unless a compiler decides about memory."""
         in_place = bool(written) and self._wrap is None
         bound = bind(self._in_place(graph_module, written) if in_place else graph_module, self.groups)
+        if self._wrap is None:
+            reduce_in_place(bound)
         run_bound = taking_from_a_list(bound) if self._wrap is None else _spread(self._wrap(bound))
         coordinates = self.groups.coordinates
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.ir.collectives import reduces_in_place
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
@@ -100,6 +101,14 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     for node in graph_module.graph.nodes:
         copies[node] = _bind_node(node, graph, copies, coordinates, groups)
     return fx.GraphModule(graph_module, graph)
+
+
+def reduce_in_place(graph_module: fx.GraphModule) -> None:
+    """Let all-reduces of buffers of their own write over these, in a graph that runs as it is."""
+    for node in graph_module.graph.nodes:
+        if reduces_in_place(node):
+            node.target = _FUNCTIONAL.all_reduce_.default
+    graph_module.recompile()
 
 
 def taking_from_a_list(graph_module: fx.GraphModule) -> fx.GraphModule:

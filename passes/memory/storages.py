@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autoshard.ir.collectives import is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
 
 Storage = tuple[int, ...]
@@ -87,7 +88,7 @@ def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target is torch.ops._c10d_functional.wait_tensor.default:
+    if is_wait(node) or reduces_in_place(node):
         return True
     if target is torch.ops.aten.contiguous.default:
         value = source.meta.get("val")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.program import Program
 from autoshard.tracing.lazy_module import lazy_module
 
@@ -58,10 +58,14 @@ def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) ->
     return lazy_module(graph_module, graph)
 
 
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node is a collective: a call of `_c10d_functional` with a group, unlike a wait."""
-    target = node.target
-    return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and len(node.args) > 1
+def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.GraphModule:
+    """The same graph with its nodes in another order, operands before what reads them."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    for node in order:
+        copied = environment[node] = graph.node_copy(node, environment.__getitem__)
+        copied.meta = dict(node.meta)
+    return lazy_module(graph_module, graph)
 
 
 def _restore_names(environment: dict[fx.Node, fx.Node]) -> None:

@@ -7,9 +7,10 @@ the update from those of the values that the backward carries into it, and of th
 What the forward leaves on the host for the backward is only fetched from there (`passes.verification.verify_offload`).
 Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 
-Native operators are read as the semantic ones that they run. Kernels are written out as the calls that they stand for
-first (`expand_kernels`). So what is proven of phases with kernels is that these calls are the joint program's, sums and
-products in either order of their operands; that a kernel computes them is what its tests show.
+Native operators are read as the semantic ones that they run. Buckets are written out as the collectives that they stand
+for (`expand_collectives`), kernels as the calls (`expand_kernels`). So what is proven of phases with kernels is that
+these calls are the joint program's, sums and products in either order of their operands; that a kernel computes them is
+what its tests show.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import to_host
 from passes.preparation.number_values import Numbering, number_graph
 from passes.preparation.rewriting import with_groups, with_targets
+from passes.verification.expand_collectives import expand_collectives
 from passes.verification.verify_offload import verify_offload
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
@@ -65,8 +67,9 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without kernels and purposes of groups; triton is imported only for one that has some of it."""
-    graph_module = with_targets(_without_purposes(graph_module), SEMANTIC)
+    """The graph without buckets, kernels and purposes; triton is imported only for one that has some of it."""
+    _check_computed(graph_module.graph)
+    graph_module = expand_collectives(with_targets(_without_purposes(graph_module), SEMANTIC))
     if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
         return graph_module
     from passes.verification.expand_kernels import expand_kernels
@@ -77,6 +80,15 @@ def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _without_purposes(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph with one communicator for each axis; what is sent over it does not depend on its name."""
     return with_groups(graph_module, lambda node: without_purpose(str(node.args[-1])))
+
+
+def _check_computed(graph: fx.Graph) -> None:
+    computed: set[fx.Node] = set()
+    for node in graph.nodes:
+        missing = [operand for operand in node.all_input_nodes if operand not in computed]
+        if missing:
+            raise VerificationError(f"{node.format_node()} reads {missing[0].name!r} before it is computed.")
+        computed.add(node)
 
 
 def _check_parts(phased: PhasedProgram) -> None:

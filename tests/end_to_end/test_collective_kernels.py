@@ -66,7 +66,8 @@ def _tail(norm: nn.Module, width: int, inner: int, rows: tuple[int, int]) -> Bui
 
 
 def _phases(built: Built, layout: Layout) -> PhasedProgram:
-    return lowered_under(layout, traced_of(*built, updates=False, precision=layout.precision))
+    program = traced_of(*built, updates=False, precision=layout.precision)
+    return lowered_under(layout, program, with_overlap=False)
 
 
 def _values(phased: PhasedProgram, built: Built) -> list[Any]:

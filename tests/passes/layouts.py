@@ -163,14 +163,20 @@ def traced_of(model: nn.Module, inputs: tuple[Tensor, ...], *, updates: bool, pr
 @cache
 def phased_of(family: str, layout: str) -> PhasedProgram:
     """The lowered program of a family under a layout."""
-    planning = _planning_of(family, *_form(layout))
-    return lowered_under(LAYOUTS[layout], program_of(family, layout), planning)
+    return lowered_under(LAYOUTS[layout], program_of(family, layout), planning_of(family, layout))
 
 
-def lowered_under(layout: Layout, program: Program, planning: PlanningProblem | None = None) -> PhasedProgram:
+def planning_of(family: str, layout: str) -> PlanningProblem:
+    """The planning problem of a family's program, as a layout needs it."""
+    return _planning_of(family, *_form(layout))
+
+
+def lowered_under(
+    layout: Layout, program: Program, planning: PlanningProblem | None = None, *, with_overlap: bool = True
+) -> PhasedProgram:
     """The lowered program of any trace under a layout; `planning` is its problem, if it is known."""
     plan = plan_under(layout, planning or _planning(program))
-    return lower_program(program, plan, with_kernels=layout.kernels)
+    return lower_program(program, plan, with_kernels=layout.kernels, with_overlap=with_overlap)
 
 
 def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:

@@ -10,13 +10,14 @@ import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.tracing import trace
 from passes.pipeline import PlanOptions, lower_program, plan_program
-from passes.preparation.rewriting import is_collective, with_groups
+from passes.preparation.rewriting import with_groups
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import Perceptron, h100s
 

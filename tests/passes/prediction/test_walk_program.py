@@ -33,7 +33,7 @@ def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:
     """The lowered program of a choice."""
     cluster = planning.prices.cluster
     plan = plan_of_choice(planning, choice, 0.0, None, cluster, PlanOptions())
-    return lower_prepared(planning.space.program, plan, cluster)
+    return lower_prepared(planning.space.program, plan, cluster, with_overlap=False)
 
 
 def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 1) -> WalkedStep:

@@ -121,6 +121,9 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         "Lower",
         "SplitPhases",
         "SelectKernels",
+        "NameCommunicators",
+        "WaitLate",
+        "BucketCollectives",
     ]
     monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
     compile_layers()

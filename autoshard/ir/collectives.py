@@ -1,0 +1,34 @@
+"""Collectives in lowered graphs: which calls start one, which wait for it, and what of memory they hold meanwhile."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_c10d = torch.ops._c10d_functional
+
+WAIT = _c10d.wait_tensor.default
+ALL_REDUCE = _c10d.all_reduce.default
+_NAMESPACE = "_c10d_functional"
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a call waits for a collective."""
+    return node.target is WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a call starts a collective."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == _NAMESPACE and target is not WAIT
+
+
+def reduces_in_place(node: fx.Node) -> bool:
+    """Whether an all-reduce may leave its result in the memory of its operand: a fresh buffer that nothing else reads.
+
+    Processes run it so, and memory is counted so.
+    """
+    if node.target is not ALL_REDUCE:
+        return False
+    operand = node.args[0]
+    return isinstance(operand, fx.Node) and operand.target is torch.ops.aten.cat.default and len(operand.users) == 1

@@ -1,0 +1,199 @@
+"""Reduce many gradients in one collective.
+
+Before → after: `wait(all_reduce(a))`, `wait(all_reduce(b))` → `flat = wait(all_reduce(cat([a, b])))`, and `a`, `b` are
+views of `flat`. A bucket starts where its last member did, and is waited for where the first member was, so only
+collectives come together whose results are read behind the last one's start (`wait_late` makes it so for gradients).
+Members are of one collective, group, reduction and type, and lie in the bucket in the order in which the phase
+returns them. `passes.verification.expand_collectives` is the way back, by which the result is verified.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.collectives import ALL_REDUCE, WAIT, is_wait
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.tracing.lazy_module import lazy_module
+from passes.lowering.rewrite_phases import rewrite_phases
+from passes.strategies.local_tracer import LocalTracer
+
+_aten = torch.ops.aten
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCollectives:
+    """See the module's docstring.
+
+    Args:
+        first_bytes: a first bucket has no more, so that communication begins early.
+        least_bytes, most_bytes: the others have no more than an eighth of all bytes of their kind, within these: few
+            enough for their latency not to count, enough for all but the last to be hidden.
+    """
+
+    first_bytes: int = MIB
+    least_bytes: int = MIB
+    most_bytes: int = 25 * MIB
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with their collectives in buckets."""
+        return rewrite_phases(phased, self._rewrite)
+
+    def _rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        buckets = [bucket for bucket in self._buckets(graph_module.graph) if len(bucket) > 1]
+        return _rewritten(graph_module, buckets) if buckets else graph_module
+
+    def _buckets(self, graph: fx.Graph) -> Iterator[tuple[_Member, ...]]:
+        by_key: defaultdict[tuple[Any, ...], list[_Member]] = defaultdict(list)
+        for member in _members(graph):
+            by_key[member.key].append(member)
+        for members in by_key.values():
+            share = sum(member.size for member in members) // 8
+            yield from self._fill(members, min(self.most_bytes, max(self.least_bytes, share)))
+
+    def _fill(self, members: Sequence[_Member], most_bytes: int) -> Iterator[tuple[_Member, ...]]:
+        bucket: list[_Member] = []
+        cap = min(self.first_bytes, most_bytes)
+        for member in members:
+            is_too_late = any(other.waited_at < member.started_at for other in bucket)
+            if bucket and (is_too_late or sum(other.size for other in (*bucket, member)) > cap):
+                yield tuple(bucket)
+                bucket, cap = [], most_bytes
+            bucket.append(member)
+        if bucket:
+            yield tuple(bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A collective that may come into a bucket, and its wait, with their places in the graph."""
+
+    start: fx.Node
+    wait: fx.Node
+    started_at: int
+    waited_at: int
+
+    @property
+    def operand(self) -> fx.Node:
+        """The value that is sent."""
+        (operand,) = self.start.all_input_nodes
+        return operand
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the result."""
+        return list(self.start.meta["val"].shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are sent."""
+        value = self.operand.meta["val"]
+        return value.numel() * value.element_size()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Members of one bucket agree in it."""
+        value = self.operand.meta["val"]
+        return (self.start.target, *self.start.args[1:], value.dtype, value.device)
+
+
+def _members(graph: fx.Graph) -> Iterator[_Member]:
+    """All-reduces, in order."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node, place in places.items():
+        waits = [user for user in node.users if is_wait(user)]
+        if node.target is ALL_REDUCE and len(waits) == len(node.users) == 1:
+            yield _Member(node, waits[0], place, places[waits[0]])
+
+
+def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[Sequence[_Member]]) -> fx.GraphModule:
+    """A copy of a graph with these collectives in buckets."""
+    made = _Rewriting(graph_module.graph)
+    starts = {member.start: bucket for bucket in buckets for member in bucket}
+    waits = {member.wait: (member, bucket) for bucket in buckets for member in bucket}
+    for node in graph_module.graph.nodes:
+        if node in waits:
+            made.wait(*waits[node])
+        elif node not in starts:
+            made.copy(node)
+        elif starts[node][-1].start is node:
+            made.start(starts[node])
+    return lazy_module(graph_module, made.made)
+
+
+@dataclass(slots=True)
+class _Rewriting:
+    """A graph that is copied with buckets in it.
+
+    Args:
+        graph: the graph.
+        made: its copy.
+        copies: the copies of nodes that are copied.
+        started: the collective of each bucket, by its first wait; then the parts of its result.
+    """
+
+    graph: fx.Graph
+    made: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    started: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    parts: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    tracer: LocalTracer = field(init=False)
+    ranks: Mapping[fx.Node, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tracer = LocalTracer(self.made)
+        self.ranks = _ranks(self.graph)
+
+    def copy(self, node: fx.Node) -> None:
+        """A node that is in no bucket."""
+        copied = self.copies[node] = self.made.node_copy(node, self.copies.__getitem__)
+        copied.meta = dict(node.meta)
+
+    def start(self, bucket: Sequence[_Member]) -> None:
+        """Pack what the members send, and send it."""
+        last: Any = bucket[-1].start
+        sent = [self.copies[member.operand] for member in self._packed(bucket)]
+        flat = [self._call(_aten.view.default, (value, [-1]), last) for value in sent]
+        packed = self._call(_aten.cat.default, (flat,), last)
+        self.started[bucket[0].start] = self._call(last.target, (packed, *last.args[1:]), last)
+
+    def wait(self, member: _Member, bucket: Sequence[_Member]) -> None:
+        """Give a member its part of what its bucket received."""
+        first, packed = bucket[0].start, self._packed(bucket)
+        if first not in self.parts:
+            received = self._call(WAIT, (self.started[first],), member.wait)
+            sizes = [math.prod(item.shape) for item in packed]
+            self.parts[first] = self._call(_aten.split_with_sizes.default, (received, sizes), member.wait)
+        part = self._call(operator.getitem, (self.parts[first], packed.index(member)), member.wait)
+        result = self._call(_aten.view.default, (part, member.shape), member.wait)
+        result.meta |= {key: item for key, item in member.wait.meta.items() if key != "val"}
+        self.copies[member.wait] = result
+
+    def _packed(self, bucket: Sequence[_Member]) -> list[_Member]:
+        """The members of a bucket in the order in which they lie in it."""
+        return sorted(bucket, key=lambda member: self.ranks[member.wait])
+
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        made = self.tracer.create_node("call_function", target, args, {})
+        made.meta |= {key: like.meta[key] for key in ("phase", "module", "source") if key in like.meta}
+        return made
+
+
+def _ranks(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The place of each node's value among what the graph returns, and behind them its place in the graph."""
+    nodes = list(graph.nodes)
+    ranks = {node: len(nodes) + place for place, node in enumerate(nodes)}
+    results: Any = graph.output_node().args[0]
+    for place, node in enumerate(results):
+        while isinstance(node, fx.Node) and ranks[node] >= len(nodes):
+            ranks[node] = place
+            node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 and not is_wait(node) else None
+    return ranks

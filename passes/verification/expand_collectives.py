@@ -1,0 +1,138 @@
+"""Write a bucket of collectives out again as those that it stands for, so that it can be compared with its source.
+
+Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(all_reduce(a))`, `wait(all_reduce(b))`. A
+part of a bucket's result is what the same collective gives of the value at its place, as every element is reduced with
+those at its own index. What is no such bucket, or is read otherwise, stays as it is, and is then no call of the source.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autoshard.errors import VerificationError
+from autoshard.ir.collectives import ALL_REDUCE, WAIT
+from autoshard.tracing.lazy_module import lazy_module
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A collective of values that lie behind each other in a flat buffer, and the nodes between them and its parts."""
+
+    started: Any
+    values: Sequence[fx.Node]
+    inner: frozenset[fx.Node]
+
+
+def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with each collective by itself; the same graph where it has no bucket.
+
+    Raises:
+        VerificationError: a node reads a part of a bucket otherwise than whole.
+    """
+    found = ((node, _bucket_of(node)) for node in graph_module.graph.nodes)
+    buckets = {node: bucket for node, bucket in found if bucket is not None}
+    return _Expanding(graph_module.graph, buckets).run(graph_module) if buckets else graph_module
+
+
+def _bucket_of(split: fx.Node) -> _Bucket | None:
+    """The bucket whose result a call splits into what it was made of; None where it does not."""
+    if split.target is not _aten.split_with_sizes.default or len(split.args) != 2 or split.kwargs:
+        return None
+    waited: Any = split.args[0]
+    started: Any = _operand(waited, WAIT)
+    packed: Any = None if started is None else _operand(started, ALL_REDUCE)
+    flat = None if packed is None else _flat_values(packed)
+    inner: list[Any] = [waited, started, packed]
+    if flat is None or any(len(node.users) != 1 for node in inner):
+        return None
+    values = [node.args[0] for node in flat]
+    if [value.meta["val"].numel() for value in values] != split.args[1]:
+        return None
+    return _Bucket(started, values, frozenset((*inner, *flat)))
+
+
+def _operand(node: Any, target: OpOverload) -> Any:
+    """What a call of `target` reads; None where `node` is no such call of a node."""
+    if not isinstance(node, fx.Node) or node.target is not target or not node.args or node.kwargs:
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+
+
+def _flat_values(packed: fx.Node) -> Sequence[Any] | None:
+    """The flattened values of one type that a buffer is made of; None where it is made otherwise."""
+    if packed.target is not _aten.cat.default or len(packed.args) != 1 or packed.kwargs:
+        return None
+    flat: Any = packed.args[0]
+    values = [_operand(item, _aten.view.default) for item in flat]
+    is_flat = all(value is not None for value in values)
+    is_flat = is_flat and all(item.args[1:] == ([-1],) and len(item.users) == 1 for item in flat)
+    return flat if is_flat and len({value.meta["val"].dtype for value in values}) == 1 else None
+
+
+@dataclass(slots=True)
+class _Expanding:
+    """A graph that is copied without its buckets.
+
+    Args:
+        graph: the graph.
+        buckets: by the call that splits what it received.
+        parts: the collective that each part of a bucket stands for.
+    """
+
+    graph: fx.Graph
+    buckets: Mapping[fx.Node, _Bucket]
+    made: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    parts: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """See `expand_collectives`."""
+        inner = frozenset().union(*(bucket.inner for bucket in self.buckets.values())) | self.buckets.keys()
+        for node in self.graph.nodes:
+            self._check(node)
+            if node in inner:
+                continue
+            source: Any = node.args[0] if node.args else None
+            if node.target is operator.getitem and source in self.buckets:
+                self.parts[node] = self._value(node)
+            elif node.target is _aten.view.default and source in self.parts:
+                self.copies[node] = self._collective(node)
+            else:
+                self.copies[node] = self.made.node_copy(node, self.copies.__getitem__)
+                self.copies[node].meta = dict(node.meta)
+        return lazy_module(graph_module, self.made)
+
+    def _check(self, node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            if operand in self.parts and node.target is not _aten.view.default:
+                raise VerificationError(f"{node.format_node()} reads {operand.name!r}, a part of a bucket, unshaped.")
+            if operand in self.buckets and node.target is not operator.getitem:
+                raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
+
+    def _value(self, part: fx.Node) -> fx.Node:
+        """What a part of a bucket was made of."""
+        source: Any = part.args[0]
+        bucket, index = self.buckets[source], part.args[1]
+        if not isinstance(index, int) or not 0 <= index < len(bucket.values):
+            raise VerificationError(f"{part.format_node()} reads a part that its bucket does not have.")
+        return bucket.values[index]
+
+    def _collective(self, shaped: fx.Node) -> fx.Node:
+        """The collective by itself whose result a shaped part of a bucket is."""
+        part: Any = shaped.args[0]
+        value, bucket = self.parts[part], self.buckets[part.args[0]]
+        if shaped.args[1:] != (list(value.meta["val"].shape),) or shaped.kwargs:
+            raise VerificationError(f"{shaped.format_node()} has not the shape of what it is made of, {value.name!r}.")
+        started = self.made.call_function(bucket.started.target, (self.copies[value], *bucket.started.args[1:]))
+        waited = self.made.call_function(WAIT, (started,))
+        started.meta = waited.meta = {key: item for key, item in shaped.meta.items() if key != "val"}
+        return waited

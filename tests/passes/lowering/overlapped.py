@@ -1,0 +1,38 @@
+"""Programs before the passes by which they communicate while they compute, and what these passes may not change."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import fx
+
+from autoshard.ir.lowered import PhasedProgram
+from tests.passes.families import FAMILIES
+from tests.passes.layouts import LAYOUTS, lowered_under, planning_of, program_of
+from tests.passes.mutants import Place, run_of
+
+
+@cache
+def plain(family: str, layout: str) -> PhasedProgram:
+    """The program of a family under a layout, with every collective waited for where it stands."""
+    return lowered_under(LAYOUTS[layout], program_of(family, layout), planning_of(family, layout), with_overlap=False)
+
+
+def calls(graph_module: fx.GraphModule) -> list[str]:
+    """What a phase calls, in order."""
+    return [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
+
+
+def differ(family: str, layout: str, made: PhasedProgram) -> list[str]:
+    """The results of a step of two micro-batches that have other bits than those of the plain program."""
+    torch.manual_seed(0)
+    _, examples = FAMILIES[family]()
+    phased = plain(family, layout)
+    run = run_of(phased, examples)
+    pairs = zip(*(run.numbers(Place.PHASES, item, phased.lowered.traced) for item in (phased, made)), strict=True)
+    return [f"{index}: {one} is {other}" for index, (one, other) in enumerate(pairs) if not _is_same(one, other)]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and torch.equal(one.isnan(), other.isnan())

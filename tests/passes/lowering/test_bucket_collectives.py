@@ -1,0 +1,173 @@
+"""Gradients are reduced in buckets: the same bits, no more memory, and no wrong bucket is accepted."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.collectives import ALL_REDUCE, is_wait
+from autoshard.ir.lowered import PhasedProgram
+from passes.lowering.bucket_collectives import BucketCollectives
+from passes.lowering.wait_late import WaitLate
+from passes.verification.verify_phases import verify_phases
+from tests.passes.lowering.overlapped import calls, differ, plain
+from tests.passes.mutations import copy_of
+
+aten = torch.ops.aten
+FAMILY, LAYOUT = "gpt", "tensor"
+SMALL = BucketCollectives(first_bytes=64, least_bytes=256, most_bytes=1024)
+
+
+@cache
+def bucketed(family: str = FAMILY, layout: str = LAYOUT, passed: BucketCollectives = SMALL) -> PhasedProgram:
+    return passed(WaitLate()(plain(family, layout)))
+
+
+def reductions(phased: PhasedProgram) -> list[fx.Node]:
+    """The all-reduces of the backward."""
+    return [node for node in phased.backward.graph.nodes if node.target is ALL_REDUCE]
+
+
+@pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "data"), ("mixture", "two axes")])
+@pytest.mark.parametrize("passed", [SMALL, BucketCollectives()])
+def test_buckets_of_any_size_give_the_same_bits(family: str, layout: str, passed: BucketCollectives) -> None:
+    """With two micro-batches, and the update where there is one."""
+    made = bucketed(family, layout, passed)
+    verify_phases(made)
+    assert differ(family, layout, made) == []
+
+
+def test_buckets_keep_to_their_sizes() -> None:
+    """The first and the others; only what is larger by itself is sent by itself."""
+    before, after = reductions(plain(FAMILY, LAYOUT)), reductions(bucketed())
+    assert len(after) < len(before)
+    sizes = [node.meta["val"].numel() * node.meta["val"].element_size() for node in after]
+    buckets = [size for node, size in zip(after, sizes, strict=True) if node.args[0].target is aten.cat.default]
+    assert buckets
+    assert max(buckets) <= SMALL.most_bytes
+    assert sum(sizes) == sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in before)
+
+
+def test_a_bucket_is_packed_by_one_copy_and_read_by_views() -> None:
+    """One `cat` for each bucket; parts are views of what it received."""
+    names = calls(bucketed().backward)
+    before = calls(plain(FAMILY, LAYOUT).backward)
+    assert names.count("aten.cat.default") - before.count("aten.cat.default") == names.count(
+        "aten.split_with_sizes.default"
+    ) - before.count("aten.split_with_sizes.default")
+    assert names.count("aten.clone.default") == before.count("aten.clone.default")
+
+
+def exchange_parts(graph: fx.Graph) -> None:
+    """Two members of one size take each other's part."""
+    split = splits(graph)[0]
+    sizes = list(split.args[1])
+    first, second = next((i, j) for i, a in enumerate(sizes) for j, b in enumerate(sizes) if i < j and a == b)
+    parts = {part.args[1]: part for part in split.users}
+    parts[first].args, parts[second].args = (split, second), (split, first)
+
+
+def shift_offsets(graph: fx.Graph) -> None:
+    """Parts begin one element off."""
+    split = splits(graph)[0]
+    first, *others, last = split.args[1]
+    split.args = (split.args[0], [first + 1, *others, last - 1])
+
+
+def exchange_members(graph: fx.Graph) -> None:
+    """The bucket is packed in another order than it is read."""
+    packed = bucket(graph)
+    first, *others, last = packed.args[0]
+    packed.args = ([last, *others, first],)
+
+
+def repeat_a_member(graph: fx.Graph) -> None:
+    """One gradient is sent twice, in the place of another."""
+    packed = bucket(graph)
+    first, _, *others = packed.args[0]
+    packed.args = ([first, first, *others],)
+
+
+def read_in_flight(graph: fx.Graph) -> None:
+    """A part is read of what is not waited for yet."""
+    split = splits(graph)[0]
+    split.args = (split.args[0].args[0], *split.args[1:])
+
+
+def read_what_is_sent(graph: fx.Graph) -> None:
+    """A part is read of the buffer itself, which a process writes over meanwhile."""
+    split = splits(graph)[0]
+    split.args = (bucket(graph), *split.args[1:])
+
+
+def wait_behind_a_reader(graph: fx.Graph) -> None:
+    """The wait comes when a part was read."""
+    split = splits(graph)[0]
+    next(iter(split.users)).append(split.args[0])
+
+
+def reduce_otherwise(graph: fx.Graph) -> None:
+    """Another reduction."""
+    reduced = next(node for node in graph.nodes if node.target is ALL_REDUCE and node.args[0] is bucket(graph))
+    reduced.args = (reduced.args[0], "max", *reduced.args[2:])
+
+
+def leave_a_part_flat(graph: fx.Graph) -> None:
+    """A part of a matrix is handed on as a vector."""
+    shaped = next(node for part in splits(graph)[0].users for node in part.users if len(node.args[1]) > 1)
+    shaped.replace_all_uses_with(shaped.args[0])
+    graph.erase_node(shaped)
+
+
+def pack_in_another_order(graph: fx.Graph) -> None:
+    """A member is packed transposed."""
+    flat = next(item for item in bucket(graph).args[0] if len(item.args[0].meta["val"].shape) == 2)
+    with graph.inserting_before(flat):
+        turned = graph.call_function(aten.t.default, (flat.args[0],))
+    turned.meta["val"] = flat.args[0].meta["val"].t()
+    flat.target, flat.args = aten.reshape.default, (turned, [-1])
+
+
+def splits(graph: fx.Graph) -> list[fx.Node]:
+    """What takes the buckets apart, the one with most members first."""
+    found = [node for node in graph.nodes if node.target is aten.split_with_sizes.default and is_wait(node.args[0])]
+    return sorted(found, key=lambda node: -len(node.args[1]))
+
+
+def bucket(graph: fx.Graph) -> fx.Node:
+    """The buffer of the bucket with most members."""
+    return splits(graph)[0].args[0].args[0].args[0]
+
+
+WRONG = [
+    exchange_parts, shift_offsets, exchange_members, repeat_a_member, read_in_flight, read_what_is_sent,
+    wait_behind_a_reader, reduce_otherwise, leave_a_part_flat, pack_in_another_order,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG, ids=lambda mistake: mistake.__name__)
+def test_wrong_buckets_are_refused(mistake: Callable[[fx.Graph], None]) -> None:
+    """Offsets, membership, and reads of what is in flight."""
+    made = bucketed(passed=BucketCollectives())
+    graph_module = copy_of(made.backward)
+    mistake(graph_module.graph)
+    with pytest.raises(VerificationError):
+        verify_phases(replace(made, backward=graph_module))
+
+
+def test_a_part_that_no_bucket_has_is_refused() -> None:
+    """Beyond the last."""
+    made = bucketed()
+    graph_module = copy_of(made.backward)
+    part = next(node for node in graph_module.graph.nodes if node.args and node.args[0] in splits(graph_module.graph))
+    assert part.target is operator.getitem
+    part.args = (part.args[0], 99)
+    with pytest.raises(VerificationError, match="does not have"):
+        verify_phases(replace(made, backward=graph_module))

@@ -1,0 +1,56 @@
+"""Collectives are waited for where their results are first read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.collectives import is_collective, is_wait
+from passes.lowering.wait_late import WaitLate
+from passes.verification.verify_phases import verify_phases
+from tests.passes.lowering.overlapped import calls, differ, plain
+from tests.passes.mutations import copy_of
+
+PROGRAMS = [("gpt", "tensor"), ("llama", "ZeRO-3"), ("mixture", "two axes")]
+
+
+@pytest.mark.parametrize(("family", "layout"), PROGRAMS)
+def test_only_the_order_of_calls_changes(family: str, layout: str) -> None:
+    """Collectives start in the order that they had, and all bits stay."""
+    phased = plain(family, layout)
+    made = WaitLate()(phased)
+    verify_phases(made)
+    for before, after in ((phased.forward, made.forward), (phased.backward, made.backward)):
+        assert sorted(calls(before)) == sorted(calls(after))
+        assert _starts(before) == _starts(after)
+    assert differ(family, layout, made) == []
+
+
+def test_gradients_are_waited_for_when_the_backward_has_computed_them_all() -> None:
+    """Behind the last wait of which a result is only returned, nothing is computed but views and such waits."""
+    nodes = list(WaitLate()(plain("gpt", "tensor")).backward.graph.nodes)
+    returned = [node for node in nodes if is_wait(node) and all(user.op == "output" for user in node.users)]
+    assert len(returned) > 5
+    behind = nodes[nodes.index(returned[0]) : -1]
+    assert not [node for node in behind if is_collective(node) or "mm" in str(node.target)]
+
+
+def test_a_wait_behind_its_reader_is_refused() -> None:
+    """In a phase, as in the program as a whole."""
+    made = WaitLate()(plain("gpt", "tensor"))
+    graph_module = copy_of(made.backward)
+    wait = next(node for node in graph_module.graph.nodes if is_wait(node) and _reader(node).op != "output")
+    _reader(wait).append(wait)
+    with pytest.raises(VerificationError, match="before it is computed"):
+        verify_phases(replace(made, backward=graph_module))
+
+
+def _starts(graph_module: fx.GraphModule) -> list[tuple[str, object]]:
+    return [(str(node.target), node.args[1:]) for node in graph_module.graph.nodes if is_collective(node)]
+
+
+def _reader(node: fx.Node) -> fx.Node:
+    return next(iter(node.users))
