@@ -66,6 +66,8 @@ def _gpt2(tokens: int) -> nn.Module:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
         use_cache=False,
     )
     return GPT2LMHeadModel(config)

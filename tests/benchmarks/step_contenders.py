@@ -97,7 +97,7 @@ def _by_hand(
             loss = module(**part(batch)).loss
             loss.backward()
         optimizer.step()
-        return loss.detach()
+        return loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
 
     return step
 
