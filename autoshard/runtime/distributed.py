@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError, NotAvailableError
@@ -25,9 +25,10 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement import ControlGroup, Facts
-from autoshard.runtime.boundary import matches_dtensor, pad_local, unpad_local
+from autoshard.runtime.boundary import pad_local, unpad_local
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import NOTHING, Loaded
+from autoshard.runtime.layouts import Layout, Layouts
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import swap_parameter, take_over_parameters
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
@@ -42,8 +43,6 @@ REPLICATED = PartitionSpec()
 
 _MOST_RESHARDS = 1024
 """Reshards at the boundary that are kept ready to run: some for each input and output of the programs in use."""
-_MOST_LAYOUTS = 4096
-"""Layouts of DTensors that are known: one for each shape and placements of parameters, state, inputs and gradients."""
 
 
 class DistributedEngine:
@@ -74,6 +73,7 @@ class DistributedEngine:
         self._check_in_place = check_in_place
         self._finish_in_place = finish_in_place
         self._reshard_loaded = lru_cache(_MOST_RESHARDS)(self._load_reshard)
+        self._layouts = Layouts(self.groups.mesh, self.groups.rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedEngine:
         """The engine itself: copies of a model run on the same ranks."""
@@ -153,46 +153,41 @@ class DistributedEngine:
 
     def write_sharded(self, value: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
-        return self._put_in(value, slot, storage_spec(slot.spec, self.mesh))
+        return self._put_in(value, slot, self._layouts.stored(slot.spec, slot.shape))
 
     def write_like(self, value: torch.Tensor, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
         if not isinstance(like, DTensor):
             return self.write(value, slot)
-        return self._put_in(value, slot, _layout_of(like.placements, slot.shape, self.mesh)[0])
+        return self._put_in(value, slot, self._layouts.of(like.placements, slot.shape))
 
-    @torch.no_grad()
     def store(self, tensor: torch.Tensor, value: torch.Tensor, slot: LocalSlot) -> None:
         """See `Engine`: where the program wrote over the tensor's own memory, it is done."""
         if not isinstance(tensor, DTensor):
             tensor.copy_(self.write(value, slot))
             return
-        local = tensor.to_local()
-        if value.data_ptr() == local.data_ptr() and value.shape == local.shape and value.stride() == local.stride():
+        local = _local_of(tensor)
+        if _is_same_memory(value, local):
             return
         found = self.write_like(value, slot, tensor)
         assert isinstance(found, DTensor), "a value that is written like a DTensor is one"
-        if found.to_local().data_ptr() != local.data_ptr():
+        if not _is_same_memory(found.to_local(), local):
             local.copy_(found.to_local())
 
     def zeros(self, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
-        spec = storage_spec(slot.spec, self.mesh)
-        local = torch.zeros(spec.local_shape(slot.shape, self.mesh), dtype=slot.dtype, device=self.device)
-        local = unpad_local(local, spec, self.mesh, slot.shape, self.groups.rank)
-        return self._from_local(local, slot.shape, spec.to_placements(self.mesh))
+        layout = self._layouts.stored(slot.spec, slot.shape)
+        local = torch.zeros(layout.spec.local_shape(slot.shape, self.mesh), dtype=slot.dtype, device=self.device)
+        return self._from_local(unpad_local(local, layout.spec, self.mesh, slot.shape, self.groups.rank), layout)
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
-        placements = storage_spec(slot.spec, self.mesh).to_placements(self.mesh)
+        layout = self._layouts.stored(slot.spec, slot.shape)
         if isinstance(tensor, DTensor):
-            if tensor.device_mesh == self.device_mesh and tensor.placements == placements:
+            if tensor.placements == layout.placements and self._is_on_mesh(tensor):
                 return tensor
             tensor = whole(tensor)
-        tensor = tensor.detach().to(self.device)
-        shards = distribute_tensor(tensor, self.device_mesh, placements, src_data_rank=None)
-        local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
-        return self._from_local(local, tuple(tensor.shape), placements)
+        return self._shard(tensor.to(self.device), layout.placements)
 
     @torch.no_grad()
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -215,7 +210,7 @@ class DistributedEngine:
     def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
         """See `Engine`: each rank keeps its shard."""
         for name, parameter in model.named_parameters():
-            placements = storage_spec(specs.get(name, REPLICATED), self.mesh).to_placements(self.mesh)
+            placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
             if isinstance(parameter, DTensor) and parameter.placements != placements:
                 swap_parameter(parameter, partial(self._shard, placements=placements))
 
@@ -243,32 +238,30 @@ class DistributedEngine:
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         shards = distribute_tensor(full, self.device_mesh, placements, src_data_rank=None)
         local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
-        return self._from_local(local, tuple(full.shape), placements)
+        return self._from_local(local, self._layouts.of(placements, full.shape))
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
         """The padded local value of a DTensor, and its spec."""
         self._check_mesh(tensor)
-        shape = tuple(tensor.shape)
-        spec, local_shape = _layout_of(tensor.placements, shape, self.mesh)
-        if local_shape is None:
+        layout = self._layouts.of(tensor.placements, tensor.shape)
+        if not layout.is_cut_alike:
             return whole(tensor), REPLICATED
-        with torch.no_grad():
-            local = tensor.to_local().detach().contiguous()
-        return (local if local.shape == local_shape else pad_local(local, spec, self.mesh, shape)), spec
+        local = _local_of(tensor).detach().contiguous()
+        is_padded = tuple(local.shape) == layout.padded
+        return local if is_padded else pad_local(local, layout.spec, self.mesh, layout.shape), layout.spec
 
-    def _put_in(self, value: torch.Tensor, slot: LocalSlot, spec: PartitionSpec) -> DTensor:
-        """The DTensor with the placements of `spec`, of a padded local value that lies as its slot says."""
-        placements = spec.to_placements(self.mesh)
-        if not matches_dtensor(spec, slot.shape, self.mesh):
-            return distribute_tensor(self.write(value, slot), self.device_mesh, placements, src_data_rank=None)
-        local = self._reshard(value, slot.spec, spec, slot)
-        local = unpad_local(local, spec, self.mesh, slot.shape, self.groups.rank)
-        return self._from_local(local, slot.shape, placements)
+    def _put_in(self, value: torch.Tensor, slot: LocalSlot, layout: Layout) -> DTensor:
+        """The DTensor that lies as `layout`, of a padded local value that lies as its slot says."""
+        if not layout.is_cut_alike:
+            return distribute_tensor(self.write(value, slot), self.device_mesh, layout.placements, src_data_rank=None)
+        local = self._reshard(value, slot.spec, layout.spec, slot)
+        if tuple(local.shape) != layout.chunk:
+            local = unpad_local(local, layout.spec, self.mesh, slot.shape, self.groups.rank)
+        return self._from_local(local.contiguous(), layout)
 
-    def _from_local(self, local: torch.Tensor, shape: tuple[int, ...], placements: Sequence) -> DTensor:
-        stride = torch.empty(shape, device="meta").stride()
+    def _from_local(self, local: torch.Tensor, layout: Layout) -> DTensor:
         return DTensor.from_local(
-            local, self.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            local, self.device_mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
         )
 
     def _reshard(
@@ -283,21 +276,15 @@ class DistributedEngine:
     ) -> Loaded:
         return DistributedEngine.load(self, reshard_program(source, target, shape, dtype, self.mesh))
 
+    def _is_on_mesh(self, tensor: DTensor) -> bool:
+        return tensor.device_mesh is self.device_mesh or tensor.device_mesh == self.device_mesh
+
     def _check_mesh(self, tensor: DTensor) -> None:
-        if tensor.device_mesh != self.device_mesh:
+        if not self._is_on_mesh(tensor):
             raise MeshError(
                 f"A DTensor of shape={tuple(tensor.shape)} lies on {tensor.device_mesh}, but the model was compiled "
                 f"for {self.device_mesh}. Make it on the same DeviceMesh (sharded.engine.device_mesh)."
             )
-
-
-@lru_cache(_MOST_LAYOUTS)
-def _layout_of(
-    placements: tuple[Placement, ...], shape: tuple[int, ...], mesh: Mesh
-) -> tuple[PartitionSpec, tuple[int, ...] | None]:
-    """The spec of a DTensor of a global shape, and its padded local shape: None where DTensor cuts other pieces."""
-    spec = PartitionSpec.from_placements(placements, mesh)
-    return spec, spec.local_shape(shape, mesh) if matches_dtensor(spec, shape, mesh) else None
 
 
 @torch.no_grad()
@@ -318,12 +305,17 @@ def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Te
     return run
 
 
-@lru_cache(_MOST_LAYOUTS)
-def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """The spec nearest to `spec` that torch placements can say: the axes of a dim in the order of the mesh."""
-    order = {axis: index for index, axis in enumerate(mesh.axis_names)}
-    dims = (tuple(sorted(axes, key=order.__getitem__)) for axes in spec.dims)
-    return PartitionSpec(*dims, partial={axis: reduction.value for axis, reduction in spec.partial})
+def _local_of(tensor: DTensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, without gradient; the callers in a step forbid gradients once."""
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _is_same_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements in the same places."""
+    return (value.data_ptr(), value.shape, value.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 def reshard_program(

@@ -244,6 +244,7 @@ class Executable:
         saved.clear()
         return list(self._backward(values))[len(self.gradients) :]
 
+    @torch.no_grad()
     def run_update(self, carried: list[LocalValue], held: Mapping[tuple[str, str], torch.Tensor]) -> None:
         """Update what users hold, in place.
 

@@ -38,7 +38,7 @@ from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
 from autoshard.runtime.own_code import whole_parameters
-from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
+from autoshard.runtime.parameters import find_parameter, lent_parameters, outlined_parameters, refuse_new_parameters
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, signature_of
 from autoshard.runtime.state import lay_out_state, may_draw, take_seeds, write_seeds
@@ -405,7 +405,7 @@ class ShardedModule(nn.Module):
             name = slot.slot.name
             match slot.slot.kind:
                 case InputKind.PARAMETER:
-                    result.append(self.get_parameter(name))
+                    result.append(find_parameter(self, name))
                 case InputKind.BUFFER:
                     result.append(self._buffer(name, copied=name in executable.updated_buffers))
                 case InputKind.SEED:

@@ -1,0 +1,76 @@
+"""How DTensors lie, as programs must know it: found once for each kind of placements and shape, read at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import PartitionSpec
+from autoshard.runtime.boundary import matches_dtensor, unpadded_shape
+
+_MOST = 4096
+"""Layouts that are kept: one for each placements and shape of the tensors that programs take and give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a DTensor lies on one rank.
+
+    Args:
+        spec, placements: the same, in our words and in torch's.
+        shape, stride: of the whole tensor, in order.
+        is_cut_alike: whether DTensor cuts it into the pieces that programs have, so that only padding differs.
+        padded: the shape of the rank's piece in a program; `chunk` without padding, as DTensor holds it.
+    """
+
+    spec: PartitionSpec
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    is_cut_alike: bool
+    padded: tuple[int, ...]
+    chunk: tuple[int, ...]
+
+
+class Layouts:
+    """The layouts of tensors on one rank of a mesh."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self._mesh = mesh
+        self._rank = rank
+        self._of = lru_cache(_MOST)(self._find)
+        self._stored = lru_cache(_MOST)(self._find_stored)
+
+    def of(self, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
+        """The layout of a DTensor with these placements and this shape."""
+        return self._of(tuple(placements), tuple(shape))
+
+    def stored(self, spec: PartitionSpec, shape: Sequence[int]) -> Layout:
+        """The layout in which a DTensor holds what lies as `spec` says, or as nearly as placements can."""
+        return self._stored(spec, tuple(shape))
+
+    def _find(self, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Layout:
+        return self._made(PartitionSpec.from_placements(placements, self._mesh), placements, shape)
+
+    def _find_stored(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Layout:
+        spec = storage_spec(spec, self._mesh)
+        return self._made(spec, tuple(spec.to_placements(self._mesh)), shape)
+
+    def _made(self, spec: PartitionSpec, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Layout:
+        stride = torch.empty(shape, device="meta").stride()
+        is_cut_alike = matches_dtensor(spec, shape, self._mesh)
+        padded = spec.local_shape(shape, self._mesh) if is_cut_alike else ()
+        chunk = unpadded_shape(spec, self._mesh, shape, self._rank) if is_cut_alike else ()
+        return Layout(spec, placements, torch.Size(shape), stride, is_cut_alike, padded, chunk)
+
+
+def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The spec nearest to `spec` that torch placements can say: the axes of a dim in the order of the mesh."""
+    order = {axis: index for index, axis in enumerate(mesh.axis_names)}
+    dims = (tuple(sorted(axes, key=order.__getitem__)) for axes in spec.dims)
+    return PartitionSpec(*dims, partial={axis: reduction.value for axis, reduction in spec.partial})
