@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cost_models import constants
+from cost_models.device import Device
 from cost_models.errors import CostArgumentError
 from cost_models.timeline import COMPUTE, Span, Timeline
 
@@ -75,6 +76,15 @@ class Overlap:
 
     prefetch: int = 1
     slowdown: float = field(default_factory=lambda: measured_slowdown())
+
+
+def overlap_of(device: Device) -> Overlap | None:
+    """How computation runs beside communication that a program leaves under way on a device; None: not at all.
+
+    On a GPU collectives take some of its processors (`measured_slowdown`). A CPU is kept as busy by communication as by
+    computation: 62 ms one after the other were 64 ms beside each other (Gloo on loopback, two cores, 2026-11-23).
+    """
+    return Overlap(prefetch=0) if device.dispatch_s else None
 
 
 @lru_cache(maxsize=1)

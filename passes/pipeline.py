@@ -419,9 +419,12 @@ def plan_of_choice(
 
 
 def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster) -> WalkedStep:
-    """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak."""
+    """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak.
+
+    A program that leaves out blocks is walked without overlap: its buckets are not those of the whole.
+    """
     micro_batches = planning.liveness.micro_batches
-    phased = lower_prepared(planning.space.program, plan, cluster, with_overlap=False)
+    phased = lower_prepared(planning.space.program, plan, cluster, with_overlap=not planning.elided.sites)
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided)
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)

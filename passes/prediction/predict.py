@@ -5,7 +5,7 @@ The time is that of a simulated step of one rank (all ranks do the same at the s
 `segment_step` writes it down from the planning problem: the prices are the same. A `Runtime` says what is predicted:
 
 * TODAY: what `compile` runs. Computation runs beside what the lowered program begins early and waits for late, as far
-  as the cluster's communication leaves it room (`overlap_on`).
+  as the cluster's communication leaves it room (`overlap_of`).
 * FORECAST: a runtime that overlaps, as the frameworks of experts' recipes do on GPUs: parameters are gathered a block
   ahead, gradients are reduced behind the backward; only the pieces that computation waits for are exposed, it is slowed
   meanwhile, and what is held for communication under way takes memory, which is added to the peak.
@@ -25,9 +25,8 @@ from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import InputKind
 from autoshard.ir.recompute import PHASE
 from autoshard.ir.trace import Trace
-from cost_models.hardware import Cluster
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
-from cost_models.streams import Overlap, StreamTimes, simulate_streams
+from cost_models.streams import Overlap, StreamTimes, overlap_of, simulate_streams
 from cost_models.timeline import Timeline
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_memory
@@ -80,7 +79,7 @@ def predict(
     if walked is None:
         segments, overlap = segment_step(planning, choice, kernels, shares=not record), runtime.overlap
     else:
-        segments, overlap = walked.segments, overlap_on(planning.prices.cluster)
+        segments, overlap = walked.segments, overlap_of(planning.prices.cluster.device)
     times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(runtime.dispatch), record=record)
     memory = _memory_parts(planning, choice, times, 0 if walked is None else walked.passes_bytes)
     tokens = _tokens(planning)
@@ -120,15 +119,6 @@ def trace_of(line: Timeline) -> Trace:
     """A simulated timeline as a plan carries it."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
-
-
-def overlap_on(cluster: Cluster) -> Overlap | None:
-    """How computation runs beside the communication that a lowered program leaves under way; None: not at all.
-
-    On GPUs collectives take some of the processors. On CPUs they take all that computation would: 62 ms one after the
-    other were 64 ms beside each other (Gloo on loopback, two cores).
-    """
-    return Overlap(prefetch=0) if cluster.device.dispatch_s else None
 
 
 def _memory_parts(

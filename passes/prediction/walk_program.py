@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.offload import LABEL
 from autoshard.kernels.offload import TRANSFERS
 from cost_models.hardware import Cluster
 from cost_models.streams import Op, Segment
 from cost_models.timeline import COMPUTE
-from passes.strategies.collective_nodes import collective_of, is_collective, is_wait
+from passes.strategies.collective_nodes import collective_of
 from passes.strategies.elided import NOTHING_ELIDED, Elided
 from passes.strategies.enumerate_strategies import resolve
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.mesh import Mesh
@@ -19,8 +17,6 @@ from cost_models.hardware import Cluster
 from cost_models.topology import GroupLinks
 from passes.strategies.enumerate_strategies import operands_of
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_NAMESPACE = "_c10d_functional"
 _TIMES: Mapping[str, Callable[[float, GroupLinks], float]] = MappingProxyType(
     {
         "all_reduce": all_reduce_time,
@@ -45,16 +41,6 @@ class Collective(NamedTuple):
     axes: tuple[str, ...]
     whole_bytes: int
     sent_bytes: float
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
-    return node.target is _WAIT
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node begins a collective."""
-    return isinstance(node.target, OpOverload) and node.target.namespace == _NAMESPACE and not is_wait(node)
 
 
 def collective_of(node: fx.Node, mesh: Mesh) -> Collective:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.mesh import Mesh
 from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import TRANSFERS, to_host
@@ -23,7 +24,7 @@ from cost_models.compute import memory_time, work_time
 from cost_models.hardware import Cluster
 from cost_models.operators import work
 from cost_models.work import TensorInfo
-from passes.strategies.collective_nodes import collective_time, is_collective, is_wait
+from passes.strategies.collective_nodes import collective_time
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import IS_RESHARD
 from passes.strategies.operator_names import dtype_name
@@ -41,7 +42,7 @@ class NodePrices:
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Seconds of a node that `is_collective`."""
+        """Seconds of the collective that a node starts."""
         return collective_time(node, self.mesh, self.cluster)
 
     def computed_s(self, node: fx.Node) -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
-from passes.strategies.collective_nodes import collective_of, collective_time, is_collective
+from passes.strategies.collective_nodes import collective_of, collective_time
 from passes.strategies.enumerate_strategies import Site
 from passes.strategies.price_nodes import NodePrices
 from passes.strategies.scratch import emitted_call

@@ -94,12 +94,13 @@ def test_the_chosen_plan_is_never_worse_than_a_baseline() -> None:
     assert all(cost is None or plan.objective <= cost for cost in plan.baselines.values())
 
 
-def test_the_objective_is_the_sum_of_its_parts() -> None:
-    """The predicted step time, recomputed from the chosen specs, is what the search minimised."""
+def test_the_prediction_is_the_objective_less_what_overlap_hides() -> None:
+    """The step is the sum of its parts; buckets and overlap make it faster than what the search minimised."""
     plan = plan_of(32, 512, {"data": 2, "model": 2})
     waits = plan.predicted.breakdown.get(HOST, 0.0)
-    assert plan.predicted.step_time_s - waits == pytest.approx(plan.objective, rel=1e-9)
-    assert sum(plan.predicted.breakdown.values()) - waits == pytest.approx(plan.objective, rel=1e-9)
+    assert 0.8 * plan.objective < plan.predicted.step_time_s - waits <= plan.objective * (1 + 1e-9)
+    assert sum(plan.predicted.breakdown.values()) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    assert sum(plan.predicted.overlapped.values()) > 0
     assert sum(plan.predicted.memory_breakdown.values()) == pytest.approx(plan.predicted.peak_memory_bytes, rel=1e-6)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.testing.programs import programs
-from cost_models.streams import Overlap, simulate_streams
+from cost_models.streams import Overlap, overlap_of, simulate_streams
+from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import PlanOptions, lower_prepared, plan_of_choice
 from passes.planning.build_assignment import PlanningProblem
+from passes.planning.constraints import allowed_options
+from passes.planning.search import Search
 from passes.prediction.segment_step import segment_step
 from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.strategies.price_nodes import NodePrices
@@ -79,15 +83,17 @@ def test_elided_blocks_are_walked_as_often_as_they_run() -> None:
     assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=1e-6)
 
 
-def data_parallel() -> tuple[PlanningProblem, PhasedProgram]:
-    """Blocks whose gradients are reduced over the batch, as they are lowered."""
-    from passes.planning.constraints import allowed_options
-    from passes.planning.search import Search
-
+def data_parallel_choice(planning: PlanningProblem) -> list[int]:
+    """The best choice under which parameters are copied, and the batch is split."""
     constraints = {"*.up.weight": P(), "*.down.weight": P(), "input:0": P("x")}
+    return list(Search(None, 30.0)(planning, allowed_options(planning, constraints)).choice)
+
+
+@cache
+def data_parallel() -> tuple[PlanningProblem, PhasedProgram]:
+    """Blocks whose gradients are reduced over the batch, as they are lowered, without overlap."""
     planning = problem_of(blocks_program(batch=256, length=512, hidden=1024, count=3), LINE)
-    choice = list(Search(None, 30.0)(planning, allowed_options(planning, constraints)).choice)
-    return planning, phased_of(planning, choice)
+    return planning, phased_of(planning, data_parallel_choice(planning))
 
 
 def with_late_waits(phased: PhasedProgram) -> PhasedProgram:
@@ -131,3 +137,21 @@ def test_bytes_on_the_wire_are_counted_by_axis() -> None:
     planning, phased = data_parallel()
     weights = 3 * 8 * 1024**2 * 2
     assert walk(planning, phased).sent_bytes["x"] == pytest.approx(1.5 * weights, rel=0.01)
+
+
+def test_predictions_are_of_what_runs() -> None:
+    """A plan on GPUs hides gradients' buckets; its time, traffic and peak are those of the program that is run."""
+    planning, serial = data_parallel()
+    choice = data_parallel_choice(planning)
+    cluster = planning.prices.cluster
+    plan = plan_of_choice(planning, choice, 0.0, None, cluster, PlanOptions())
+    run = lower_prepared(planning.space.program, plan, cluster)
+    walked = walk(planning, run)
+    times = simulate_streams(walked.segments, overlap_of(cluster.device), dispatch_s=cluster.device.dispatch("eager"))
+    assert plan.predicted.step_time_s == pytest.approx(times.total_s)
+    assert plan.predicted.peak_memory_bytes == peak_bytes(run)
+    assert plan.predicted.sent_bytes == walked.sent_bytes == pytest.approx(walk(planning, serial).sent_bytes)
+    launched = sum(op.launches for segment in walk(planning, serial).segments for op in segment.ops)
+    assert plan.predicted.launches < launched
+    assert plan.predicted.overlapped["x"] > 0
+    assert not plan.predicted.overlaps
