@@ -34,6 +34,7 @@ from autoshard.arguments import (
     checked_budget,
     checked_cluster,
     checked_constraints,
+    checked_reduce_dtype,
     split_inputs,
 )
 from autoshard.backends import bucketing_of, check_in_place, has_kernels, wrap_of
@@ -78,6 +79,7 @@ def compile(
     constraints: Mapping[str, PartitionSpec] | None = None,
     memory_budget: int | None = None,
     precision: str | None = None,
+    reduce_dtype: str | None = None,
     micro_batches: int | None = None,
     max_grad_norm: float | None = None,
     strict: bool = False,
@@ -113,6 +115,8 @@ def compile(
         precision: "bf16", "f16" (without gradients) or "f32": compute in this type where parameters and inputs are
             wider. Parameters, gradients and optimizer state keep the model's types (master weights); see
             docs/precision.md. None: the model's own types, or the precision of `plan`.
+        reduce_dtype: "bf16": gradients of float32 travel between ranks in 16 bits, and are added up in float32; see
+            docs/precision.md. None: they travel as they are.
         micro_batches: with an optimizer: cut each batch in so many parts; see `TrainStep`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
@@ -162,6 +166,7 @@ def compile(
         fixed=fixed,
         loss_fn=loss_fn,
         precision=precision,
+        reduce_dtype=checked_reduce_dtype(model, reduce_dtype),
         constraints=checked_constraints(constraints),
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),

@@ -166,6 +166,25 @@ def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
         )
 
 
+def checked_reduce_dtype(model: nn.Module, reduce_dtype: Any) -> torch.dtype | None:
+    """The type by name; `NotAvailableError` for one in which this model's gradients cannot travel between ranks."""
+    if reduce_dtype is None:
+        return None
+    if reduce_dtype != "bf16":
+        raise NotAvailableError(
+            f"reduce_dtype={reduce_dtype!r} is unknown; gradients travel between ranks in their own type (None), or in "
+            "'bf16'. In 'f16' small ones would vanish, and large ones overflow."
+        )
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if torch.float32 not in trained:
+        found = ", ".join(sorted(map(str, trained))) or "no parameter that requires grad"
+        raise NotAvailableError(
+            f"reduce_dtype='bf16' is for gradients of float32 parameters, and this model trains {found}. "
+            "Leave it out: gradients travel in the type of their parameters."
+        )
+    return torch.bfloat16
+
+
 def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm: Any = None) -> None:
     """Raise unless `optimizer` is one that a step can call, or nothing asks for one.
 

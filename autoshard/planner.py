@@ -102,6 +102,7 @@ class Planner:
     with_kernels: bool = False
     with_generated: bool = True
     with_native: bool = True
+    reduce_dtype: torch.dtype | None = None
     progress: bool | None = False
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
@@ -118,12 +119,12 @@ class Planner:
         if known is not None:
             return replace(known, python=program.python)
         # What was asked of the model's outputs does not hold of gradients in their place.
-        free = replace(self, fixed=None, made=None, before=None, constraints={}) if request.derivatives else self
+        free = self._free() if request.derivatives else self
         chosen = engine.share(lambda: free._plan_for(program, request, engine.mesh))
         phased = make_together(
             engine,
             "lowering",
-            lambda: self._lower(program, chosen)[0],
+            lambda: free._lower(program, chosen)[0],
             lambda made: {"compiled program": made.digest()},
         )
         if self.with_kernels:
@@ -267,6 +268,7 @@ class Planner:
             strict=self.strict,
             micro_batches=self.micro_batches,
             with_kernels=self.with_kernels,
+            reduce_dtype=self.reduce_dtype,
             before=self.before,
         )
 
@@ -356,6 +358,10 @@ class Planner:
             _LOGGER.debug("the plan is not of this call: %s", error)
             return None
 
+    def _free(self) -> Planner:
+        """The planner without what was asked of the model's outputs and of its parameters' gradients."""
+        return replace(self, fixed=None, made=None, before=None, constraints={}, reduce_dtype=None)
+
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
         """A plan with all blocks; None where it is not of this call."""
         from passes.expand_plan import expand_for
@@ -381,6 +387,7 @@ class Planner:
             with_kernels=self.with_kernels,
             with_generated=self.with_generated,
             with_native=self.with_native,
+            reduce_dtype=self.reduce_dtype,
             on_pass=on_pass,
         )
         if not self.verify:

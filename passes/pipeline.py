@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
@@ -25,6 +26,7 @@ from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.lowering.lower import Lower, result_key
 from passes.lowering.name_communicators import NameCommunicators
+from passes.lowering.narrow_reductions import NarrowReductions
 from passes.lowering.select_kernels import SelectKernels
 from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
@@ -68,7 +70,6 @@ logger = logging.getLogger(__name__)
 PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHubs())
 """What brings a traced program into the form that is planned and lowered, in order."""
 
-
 OnPass = Callable[[Any, Any, Any], None]
 """Called after each pass with the pass, what it was given, and what it made."""
 
@@ -93,6 +94,7 @@ class PlanOptions:
         runtime: what the prediction is of: what runs today, or a runtime that overlaps (`passes.prediction.predict`).
         recompute: whether values of the forward may be computed again in the backward where memory is short.
         offload: whether, then, they may also lie in the host's memory until the backward.
+        reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
         with_kernels: whether calls are priced within the Triton kernels that run in place of them.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
@@ -108,6 +110,7 @@ class PlanOptions:
     runtime: Runtime = TODAY
     recompute: bool = True
     offload: bool = True
+    reduce_dtype: torch.dtype | None = None
     with_kernels: bool = False
     control: SearchControl = field(default_factory=SearchControl)
 
@@ -272,10 +275,7 @@ def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> tuple[Kernels
 
 
 def cheap_kernels() -> tuple[FusedKernel, ...]:
-    """The hand-written kernels that searches know.
-
-    Without those that may compute anew what is dear: they save memory, not time, and depend on the specs.
-    """
+    """The hand-written kernels that searches know: not those that compute anew, which save memory, by the specs."""
     from autoshard.kernels.registry import FUSED
 
     return tuple(kernel for kernel in FUSED if not kernel.readers_of_anew)
@@ -283,15 +283,12 @@ def cheap_kernels() -> tuple[FusedKernel, ...]:
 
 def on_one_device(space: SearchSpace) -> LoweredProgram:
     """A program lowered with every value whole; the first strategies of its sites are that."""
+    first = {name: site.strategies[0] for name, site in space.sites.items() if site.node is not None}
     whole = Plan(
         mesh=space.mesh,
         program_digest=space.program.digest(),
         inputs={},
-        nodes={
-            name: NodePlan(site.strategies[0].inputs, site.strategies[0].outputs)
-            for name, site in space.sites.items()
-            if site.node is not None
-        },
+        nodes={name: NodePlan(strategy.inputs, strategy.outputs) for name, strategy in first.items()},
         outputs={result_key(slot): PartitionSpec() for slot in space.program.outputs},
         parameters={},
         predicted=UNKNOWN,
@@ -327,6 +324,7 @@ def lower_program(
     with_generated: bool = True,
     with_native: bool = True,
     with_overlap: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
@@ -340,6 +338,7 @@ def lower_program(
         with_generated: generated ones too, for the groups that hand-written ones leave.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         with_overlap: let collectives run beside computation, gradients' in buckets, rather than each where it stands.
+        reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
         on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
@@ -353,6 +352,7 @@ def lower_program(
         with_generated=with_generated,
         with_native=with_native,
         with_overlap=with_overlap,
+        reduce_dtype=reduce_dtype,
         on_pass=on_pass,
     )
 
@@ -366,12 +366,14 @@ def lower_prepared(
     with_generated: bool = True,
     with_native: bool = True,
     with_overlap: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
-    last = (*((SelectKernels(),) if with_native else ()), NameCommunicators())
+    narrow = () if reduce_dtype is None else (NarrowReductions(reduce_dtype),)
+    last = (*((SelectKernels(),) if with_native else ()), NameCommunicators(), *narrow)
     phased = _phases(lowered, cluster, last, with_kernels, with_generated, on_pass)
     return overlapped(phased, on_pass) if with_overlap else phased
 
@@ -409,7 +411,7 @@ def plan_of_choice(
     """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     if not options.with_kernels:
-        walked = _walked(planning, plan, cluster) if options.runtime.overlap is None else None
+        walked = _walked(planning, plan, cluster, options) if options.runtime.overlap is None else None
         return replace(plan, predicted=predict(planning, choice, options.runtime, walked=walked, record=True))
     plan = replace(plan, predicted=predict(planning, choice, options.runtime, record=True))
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
@@ -418,13 +420,14 @@ def plan_of_choice(
     return replace(plan, predicted=replace(predicted, kernels=kernels))
 
 
-def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster) -> WalkedStep:
+def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster, options: PlanOptions) -> WalkedStep:
     """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak.
 
     A program that leaves out blocks is walked without overlap: its buckets are not those of the whole.
     """
-    micro_batches = planning.liveness.micro_batches
-    phased = lower_prepared(planning.space.program, plan, cluster, with_overlap=not planning.elided.sites)
+    micro_batches, program = planning.liveness.micro_batches, planning.space.program
+    overlap, narrow = not planning.elided.sites, options.reduce_dtype
+    phased = lower_prepared(program, plan, cluster, with_overlap=overlap, reduce_dtype=narrow)
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided)
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)

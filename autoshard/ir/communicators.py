@@ -14,6 +14,8 @@ class Purpose(StrEnum):
     """What collectives are for that do not go by the name of their axes alone."""
 
     GRADIENTS = "gradients"
+    NARROW_GRADIENTS = "narrow_gradients"
+    """Gradients that are rounded to 16 bits for their way, and added up in float32."""
     PARAMETERS = "parameters"
 
 

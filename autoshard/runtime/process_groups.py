@@ -91,10 +91,9 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     """A copy of a lowered graph for this rank.
 
     Before → after: group names of mesh axes → of process groups; `axis_index("model")` and the integer
-    arithmetic on it → numbers; on CPUs, reductions → what adds up in the order of ranks (`reduce_in_rank_order`).
+    arithmetic on it → numbers; reductions on CPUs → what adds up in the order of ranks (`reduce_in_rank_order`).
     """
-    if groups.on_cpu:
-        graph_module = reduce_in_rank_order(graph_module, groups.mesh)
+    graph_module = reduce_in_rank_order(graph_module, groups.mesh, of_gloo=groups.on_cpu)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     coordinates = groups.coordinates

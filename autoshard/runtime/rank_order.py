@@ -1,10 +1,13 @@
-"""Reductions that add the addends of ranks in the order of ranks, for Gloo.
+"""Reductions that add the addends of ranks in the order of ranks: for Gloo, and for gradients in 16 bits on the wire.
 
 Gloo's reduce-scatter is an all-reduce whose result is cut: it sends twice what it needs to. As an all-to-all and a sum
 of what arrives it sends half. Gloo's all-reduce sums each chunk of its ring from another rank on, so that with three
 ranks or more the bits of an element depend on where in the tensor it lies, and so on the bucket that it travels in. As
 an all-to-all, a sum and an all-gather it sends as much, and each element is summed in the order of ranks, in float32 if
 it is narrower: the simulator's bits. With two ranks there is one order only, and it stays an all-reduce.
+
+Other backends round each partial sum to the type that travels. Gradients that the user has sent in 16 bits
+(`passes/lowering/narrow_reductions.py`) are therefore reduced so on all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from autoshard.ir.communicators import group_axes
+from autoshard.ir.communicators import Purpose, group_axes
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction
@@ -27,7 +30,7 @@ SMALL_BYTES = 2**12
 """All-reduces of at most so many bytes gather all addends: one message for each pair, not two."""
 
 
-def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
+def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: bool = True) -> fx.GraphModule:
     """A copy of a lowered graph whose reductions of floating point numbers add up in the order of ranks.
 
     Before → after, with any nodes between a start and its wait:
@@ -35,15 +38,22 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh) -> fx.GraphMo
     * `wait(reduce_scatter(x))` → `_reduce(wait(all_to_all(_rows(x))))`;
     * `wait(all_reduce(x))` on three ranks or more → `_joined(wait(all_gather(_reduce(wait(all_to_all(_rows(x)))))))`,
       with the all-gather issued midway; a small `x` is gathered whole and reduced at once.
+
+    Args:
+        graph_module: the graph.
+        mesh: its mesh.
+        of_gloo: whether the process groups are Gloo's; of others, only narrowed gradients are rewritten.
     """
-    return fx.GraphModule(graph_module, _Rewriter(mesh, graph_module.graph).rewritten())
+    rewriter = _Rewriter(mesh, graph_module.graph, of_gloo)
+    return fx.GraphModule(graph_module, rewriter.rewritten())
 
 
 class _Rewriter:
     """Copies a graph node by node; `midway` holds what is issued behind a node, `finish` what stands for a wait."""
 
-    def __init__(self, mesh: Mesh, old: fx.Graph) -> None:
+    def __init__(self, mesh: Mesh, old: fx.Graph, of_gloo: bool) -> None:
         self._mesh = mesh
+        self._of_gloo = of_gloo
         self._nodes = list(old.nodes)
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._graph = fx.Graph()
@@ -64,11 +74,14 @@ class _Rewriter:
             made = self._finish[node]()
             made.meta = dict(node.meta)
             return made
-        if node.target is _c10d.reduce_scatter_tensor.default:
+        if node.target is _c10d.reduce_scatter_tensor.default and self._is_ours(node):
             return self._start_reduce_scatter(node)
-        if node.target is _c10d.all_reduce.default and self._depends_on_order(node):
+        if node.target is _c10d.all_reduce.default and self._is_ours(node) and self._depends_on_order(node):
             return self._start_all_reduce(node)
         return self._graph.node_copy(node, self._copies.__getitem__)
+
+    def _is_ours(self, node: fx.Node) -> bool:
+        return self._of_gloo or str(node.args[-1]).endswith(f"/{Purpose.NARROW_GRADIENTS}")
 
     def _depends_on_order(self, node: fx.Node) -> bool:
         return node.args[1] not in _ORDERLESS and self._size_of(node) > 2

@@ -4,6 +4,7 @@ The joint program is numbered (`number_values`). The forward is walked next: its
 the joint inputs that they take, every node must make a call that the joint program makes, and its results must be the
 joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents;
 the update from those of the values that the backward carries into it, and of the inputs that it reads.
+Gradients that travel in 16 bits are read as those that they round (`widen_reductions`).
 What the forward leaves on the host for the backward is only fetched from there (`passes.verification.verify_offload`).
 Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 
@@ -29,6 +30,7 @@ from passes.preparation.number_values import Numbering, number_graph
 from passes.preparation.rewriting import with_groups, with_targets
 from passes.verification.expand_collectives import expand_collectives
 from passes.verification.verify_offload import verify_offload
+from passes.verification.widen_reductions import widen_reductions
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 _UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
@@ -67,9 +69,9 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without buckets, kernels and purposes; triton is imported only for one that has some of it."""
+    """The graph without buckets, narrowed gradients, purposes, and kernels, for which alone triton is imported."""
     _check_computed(graph_module.graph)
-    graph_module = expand_collectives(with_targets(_without_purposes(graph_module), SEMANTIC))
+    graph_module = _without_purposes(widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC))))
     if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
         return graph_module
     from passes.verification.expand_kernels import expand_kernels

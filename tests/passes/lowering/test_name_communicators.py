@@ -27,6 +27,7 @@ LAYOUTS = {
     "data": {**WHOLE, "input:*": P("data")},
     "tensor": {"first.*": P("model"), "second.weight": P(None, "model"), "second.bias": P(), "input:*": P("data")},
     "ZeRO-1": {**WHOLE, "exp*:*": P("data"), "input:*": P("data")},
+    "clipped": {**WHOLE, "exp*:*": P("data"), "input:*": P("data")},
     "ZeRO-3": {"*.weight": P("data"), "*.bias": P(), "input:*": P("data")},
 }
 
@@ -50,13 +51,15 @@ def phased(layout: str) -> PhasedProgram:
     with torch.device("meta"):
         model, x, y = Perceptron(), torch.zeros(2**16, 16), torch.zeros(2**16, 16)
     update = None
-    if layout == "ZeRO-1":
+    if layout in ("ZeRO-1", "clipped"):
         optimizer = torch.optim.AdamW(model.parameters())
-        update = describe_update(optimizer, names_of(model.named_parameters()), max_grad_norm=None)
+        norm = 1.0 if layout == "clipped" else None
+        update = describe_update(optimizer, names_of(model.named_parameters()), max_grad_norm=norm)
     program = trace(model, (x, y), update=update)
     options = PlanOptions(constraints=LAYOUTS[layout], with_baselines=False)
     mesh = MESH if layout == "tensor" else Mesh({"data": 2})
-    return lower_program(program, plan_program(program, mesh, h100s(mesh), options), h100s(mesh))
+    plan = plan_program(program, mesh, h100s(mesh), options)
+    return lower_program(program, plan, h100s(mesh), with_overlap=False)
 
 
 def test_gradients_of_data_parallelism_have_their_own() -> None:

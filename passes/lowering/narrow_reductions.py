@@ -1,0 +1,96 @@
+"""Send gradients between ranks in 16 bits, where the user asks for it.
+
+Before → after: `wait(all_reduce(x, "sum", "data/gradients"))` of float32 →
+`_to_copy(wait(all_reduce(_to_copy(x, bf16), "sum", "data/narrow_gradients")), float32)`; likewise of a reduce-scatter.
+
+Ranks round their addends, add them up in float32 and round the sum (`autoshard.runtime.rank_order`, as Megatron-LM's
+reduce-scatter with accumulation in float32 does), so that the error of a sum does not grow with the number of ranks.
+Nothing but gradients is narrowed: neither losses nor norms. `passes.verification.widen_reductions` is the way back, by
+which the result is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.communicators import Purpose, for_purpose
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.tracing.lazy_module import lazy_module
+from passes.preparation.canonicalize import is_view
+from passes.strategies.local_tracer import LocalTracer
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+_REDUCTIONS = (_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default)
+_SHAPING = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default, _aten.constant_pad_nd.default)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowReductions:
+    """See the module's docstring.
+
+    Args:
+        dtype: in which gradients travel.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with their gradients narrowed; the lowered program as a whole stays, for verification."""
+        update = phased.update
+        if update is not None:
+            carried = update.graph.find_nodes(op="placeholder")[: len(phased.carried)]
+            chosen = [node for node in _gradients(update.graph) if _source(node) in carried]
+            update = self._narrowed(update, chosen)
+        backward = self._narrowed(phased.backward, _gradients(phased.backward.graph))
+        return replace(phased, backward=backward, update=update)
+
+    def _narrowed(self, graph_module: fx.GraphModule, starts: Collection[fx.Node]) -> fx.GraphModule:
+        if not starts:
+            return graph_module
+        graph = fx.Graph()
+        tracer = LocalTracer(graph)
+        waits = {user for node in starts for user in node.users}
+        copies: dict[fx.Node, fx.Node] = {}
+
+        def call(target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any) -> fx.Node:
+            made = tracer.create_node("call_function", target, args, kwargs)
+            made.meta |= {key: item for key, item in like.meta.items() if key != "val"}
+            return made
+
+        for node in graph_module.graph.nodes:
+            if node in starts:
+                value, *options, group = node.args
+                narrow = call(_aten._to_copy.default, (copies[value],), node, dtype=self.dtype)
+                name = for_purpose(str(group), Purpose.NARROW_GRADIENTS)
+                copies[node] = call(node.target, (narrow, *options, name), node)
+            elif node in waits:
+                waited = call(node.target, (copies[node.args[0]],), node)
+                copies[node] = call(_aten._to_copy.default, (waited,), node, dtype=node.meta["val"].dtype)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = dict(node.meta)
+        return lazy_module(graph_module, graph)
+
+
+def _gradients(graph: fx.Graph) -> list[fx.Node]:
+    """Where the sums of gradients in float32 start."""
+    return [node for node in graph.nodes if node.target in _REDUCTIONS and _is_gradient(node)]
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    is_sum = node.args[1] == "sum" and str(node.args[-1]).endswith(f"/{Purpose.GRADIENTS}")
+    return is_sum and node.meta["val"].dtype is torch.float32
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a reduction sends, before it was shaped and converted."""
+    (source,) = node.all_input_nodes
+    while len(source.all_input_nodes) == 1 and (is_view(source) or source.target in _SHAPING):
+        (source,) = source.all_input_nodes
+    return source

@@ -1,0 +1,74 @@
+"""Write reductions of narrowed gradients out again as the sums that they round.
+
+Before → after: `_to_copy(wait(all_reduce(_to_copy(x, bf16), "sum", "data/narrow_gradients")), float32)` →
+`wait(all_reduce(x, "sum", "data"))`. That a value is rounded on its way is what the user asked for; what is proven is
+that nothing else is done to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.communicators import Purpose, without_purpose
+from autoshard.tracing.lazy_module import lazy_module
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def widen_reductions(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with these reductions in the type of what they add up; the same graph where it has none.
+
+    Raises:
+        VerificationError: what goes over a communicator for narrowed gradients is not rounded before, or its sum not
+            brought back to its type.
+    """
+    starts = [node for node in graph_module.graph.nodes if _is_narrow(node)]
+    if not starts:
+        return graph_module
+    wide = {_widened(start): start for start in starts}
+    inner = {node for start in starts for node in (start.args[0], start, *start.users)}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        if node in wide:
+            start: Any = wide[node]
+            group = without_purpose(str(start.args[-1]))
+            operands = (copies[start.args[0].args[0]], *start.args[1:-1], group)
+            copies[node] = graph.call_function(_WAIT, (graph.call_function(start.target, operands),))
+            copies[node].meta = dict(node.meta)
+        elif node not in inner:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+    return lazy_module(graph_module, graph)
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and len(node.args) > 1
+        and isinstance(node.args[-1], str)
+        and node.args[-1].endswith(f"/{Purpose.NARROW_GRADIENTS}")
+    )
+
+
+def _widened(start: fx.Node) -> fx.Node:
+    """The node that brings the sum back to the type of the addends."""
+    narrow: Any = start.args[0]
+    waits: list[Any] = list(start.users)
+    results = [user for wait in waits for user in wait.users]
+    if len(waits) != 1 or waits[0].target is not _WAIT or len(results) != 1 or start.args[1] != "sum":
+        raise VerificationError(f"{start.format_node()} is no sum that is waited for once, and read once.")
+    for node in (narrow, results[0]):
+        if node.target is not _TO_COPY or set(node.kwargs) != {"dtype"} or (node is narrow and len(node.users) != 1):
+            raise VerificationError(f"{start.format_node()} is of 16 bits, and {node.format_node()} does not round it.")
+    value, result = narrow.args[0].meta["val"], results[0]
+    if value.dtype is not torch.float32 or result.kwargs["dtype"] is not torch.float32:
+        raise VerificationError(
+            f"{start.format_node()} adds up {value.dtype} and gives {result.kwargs['dtype']}; both are to be float32."
+        )
+    return result

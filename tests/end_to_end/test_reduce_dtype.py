@@ -1,0 +1,119 @@
+"""Gradients that travel between ranks in bfloat16 on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import Mesh, NotAvailableError, P
+from tests.end_to_end.training import whole
+from tests.runtime.processes import report, run_checks
+
+MESH = Mesh({"data": 4})
+LAYOUTS = {
+    "data": {"*.weight": P(), "*.bias": P(), "input:*": P("data")},
+    "ZeRO-3": {"*.weight": P("data"), "*.bias": P(), "input:*": P("data")},
+}
+
+
+class Network(nn.Module):
+    """Two layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.second(F.gelu(self.first(x))), y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4096, 64, generator=generator), torch.randn(4096, 64, generator=generator)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    model(*batch()).backward()
+    found: list[tuple[str, Any]] = list(model.named_parameters())
+    return {name: whole(item.grad) for name, item in found}
+
+
+def narrow(mesh: Any, layout: str, **options: Any) -> Any:
+    constraints = LAYOUTS[layout]
+    return autoshard.compile(Network(), mesh, constraints=constraints, reduce_dtype="bf16", **options)
+
+
+def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """To the rounding of four addends and of their sum, and not to that of float32."""
+    for name, want in wanted.items():
+        assert found[name].dtype is torch.float32
+        torch.testing.assert_close(found[name], want, rtol=2**-7, atol=2**-8 * float(want.abs().max()))
+    assert any(not torch.allclose(found[name], want, rtol=1e-5, atol=1e-7) for name, want in wanted.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_one_device_to_their_rounding(layout: str) -> None:
+    """Data parallel and ZeRO-3, on the simulator."""
+    compare(gradients(narrow(MESH, layout)), gradients(Network()))
+
+
+def train(step: Callable[..., Tensor]) -> list[float]:
+    x, y = batch()
+    return [step(x, y).item() for _ in range(5)]
+
+
+def test_training_follows_one_device() -> None:
+    """Five steps of a whole traced step with micro-batches, whose gradients are reduced once."""
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x, y = batch()
+    wanted = []
+    for _ in range(5):
+        loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    other = Network()
+    options: dict[str, Any] = {"micro_batches": 2, "reduce_dtype": "bf16"}
+    step = autoshard.compile(
+        other, MESH, optimizer=torch.optim.SGD(other.parameters(), lr=0.5), constraints=LAYOUTS["data"], **options
+    )
+    assert train(step) == pytest.approx(wanted, rel=1e-3)
+
+
+def check_bits_are_the_simulators() -> None:
+    """Processes add up in float32, in the order of ranks."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    for layout in LAYOUTS:
+        found, simulated = gradients(narrow(mesh, layout)), gradients(narrow(MESH, layout))
+        for name, item in found.items():
+            torch.testing.assert_close(item, simulated[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_processes_compute_what_the_simulator_does() -> None:
+    """Bit for bit, on four."""
+    report(run_checks({"bits": check_bits_are_the_simulators}), "bits")
+
+
+@pytest.mark.parametrize("given", ["f16", "bfloat16", torch.bfloat16, 16])
+def test_other_types_are_refused(given: Any) -> None:
+    """The message says why not float16."""
+    with pytest.raises(NotAvailableError, match="In 'f16' small ones would vanish"):
+        autoshard.compile(Network(), MESH, reduce_dtype=given)
+
+
+@pytest.mark.parametrize("prepare", [nn.Module.bfloat16, nn.Module.double, lambda model: model.requires_grad_(False)])
+def test_a_model_without_gradients_of_float32_is_refused(prepare: Callable[[nn.Module], nn.Module]) -> None:
+    """There is nothing to round."""
+    with pytest.raises(NotAvailableError, match="is for gradients of float32 parameters, and this model trains"):
+        autoshard.compile(prepare(Network()), MESH, reduce_dtype="bf16")
