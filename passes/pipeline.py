@@ -428,7 +428,7 @@ def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster, options: Pl
     micro_batches, program = planning.liveness.micro_batches, planning.space.program
     overlap, narrow = not planning.elided.sites, options.reduce_dtype
     phased = lower_prepared(program, plan, cluster, with_overlap=overlap, reduce_dtype=narrow)
-    walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided)
+    walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)
 

@@ -72,7 +72,8 @@ def predict(
         choice: one option per variable.
         runtime: what runs the program; decides whether communication overlaps.
         kernels: what runs in place of calls; memory is that of the program without.
-        walked: the step as the lowered program of the choice says; None: as the problem says.
+        walked: the step as the lowered program of the choice says, of all its micro-batches; None: that of one, as the
+            problem says.
         record: keep the timeline, for `Plan.trace`; takes longer.
     """
     device = planning.prices.cluster.device
@@ -82,8 +83,9 @@ def predict(
         segments, overlap = walked.segments, overlap_of(planning.prices.cluster.device)
     times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(runtime.dispatch), record=record)
     memory = _memory_parts(planning, choice, times, 0 if walked is None else walked.passes_bytes)
-    tokens = _tokens(planning)
-    mfu, hfu = utilisation(planning, choice).shares(times.total_s)
+    micro_batches = 1 if walked is None else planning.liveness.micro_batches
+    tokens = micro_batches * _tokens(planning)
+    mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
     uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
     return Prediction(
         step_time_s=times.total_s,

@@ -155,3 +155,17 @@ def test_predictions_are_of_what_runs() -> None:
     assert plan.predicted.launches < launched
     assert plan.predicted.overlapped["x"] > 0
     assert not plan.predicted.overlaps
+
+
+def test_a_step_of_micro_batches_is_predicted_whole() -> None:
+    """Three times forward and backward, and one update; the model's share of the hardware is that of the whole step."""
+    model = alike(2)
+    program = step(model, adamw(model, 1.0))
+    one, three = (problem_of(program, PAIR, micro_batches=count) for count in (1, 3))
+    choice = drawn_choice(one, 1)
+    plans = [plan_of_choice(item, choice, 0.0, None, h100s(PAIR), PlanOptions()) for item in (one, three)]
+    once, thrice = (plan.predicted for plan in plans)
+    assert thrice.breakdown["backward compute"] == pytest.approx(3 * once.breakdown["backward compute"])
+    assert thrice.breakdown["update compute"] == pytest.approx(once.breakdown["update compute"])
+    assert once.mfu is not None
+    assert thrice.mfu == pytest.approx(3 * once.mfu * once.step_time_s / thrice.step_time_s)
