@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -141,6 +142,7 @@ def _parse() -> argparse.Namespace:
 def main() -> None:
     """Measure case by case, save and print."""
     asked, console = _parse(), Console(width=200)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that emulated hosts are taken down
     if asked.report:
         console.print(Markdown(TABLE.read_text()))
         return

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -83,6 +85,10 @@ class TwoHosts:
 
     def _remove(self) -> None:
         for host in self._hosts:
+            left = subprocess.run(["ip", "netns", "pids", host], check=False, capture_output=True, text=True)
+            for process in left.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
 
 
