@@ -33,6 +33,7 @@ from passes.verification.verify_order import verify_order
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
+from tests.passes.bucket_mutations import BUCKET_MUTATIONS
 from tests.passes.mutations import MUTATIONS, Mutation, copy_of, is_tensor, pick
 from tests.passes.order_mutations import ORDER_MUTATIONS
 from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
@@ -291,6 +292,7 @@ KINDS: Mapping[tuple[Place, str], _Mutate] = {
     **{(Place.SLOTS, item.__name__): item for item in (promise_other_spec, exchange_slots)},
     **{(Place.PHASES, item.__name__): _in_phase(item) for item in _GRAPH_MUTATIONS[::3]},
     **{(Place.PHASES, item.__name__): item for item in (exchange_kept, exchange_places)},
+    **{(Place.PHASES, item.__name__): _in_phase(item) for item in BUCKET_MUTATIONS},
     **{(Place.PREPARATION, item.__name__): _in_preparation(item) for item in _GRAPH_MUTATIONS if _is_local(item)},
     (Place.MICRO_BATCHES, "update_too_early"): update_too_early,
     **OF_REWRITES,
