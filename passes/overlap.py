@@ -11,7 +11,7 @@ from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
 
 OVERLAP: Sequence[Sequence[Callable[[PhasedProgram], PhasedProgram]]] = (
-    (WaitLate(),),
+    (WaitLate(), WaitLate(most_held=2)),
     (BucketCollectives(), BucketCollectives(most_bytes=4 * MIB), BucketCollectives(most_bytes=MIB)),
 )
 """The passes, in order; of each line the first with which memory stays below the peak that the phases had, if any."""

@@ -9,6 +9,7 @@ _c10d = torch.ops._c10d_functional
 
 WAIT = _c10d.wait_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 _NAMESPACE = "_c10d_functional"
 
 
@@ -21,6 +22,11 @@ def is_collective(node: fx.Node) -> bool:
     """Whether a call starts a collective."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace == _NAMESPACE and target is not WAIT
+
+
+def holds_operand(node: fx.Node) -> bool:
+    """Whether a collective holds its operand until it is waited for; an all-reduce works on a copy of its operand."""
+    return is_collective(node) and node.target is not ALL_REDUCE
 
 
 def reduces_in_place(node: fx.Node) -> bool:

@@ -1,10 +1,11 @@
 """Reduce many gradients in one collective.
 
 Before → after: `wait(all_reduce(a))`, `wait(all_reduce(b))` → `flat = wait(all_reduce(cat([a, b])))`, and `a`, `b` are
-views of `flat`. A bucket starts where its last member did, and is waited for where the first member was, so only
-collectives come together whose results are read behind the last one's start (`wait_late` makes it so for gradients).
-Members are of one collective, group, reduction and type, and lie in the bucket in the order in which the phase
-returns them. `passes.verification.expand_collectives` is the way back, by which the result is verified.
+views of `flat`. Of a reduce-scatter each member has a row for each rank: `cat([a, b], 1)`. A bucket starts where its
+last member did, and is waited for where the first member was, so only collectives come together whose results are read
+behind the last one's start (`wait_late` makes it so for gradients). Members are of one collective, group, reduction and
+type, and lie in the bucket in the order in which the phase returns them. `passes.verification.expand_collectives` is
+the way back, by which the result is verified.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.ir.collectives import ALL_REDUCE, WAIT, is_wait
+from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.rewrite_phases import rewrite_phases
@@ -106,12 +107,20 @@ class _Member:
 
 
 def _members(graph: fx.Graph) -> Iterator[_Member]:
-    """All-reduces, in order."""
+    """Reductions, in order."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
-        if node.target is ALL_REDUCE and len(waits) == len(node.users) == 1:
+        if _may_be_packed(node) and len(waits) == len(node.users) == 1:
             yield _Member(node, waits[0], place, places[waits[0]])
+
+
+def _may_be_packed(node: fx.Node) -> bool:
+    """Whether a call is a reduction whose operand can be one of several: to scatter it, a row for each rank."""
+    if node.target is not REDUCE_SCATTER:
+        return node.target is ALL_REDUCE
+    value: Any = node.args[0]
+    return bool(value.meta["val"].shape) and value.meta["val"].shape[0] == node.args[2]
 
 
 def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[Sequence[_Member]]) -> fx.GraphModule:
@@ -161,8 +170,9 @@ class _Rewriting:
         """Pack what the members send, and send it."""
         last: Any = bucket[-1].start
         sent = [self.copies[member.operand] for member in self._packed(bucket)]
-        flat = [self._call(_aten.view.default, (value, [-1]), last) for value in sent]
-        packed = self._call(_aten.cat.default, (flat,), last)
+        rows, dims = ([last.args[2]], (1,)) if last.target is REDUCE_SCATTER else ([], ())
+        flat = [self._call(_aten.view.default, (value, [*rows, -1]), last) for value in sent]
+        packed = self._call(_aten.cat.default, (flat, *dims), last)
         self.started[bucket[0].start] = self._call(last.target, (packed, *last.args[1:]), last)
 
     def wait(self, member: _Member, bucket: Sequence[_Member]) -> None:
@@ -171,7 +181,8 @@ class _Rewriting:
         if first not in self.parts:
             received = self._call(WAIT, (self.started[first],), member.wait)
             sizes = [math.prod(item.shape) for item in packed]
-            self.parts[first] = self._call(_aten.split_with_sizes.default, (received, sizes), member.wait)
+            dims = (1,) if first.target is REDUCE_SCATTER else ()
+            self.parts[first] = self._call(_aten.split_with_sizes.default, (received, sizes, *dims), member.wait)
         part = self._call(operator.getitem, (self.parts[first], packed.index(member)), member.wait)
         result = self._call(_aten.view.default, (part, member.shape), member.wait)
         result.meta |= {key: item for key, item in member.wait.meta.items() if key != "val"}

@@ -7,13 +7,13 @@ at the end of the backward. Collectives start where they did, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autoshard.ir.aliases import aliased_operands
-from autoshard.ir.collectives import is_collective, is_wait
+from autoshard.ir.collectives import holds_operand, is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.rewrite_phases import rewrite_phases
 from passes.preparation.rewriting import in_order
@@ -21,29 +21,46 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitLate:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Args:
+        most_held: collectives under way that hold what they send until they are waited for (gradients before a
+            reduce-scatter): the oldest is waited for before one more starts. None: as many as there are.
+    """
+
+    most_held: int | None = None
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with their waits moved; the lowered program as a whole stays as it is, for verification."""
-        return rewrite_phases(phased, _with_late_waits)
+        return rewrite_phases(phased, self._rewrite)
+
+    def _rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        if not any(is_wait(node) for node in graph_module.graph.nodes):
+            return graph_module
+        return in_order(graph_module, _order(graph_module.graph, self.most_held))
 
 
-def _with_late_waits(graph_module: fx.GraphModule) -> fx.GraphModule:
-    if not any(is_wait(node) for node in graph_module.graph.nodes):
-        return graph_module
-    return in_order(graph_module, _order(graph_module.graph))
-
-
-def _order(graph: fx.Graph) -> Iterator[fx.Node]:
+def _order(graph: fx.Graph, most_held: int | None) -> Iterator[fx.Node]:
     """The nodes, each late one just before the first node that reads it and is not late."""
     waiting = _late(graph)
+    held: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "output":
             yield from list(waiting)
             yield node
         elif node not in waiting:
             yield from _taken(node, waiting)
+            if most_held is not None and holds_operand(node):
+                held = [*(item for item in held if not waiting.keys().isdisjoint(item.users)), node]
+                yield from _taken_first(held[:-most_held], waiting)
             yield node
+
+
+def _taken_first(collectives: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
+    """Take the waits for these collectives out of what is waiting to be placed."""
+    for wait in [user for item in collectives for user in item.users if user in waiting]:
+        del waiting[wait]
+        yield wait
 
 
 def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:

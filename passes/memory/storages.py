@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autoshard.ir.collectives import is_wait, reduces_in_place
+from autoshard.ir.collectives import holds_operand, is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
 
 Storage = tuple[int, ...]
@@ -46,7 +46,7 @@ class Storages:
             held: what stays in memory throughout, inputs among it or not.
         """
         nodes = list(graph.nodes)
-        last = {operand: node for node in nodes for operand in node.all_input_nodes}
+        last = {operand: node for node in nodes for operand in _needed_by(node)}
         always = {number for value in held for number in value}
         given = iter(inputs)
         where: dict[fx.Node, Storage] = {}
@@ -60,7 +60,7 @@ class Storages:
                 live += self.sizes[number] if uses[number] == 0 and number not in always else 0
                 uses[number] += 1
             self.peak = max(self.peak, live)
-            gone = [operand for operand in node.all_input_nodes if last[operand] is node]
+            gone = [operand for operand in _needed_by(node) if last[operand] is node]
             for operand in (*gone, *(() if node in last else (node,))):
                 for number in where[operand]:
                     uses[number] -= 1
@@ -81,6 +81,13 @@ class Storages:
         tensors = value if isinstance(value, tuple | list) else (value,)
         sizes = (item.numel() * item.element_size() if isinstance(item, torch.Tensor) else 0 for item in tensors)
         return tuple(number for size in sizes for number in self.new(size))
+
+
+def _needed_by(node: fx.Node) -> list[fx.Node]:
+    """What must be in memory while a node runs: its operands, and what the collective that it waits for sends."""
+    operands = list(node.all_input_nodes)
+    sent = [value for item in operands if is_wait(node) and holds_operand(item) for value in item.all_input_nodes]
+    return list(dict.fromkeys((*operands, *sent)))
 
 
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:

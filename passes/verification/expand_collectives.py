@@ -2,11 +2,13 @@
 
 Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(all_reduce(a))`, `wait(all_reduce(b))`. A
 part of a bucket's result is what the same collective gives of the value at its place, as every element is reduced with
-those at its own index. What is no such bucket, or is read otherwise, stays as it is, and is then no call of the source.
+those at its own index; of a reduce-scatter members lie in its rows. What is no such bucket, or is read otherwise, stays
+as it is, and is then no call of the source.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.errors import VerificationError
-from autoshard.ir.collectives import ALL_REDUCE, WAIT
+from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
 from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
@@ -25,10 +27,18 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A collective of values that lie behind each other in a flat buffer, and the nodes between them and its parts."""
+    """A collective of values that lie behind each other in a buffer.
+
+    Args:
+        started: the collective.
+        values: what it was made of.
+        shapes: of what it gives for each.
+        inner: the nodes between these and the call that splits its result.
+    """
 
     started: Any
     values: Sequence[fx.Node]
+    shapes: Sequence[list[int]]
     inner: frozenset[fx.Node]
 
 
@@ -45,19 +55,29 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _bucket_of(split: fx.Node) -> _Bucket | None:
     """The bucket whose result a call splits into what it was made of; None where it does not."""
-    if split.target is not _aten.split_with_sizes.default or len(split.args) != 2 or split.kwargs:
+    if split.target is not _aten.split_with_sizes.default or len(split.args) < 2 or split.kwargs:
         return None
     waited: Any = split.args[0]
     started: Any = _operand(waited, WAIT)
-    packed: Any = None if started is None else _operand(started, ALL_REDUCE)
-    flat = None if packed is None else _flat_values(packed)
+    if started is None or started.target not in (ALL_REDUCE, REDUCE_SCATTER):
+        return None
+    packed: Any = _operand(started, started.target)
+    rows = [started.args[2]] if started.target is REDUCE_SCATTER else []
+    flat = None if packed is None else _flat_values(packed, rows)
     inner: list[Any] = [waited, started, packed]
     if flat is None or any(len(node.users) != 1 for node in inner):
         return None
     values = [node.args[0] for node in flat]
-    if [value.meta["val"].numel() for value in values] != split.args[1]:
+    sizes = [value.meta["val"].numel() // math.prod(rows) for value in values]
+    if split.args[1:] != (sizes, *_dims(rows)):
         return None
-    return _Bucket(started, values, frozenset((*inner, *flat)))
+    shapes = [[1, *value.meta["val"].shape[1:]] if rows else list(value.meta["val"].shape) for value in values]
+    return _Bucket(started, values, shapes, frozenset((*inner, *flat)))
+
+
+def _dims(rows: Sequence[int]) -> tuple[int, ...]:
+    """The dim along which members lie behind each other, as it is written."""
+    return (1,) if rows else ()
 
 
 def _operand(node: Any, target: OpOverload) -> Any:
@@ -67,14 +87,18 @@ def _operand(node: Any, target: OpOverload) -> Any:
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
-def _flat_values(packed: fx.Node) -> Sequence[Any] | None:
-    """The flattened values of one type that a buffer is made of; None where it is made otherwise."""
-    if packed.target is not _aten.cat.default or len(packed.args) != 1 or packed.kwargs:
+def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
+    """The flattened values of one type that a buffer is made of; None where it is made otherwise.
+
+    `rows`: how many rows each has, if it is scattered.
+    """
+    if packed.target is not _aten.cat.default or packed.args[1:] != _dims(rows) or packed.kwargs:
         return None
     flat: Any = packed.args[0]
     values = [_operand(item, _aten.view.default) for item in flat]
     is_flat = all(value is not None for value in values)
-    is_flat = is_flat and all(item.args[1:] == ([-1],) and len(item.users) == 1 for item in flat)
+    is_flat = is_flat and all(item.args[1:] == ([*rows, -1],) and len(item.users) == 1 for item in flat)
+    is_flat = is_flat and all(list(value.meta["val"].shape[:1]) == rows for value in values if rows)
     return flat if is_flat and len({value.meta["val"].dtype for value in values}) == 1 else None
 
 
@@ -130,7 +154,7 @@ class _Expanding:
         """The collective by itself whose result a shaped part of a bucket is."""
         part: Any = shaped.args[0]
         value, bucket = self.parts[part], self.buckets[part.args[0]]
-        if shaped.args[1:] != (list(value.meta["val"].shape),) or shaped.kwargs:
+        if shaped.args[1:] != (bucket.shapes[part.args[1]],) or shaped.kwargs:
             raise VerificationError(f"{shaped.format_node()} has not the shape of what it is made of, {value.name!r}.")
         started = self.made.call_function(bucket.started.target, (self.copies[value], *bucket.started.args[1:]))
         waited = self.made.call_function(WAIT, (started,))

@@ -8,6 +8,10 @@ import torch
 from torch import fx
 
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import P
+from passes.pipeline import PlanOptions, lower_program, plan_program
+from tests.passes.blocks import blocks_program, h100s
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, lowered_under, planning_of, program_of
 from tests.passes.mutants import Place, run_of
@@ -17,6 +21,15 @@ from tests.passes.mutants import Place, run_of
 def plain(family: str, layout: str) -> PhasedProgram:
     """The program of a family under a layout, with every collective waited for where it stands."""
     return lowered_under(LAYOUTS[layout], program_of(family, layout), planning_of(family, layout), with_overlap=False)
+
+
+@cache
+def fully_sharded() -> PhasedProgram:
+    """Blocks on four ranks, which hold a quarter of each weight, without overlap."""
+    mesh, constraints = Mesh({"x": 4}), {"*.up.weight": P("x"), "*.down.weight": P("x"), "input:0": P("x")}
+    program = blocks_program(batch=256, length=512, hidden=1024, count=3)
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints, with_baselines=False))
+    return lower_program(program, plan, h100s(mesh), with_overlap=False)
 
 
 def calls(graph_module: fx.GraphModule) -> list[str]:

@@ -16,13 +16,16 @@ from autoshard.ir.collectives import ALL_REDUCE, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.wait_late import WaitLate
+from passes.memory.lowered_memory import peak_bytes
+from passes.overlap import overlapped
 from passes.verification.verify_phases import verify_phases
-from tests.passes.lowering.overlapped import calls, differ, plain
+from tests.passes.lowering.overlapped import calls, differ, fully_sharded, plain
 from tests.passes.mutations import copy_of
 
 aten = torch.ops.aten
 FAMILY, LAYOUT = "gpt", "tensor"
 SMALL = BucketCollectives(first_bytes=64, least_bytes=256, most_bytes=1024)
+LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 
 
 @cache
@@ -35,13 +38,26 @@ def reductions(phased: PhasedProgram) -> list[fx.Node]:
     return [node for node in phased.backward.graph.nodes if node.target is ALL_REDUCE]
 
 
-@pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "data"), ("mixture", "two axes")])
+@pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "ZeRO-1"), ("mixture", "two axes")])
 @pytest.mark.parametrize("passed", [SMALL, BucketCollectives()])
 def test_buckets_of_any_size_give_the_same_bits(family: str, layout: str, passed: BucketCollectives) -> None:
     """With two micro-batches, and the update where there is one."""
     made = bucketed(family, layout, passed)
     verify_phases(made)
     assert differ(family, layout, made) == []
+
+
+def test_gradients_are_scattered_in_buckets_too() -> None:
+    """Of parameters that are sharded: a row for each rank; its wait holds what it sends, which is counted."""
+    phased = fully_sharded()
+    late = WaitLate()(phased)
+    made = LARGE(late)
+    verify_phases(made)
+    name = "_c10d_functional.reduce_scatter_tensor.default"
+    before, after = (calls(item.backward).count(name) for item in (phased, made))
+    assert 0 < after < before / 2
+    assert peak_bytes(WaitLate(most_held=1)(phased)) <= peak_bytes(late)
+    assert peak_bytes(overlapped(phased)) <= peak_bytes(phased)
 
 
 def test_buckets_keep_to_their_sizes() -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 from autoshard.errors import VerificationError
+from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.wait_late import WaitLate
 from passes.verification.verify_phases import verify_phases
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS
-from tests.passes.lowering.overlapped import plain
+from tests.passes.lowering.overlapped import fully_sharded, plain
 from tests.passes.mutations import Mutation, copy_of
 
 SEEDS = 12
+LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 
 
+@pytest.mark.parametrize("source", [lambda: plain("gpt", "tensor"), fully_sharded], ids=["reduced", "scattered"])
 @pytest.mark.parametrize("mutation", BUCKET_MUTATIONS, ids=lambda mutation: mutation.__name__)
-def test_every_mutant_is_refused(mutation: Mutation) -> None:
-    """Of a backward with buckets of several members."""
-    phased = BucketCollectives()(WaitLate()(plain("gpt", "tensor")))
+def test_every_mutant_is_refused(mutation: Mutation, source: Callable[[], PhasedProgram]) -> None:
+    """Of buckets of several members, all-reduced and scattered."""
+    phased = LARGE(WaitLate()(source()))
     verify_phases(phased)
     for seed in range(SEEDS):
         graph_module = copy_of(phased.backward)
