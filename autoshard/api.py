@@ -34,6 +34,7 @@ from autoshard.arguments import (
     checked_budget,
     checked_cluster,
     checked_constraints,
+    checked_outputs,
     checked_reduce_dtype,
     split_inputs,
 )
@@ -42,6 +43,7 @@ from autoshard.cluster import device_of_plans, meshes_of, one_kind
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.fixed_plan import precision_of, read_plan, update_for
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.recipe import TRITON, Recipe
@@ -52,7 +54,6 @@ from autoshard.planner import (
     Planner,
     choose_mesh,
     refuse_scaling,
-    update_of,
 )
 from autoshard.pricing import price
 from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
@@ -63,6 +64,7 @@ from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
 from autoshard.runtime.step_agreement import Check
+from autoshard.runtime.traced_optimizer import update_of
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
@@ -90,6 +92,8 @@ def compile(
     max_programs: int = MAX_PROGRAMS,
     check: str = "always",
     timeout_s: float = TIMEOUT_S,
+    outputs: str = "all",
+    gather_outputs: bool = False,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -109,8 +113,7 @@ def compile(
             positional arguments of a call.
         plan: a plan, or a path to a saved one, for calls that train: no search. If it is for another mesh, the search
             starts from it, and finds nothing that is slower than it would be here.
-        constraints: glob of qualified names, "input:0" or "output:0" to the spec it must have. A constrained
-            output is handed out as a DTensor, where there are processes.
+        constraints: glob of qualified names, "input:0" or "output:0" to the spec it must have.
         memory_budget: bytes per device; default: the device's own memory.
         precision: "bf16", "f16" (without gradients) or "f32": compute in this type where parameters and inputs are
             wider. Parameters, gradients and optimizer state keep the model's types (master weights); see
@@ -135,6 +138,10 @@ def compile(
         check: when processes compare what they call: program, mode, hyperparameters, inputs, parameters. "always", at
             each call; "first", at the first call of each program; "off". See docs/running.md.
         timeout_s: seconds after which a process that neither comes to a call nor compiles is an error on all others.
+        outputs: "all" that the model returns; or "loss", the first floating scalar among them: what only the others
+            need is neither computed nor kept. A `TrainStep` needs the loss alone whatever this says.
+        gather_outputs: hand outputs out whole, but for those in `constraints`. By default, where there are processes,
+            those that are no scalars are DTensors that lie as the plan has them; see docs/running.md.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -148,7 +155,8 @@ def compile(
     check_is_materialised(model)
     check_backend(backend)
     check_loss(loss_fn)
-    check_flags(strict=strict, verify=verify)
+    check_flags(strict=strict, verify=verify, gather_outputs=gather_outputs)
+    handed_out = checked_outputs(outputs, gather_outputs=gather_outputs)
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s)
     check_agreement(check=check, timeout_s=timeout_s)
@@ -178,16 +186,20 @@ def compile(
         with_kernels=has_kernels(backend, device),
         with_generated=backend == "triton",
         with_native=backend != "reference",
+        gather_outputs=gather_outputs,
     )
     if isinstance(mesh, Cluster):
-        planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update, timeout_s)
+        first = handed_out if optimizer is None else Outputs.LOSS
+        planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update, timeout_s, first)
     before = dict(model.named_parameters())
     finish = bucketing_of(backend, device)
     engine = make_engine(mesh, device, wrap_of(backend), check_in_place if verify else None, finish, timeout_s)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths)
-    sharded = ShardedModule(model, engine, planner, max_programs=max_programs, lengths=lengths, check=Check(check))
+    sharded = ShardedModule(
+        model, engine, planner, max_programs=max_programs, lengths=lengths, check=Check(check), outputs=handed_out
+    )
     if optimizer is not None:
         rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))
     step = sharded
@@ -227,6 +239,8 @@ def plan(
     strict: bool = False,
     time_budget_s: float = 60.0,
     progress: bool | None = None,
+    outputs: str = "all",
+    gather_outputs: bool = False,
 ) -> Plan:
     """How a model would run, and what it would cost; nothing is run, and the model may be on meta.
 
@@ -252,6 +266,7 @@ def plan(
             taken to be what is generated here. Of others: of operators; of recipes, of what the usual libraries fuse.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
+        outputs, gather_outputs: see `compile`; with an optimizer, the plan is of a step, which needs the loss alone.
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
 
     Raises:
@@ -264,7 +279,8 @@ def plan(
     check_model(model, _COMPILED)
     check_backend(backend)
     check_loss(loss_fn)
-    check_flags(strict=strict)
+    check_flags(strict=strict, gather_outputs=gather_outputs)
+    handed_out = checked_outputs(outputs, gather_outputs=gather_outputs)
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s, global_batch=global_batch)
     check_previous(previous, model, of_recipes=global_batch is not None, is_priced=recipe is not None)
@@ -315,10 +331,12 @@ def plan(
         strict=strict,
         time_budget_s=time_budget_s,
         with_kernels=has_kernels(backend, device_of_plans(mesh_or_cluster)),
+        gather_outputs=gather_outputs,
         progress=progress,
     )
     grad = any(parameter.requires_grad for parameter in model.parameters())
-    request = Request(model, args, kwargs, grad, update=update if grad else None)
+    handed_out = handed_out if optimizer is None else Outputs.LOSS
+    request = Request(model, args, kwargs, grad, update=update if grad else None, outputs=handed_out)
     program, found = planner.plan_call(request, meshes_of(mesh_or_cluster, mesh))
     check_traced(program, planner.constraints, optimizer)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.recipe import Recipe
@@ -150,6 +151,17 @@ def check_agreement(*, check: Any, timeout_s: Any) -> None:
 
 
 _CHECKS = ("always", "first", "off")
+
+
+def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
+    """What calls hand out; `NotAvailableError` for a word that says none of it."""
+    if outputs not in ("all", "loss"):
+        raise NotAvailableError(
+            f"outputs={outputs!r} must be 'all' or 'loss'; pass gather_outputs=True for whole ones."
+        )
+    if outputs == "loss":
+        return Outputs.LOSS
+    return Outputs.WHOLE if gather_outputs else Outputs.AS_PLANNED
 
 
 def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:

@@ -10,8 +10,9 @@ from torch import nn
 from autoshard.errors import NotAvailableError, PlanMismatchError
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
+from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.update import Update
-from autoshard.planner import update_of
+from autoshard.runtime.traced_optimizer import update_of
 
 
 def read_plan(plan: Plan | str | Path | None) -> Plan | None:
@@ -62,3 +63,48 @@ def update_for(
     if fixed is not None and not fixed.updates:
         return None
     return update_of(optimizer, model, max_grad_norm, strict=strict)
+
+
+def has_more_outputs(plan: Plan, program: Program) -> bool:
+    """Whether a plan has outputs that a program, of the same call, does not hand out."""
+    return not _outputs_of(plan) <= _names_of(program)
+
+
+def _outputs_of(plan: Plan) -> set[str]:
+    """The names of the outputs, "output:0", in a plan."""
+    kind = f"{OutputKind.OUTPUT.value} "
+    return {name.removeprefix(kind) for name in plan.outputs if name.startswith(kind)}
+
+
+def _names_of(program: Program) -> set[str]:
+    return {slot.name for slot in program.outputs_of(OutputKind.OUTPUT)}
+
+
+def check_same_parameters(plan: Plan, program: Program) -> None:
+    """Raise `PlanMismatchError` naming the first parameter in which a program is not the one that a plan is for."""
+    nodes = program.nodes_by_name()
+    shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
+    planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
+    for name in dict.fromkeys([*shapes, *planned]):
+        if shapes.get(name) != planned.get(name):
+            raise PlanMismatchError(
+                f"The plan is of another model: parameter {name!r} has shape={planned.get(name)} in the plan and "
+                f"shape={shapes.get(name)} in the model. Plan again for this model."
+            )
+
+
+def check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
+    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
+    check_same_parameters(plan, program)
+    nodes = program.nodes_by_name()
+    if compare_inputs and not plan.repeats and [*_outputs_of(plan)] == ["output:0"] != [*_names_of(program)]:
+        raise PlanMismatchError(
+            "The plan is of a call that hands out the loss alone, and this one hands out more. Compile with "
+            "outputs='loss' (or optimizer=), or plan again."
+        )
+    inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
+    if compare_inputs and inputs != dict(plan.inputs):
+        raise PlanMismatchError(
+            f"The plan is for inputs {dict(plan.inputs)}, the call has {inputs}. Call with those shapes, or plan "
+            "again for these (leave plan= out, and each kind of call is planned when it comes)."
+        )

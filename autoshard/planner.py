@@ -27,13 +27,15 @@ from autoshard.errors import (
     PlanMismatchError,
     TraceError,
 )
+from autoshard.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
 from autoshard.ir.explanation import WhyNot
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
-from autoshard.ir.program import InputKind, OutputKind, Program, describe
+from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
@@ -44,7 +46,6 @@ from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.launch import share_among_processes, world_size
 from autoshard.runtime.sharded_module import Request
-from autoshard.runtime.traced_optimizer import describe_update, names_of, why_untraced
 from cost_models.hardware import Cluster
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Planner:
         with_kernels: let Triton kernels stand in for operators, and predict that.
         with_generated: generated ones too; the prediction has them either way, as what Inductor writes.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
+        gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
         others: see `compile`.
     """
@@ -103,11 +105,12 @@ class Planner:
     with_generated: bool = True
     with_native: bool = True
     reduce_dtype: torch.dtype | None = None
+    gather_outputs: bool = False
     progress: bool | None = False
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
-        from passes.planning.constraints import constrained_outputs
+        from passes.planning.constraints import split_outputs
         from passes.verification.weigh_loss import weigh_step
 
         start = time.perf_counter()
@@ -119,7 +122,8 @@ class Planner:
         if known is not None:
             return replace(known, python=program.python)
         # What was asked of the model's outputs does not hold of gradients in their place.
-        free = self._free() if request.derivatives else self
+        planner = replace(self, gather_outputs=request.outputs is Outputs.WHOLE or bool(request.derivatives))
+        free = planner._free() if request.derivatives else planner
         chosen = engine.share(lambda: free._plan_for(program, request, engine.mesh))
         phased = make_together(
             engine,
@@ -129,7 +133,7 @@ class Planner:
         )
         if self.with_kernels:
             make_together(engine, "block sizes", folder_identity, lambda folder: {_FOLDER: folder})
-        sharded_outputs = constrained_outputs(program, free.constraints)
+        sharded_outputs = split_outputs(program, free.constraints, gather=free.gather_outputs)
         _LOGGER.info(
             "compiled %s for %s in %.1f s, predicted step time %.3g s",
             request.signature,
@@ -156,6 +160,14 @@ class Planner:
             refuse_scaling(self.precision)
         if self.traced is not None and request.grad and not request.all_tangents:
             return self.traced
+        program = self._trace(request)
+        if request.outputs is Outputs.LOSS and self.fixed is not None and has_more_outputs(self.fixed, program):
+            program = self._trace(replace(request, outputs=Outputs.AS_PLANNED))  # what was planned runs
+        if request.update is not None:
+            check_has_loss(program)
+        return program
+
+    def _trace(self, request: Request) -> Program:
         start = time.perf_counter()
         program = tracing.trace(
             request.model,
@@ -170,10 +182,9 @@ class Planner:
             device=request.device,
             values=request.values,
             derivatives=request.derivatives,
+            loss_only=request.outputs is Outputs.LOSS,
         )
         _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
-        if request.update is not None:
-            check_has_loss(program)
         return program
 
     def trace_elided(self, request: Request, margin: int) -> Program | None:
@@ -256,9 +267,11 @@ class Planner:
 
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
         from passes.pipeline import PlanOptions
-        from passes.planning.constraints import constraints_on
+        from passes.planning.constraints import constraints_on, whole_outputs
 
         constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
+        whole = whole_outputs(program, self.constraints, gather=self.gather_outputs)
+        constraints |= dict.fromkeys(whole, PartitionSpec())
         budget = self.memory_budget if self.memory_budget is not None else self.cluster_for(mesh).device.memory_bytes
         return PlanOptions(
             constraints={**constraints, **_within(program, placed)},
@@ -318,10 +331,10 @@ class Planner:
         if self.fixed is None:
             return self._made_for(program, request, mesh) or self._search_for(program, request, mesh)
         if self.fixed.mesh != mesh:
-            _check_same_parameters(self.fixed, program)
+            check_same_parameters(self.fixed, program)
             _LOGGER.info("the plan is for %s, the model runs on %s: planning again, from it", self.fixed.mesh, mesh)
             return self.search(program, mesh, request.placed, self._expanded(self.fixed, program, request))
-        _check_plan_fits(self.fixed, program, compare_inputs=request.grad)
+        check_plan_fits(self.fixed, program, compare_inputs=request.grad)
         if request.grad and not request.all_tangents and self.fixed.updates == updates(program):
             return expand_for(self.fixed, program, request, self.trace)
         return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
@@ -427,28 +440,6 @@ def _within(program: Program, placed: Mapping[str, PartitionSpec]) -> dict[str, 
     return {name: spec for name, spec in placed.items() if name in names}
 
 
-def update_of(
-    optimizer: torch.optim.Optimizer | None, model: nn.Module, max_grad_norm: float | None, *, strict: bool
-) -> Update | None:
-    """What an optimizer does, if its update is traced; otherwise it takes its own step.
-
-    Raises:
-        NotAvailableError: under `strict`, an optimizer whose update is not traced.
-    """
-    if optimizer is None:
-        return None
-    reason = why_untraced(optimizer)
-    if reason is None:
-        return describe_update(optimizer, names_of(model.named_parameters()), max_grad_norm)
-    if strict:
-        raise NotAvailableError(
-            f"strict=True, but optimizer={type(optimizer).__name__} is not part of the program: {reason} With "
-            "strict=False it takes its own step on the sharded parameters, and its state lies as they do."
-        )
-    _LOGGER.warning("the optimizer takes its own step, and its state lies as the parameters do: %s", reason)
-    return None
-
-
 def choose_mesh(
     model: nn.Module,
     cluster: Cluster,
@@ -456,6 +447,7 @@ def choose_mesh(
     example_inputs: ExampleInputs | None,
     update: Update | None = None,
     timeout_s: float = TIMEOUT_S,
+    outputs: Outputs = Outputs.AS_PLANNED,
 ) -> tuple[Planner, Mesh]:
     """The mesh that suits a model on a cluster, and a planner that keeps the plan made for it."""
     if planner.fixed is not None:
@@ -469,31 +461,6 @@ def choose_mesh(
         raise MeshError(f"{cluster} has {cluster.size} devices, but this run has {processes} processes.")
     args, kwargs = split_inputs(example_inputs)
     grad = any(parameter.requires_grad for parameter in model.parameters())
-    request = Request(model, args, kwargs, grad, update=update)
+    request = Request(model, args, kwargs, grad, update=update, outputs=outputs)
     chosen = share_among_processes(lambda: planner.plan_call(request, candidate_meshes(cluster))[1], timeout_s)
     return replace(planner, made=chosen), chosen.mesh
-
-
-def _check_same_parameters(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` naming the first parameter in which a program is not the one that a plan is for."""
-    nodes = program.nodes_by_name()
-    shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
-    planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
-    for name in dict.fromkeys([*shapes, *planned]):
-        if shapes.get(name) != planned.get(name):
-            raise PlanMismatchError(
-                f"The plan is of another model: parameter {name!r} has shape={planned.get(name)} in the plan and "
-                f"shape={shapes.get(name)} in the model. Plan again for this model."
-            )
-
-
-def _check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
-    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
-    _check_same_parameters(plan, program)
-    nodes = program.nodes_by_name()
-    inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
-    if compare_inputs and inputs != dict(plan.inputs):
-        raise PlanMismatchError(
-            f"The plan is for inputs {dict(plan.inputs)}, the call has {inputs}. Call with those shapes, or plan "
-            "again for these (leave plan= out, and each kind of call is planned when it comes)."
-        )

@@ -10,18 +10,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
     ExampleInputs,
+    check_flags,
     check_limits,
     check_loss,
     check_model,
     check_optimizer,
     check_target,
     checked_budget,
+    checked_outputs,
     split_inputs,
 )
 from autoshard.cluster import meshes_of, one_kind
 from autoshard.errors import TraceError
 from autoshard.fixed_plan import of_specs, update_for
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.planner import LossFunction, Planner
@@ -80,6 +83,8 @@ def prove(
     memory_budget: int | None = None,
     precision: str | None = "bf16",
     time_budget_s: float = 60.0,
+    outputs: str = "all",
+    gather_outputs: bool = False,
 ) -> VerificationReport:
     """Plan a call, lower it to the program of each rank, and prove that; nothing is run, and the model may be on meta.
 
@@ -95,6 +100,8 @@ def prove(
     check_loss(loss_fn)
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s)
+    check_flags(gather_outputs=gather_outputs)
+    handed_out = checked_outputs(outputs, gather_outputs=gather_outputs)
     if not isinstance(target, Plan):
         check_target(target, mesh)
     target = one_kind(target)
@@ -105,7 +112,8 @@ def prove(
     update = update_for(model, optimizer, max_grad_norm, fixed, strict=False)
     grad = any(parameter.requires_grad for parameter in model.parameters())
     args, kwargs = split_inputs(example_inputs)
-    request = Request(model, args, kwargs, grad, update=update if grad else None)
+    handed_out = handed_out if optimizer is None else Outputs.LOSS
+    request = Request(model, args, kwargs, grad, update=update if grad else None, outputs=handed_out)
     planner = Planner(
         cluster=target if isinstance(target, Cluster) else None,
         fixed=fixed,
@@ -114,5 +122,6 @@ def prove(
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         time_budget_s=time_budget_s,
+        gather_outputs=gather_outputs,
     )
     return planner.prove(request, () if fixed is not None else meshes_of(target, mesh))

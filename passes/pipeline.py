@@ -35,7 +35,7 @@ from passes.memory.lowered_memory import peak_bytes
 from passes.overlap import overlapped
 from passes.planning.baselines import solve_baselines
 from passes.planning.build_assignment import PlanningProblem, build_problem
-from passes.planning.constraints import allowed_options, constrained_outputs
+from passes.planning.constraints import allowed_options
 from passes.planning.cover import cover
 from passes.planning.exact_memory import exact_peak
 from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, find_fusion
@@ -229,10 +229,9 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
         NotAlikeError: the program leaves out blocks, and those beside them are not alike.
     """
     space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
-    sharded_outputs = constrained_outputs(program, options.constraints)
     elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
-    liveness = with_elided(find_lifetimes(space, ratio, sharded_outputs, options.micro_batches), elided, space)
+    liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches), elided, space)
     fusion = _fusion(space, prices) if options.with_kernels else NOTHING_FUSED
     return build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
 

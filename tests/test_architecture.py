@@ -59,14 +59,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.progress": (*_IR, "passes", *_PASSES),
     "autoshard.planner": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster"),
-        "autoshard.progress",
+        *("autoshard.fixed_plan", "autoshard.progress"),
     ),
     "autoshard.api": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
         *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
     ),
     "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
-    "autoshard.fixed_plan": (*_IR, "autoshard.planner"),
+    "autoshard.fixed_plan": (*_IR, "autoshard.runtime"),
     "autoshard.pricing": (*_LEAVES, "passes", *_PASSES, "autoshard.arguments"),
     "autoshard.proofs": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),

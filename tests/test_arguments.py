@@ -226,7 +226,7 @@ def test_a_step_that_trains_nothing(arguments: dict[str, Any]) -> None:
     """Planned as a step of no time before; a loss that is a number, is none, is detached, and a frozen model."""
     options: dict[str, Any] = {"example_inputs": INPUTS, "optimizer": "adamw", **arguments}
     for loss in (lambda y: 1.0, lambda y: None, lambda y: y.detach().sum()):
-        with pytest.raises(TraceError, match=r"needs a loss, but nothing that the model or loss_fn= returns depends"):
+        with pytest.raises(TraceError, match=r"needs a loss, but nothing that the model|returns no floating scalar"):
             autoshard.plan(small(), CLUSTER, loss_fn=loss, **options)
     for model in (small().requires_grad_(False), nn.ReLU()):
         model = nn.Sequential(model, nn.Dropout()) if arguments == {} else model

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
 
@@ -50,9 +51,19 @@ def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
     return loss
 
 
+def find_loss(outputs: Any) -> torch.Tensor:
+    """The first floating scalar among a model's outputs; `TraceError` where there is none."""
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        if tensor.dim() == 0 and tensor.is_floating_point():
+            return tensor
+    raise no_loss([tuple(tensor.shape) for tensor in tensors])
+
+
 def no_loss(shapes: Sequence[tuple[int, ...]]) -> TraceError:
     """The error of a training step whose model returns no loss, but tensors of these shapes."""
     return TraceError(
-        f"A training step needs a loss, but the model returns no floating scalar; it returns tensors of "
-        f"shapes={shapes}. Return the loss, pass loss_fn=, or leave the optimizer out (--optimizer none)."
+        f"A loss is needed (by a training step, or outputs='loss'), but the model returns no floating scalar; it "
+        f"returns tensors of shapes={shapes}. Return the loss (pass labels), pass loss_fn=, or leave the optimizer "
+        "(--optimizer none) and outputs= out."
     )

@@ -182,7 +182,7 @@ def _run_whole(ctx: Any, executable: Executable, tangents: Mapping[str, torch.Te
     check_versions([slot.slot for slot in ctx.call.executable.inputs], ctx.tensors, ctx.versions)
     kept = zip(ctx.call.executable.inputs, ctx.tensors, strict=True)
     by_key = {(slot.slot.kind, slot.slot.name): tensor for slot, tensor in kept}
-    _, saved = executable.run_forward([by_key[slot.slot.kind, slot.slot.name] for slot in executable.inputs])
+    _, saved = executable.run_forward_locally([by_key[slot.slot.kind, slot.slot.name] for slot in executable.inputs])
     return executable.run_backward(saved, tangents, _wanted(ctx))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.ir.derivative import Derivatives
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
@@ -36,6 +37,7 @@ class Request:
             they must be read: that gathers them on every rank.
         known: programs of calls of this kind, traced when the model's Python held something else.
         derivatives: what the call returns instead of the model's outputs, the innermost first; see `Derivative`.
+        outputs: what the call hands out.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Request:
     values: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext()
     known: tuple[CompiledProgram, ...] = ()
     derivatives: Derivatives = ()
+    outputs: Outputs = Outputs.AS_PLANNED
 
 
 class Compiler(Protocol):

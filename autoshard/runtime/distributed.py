@@ -32,6 +32,7 @@ from autoshard.runtime.layouts import Layout, Layouts
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import swap_parameter, take_over_parameters
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
+from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.write_in_place import write_in_place
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class DistributedEngine:
 
     def write_sharded(self, value: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
-        return self._put_in(value, slot, self._layouts.stored(slot.spec, slot.shape))
+        return SplitOutput.of(self._put_in(value, slot, self._layouts.stored(slot.spec, slot.shape)))
 
     def write_like(self, value: torch.Tensor, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""

@@ -27,8 +27,7 @@ class CompiledProgram:
     Args:
         phased: the lowered program, cut into forward and backward.
         plan: the plan it was lowered from, or None for a program written by hand.
-        sharded_outputs: names of the outputs ("output:0") whose layout the user asked for: they are handed
-            out as they lie, not gathered.
+        sharded_outputs: names of the outputs ("output:0") that are handed out as they lie; others are whole.
         update: what the program's update was traced for, if it is that of a whole training step.
         fingerprint: of the traced program, see `autoshard.ir.fingerprint`; "" if there is none.
         python: what the trace read in Python.
@@ -260,7 +259,7 @@ class Executable:
             self.engine.store(held[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name], value, slot)
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """An output as it is handed out: whole, unless the user asked for its layout."""
+        """An output as it is handed out: as it lies, or whole."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)

@@ -77,7 +77,7 @@ class Lengths:
             return call, length
         kwargs = {name: self._pad(name, value, more) for name, value in kwargs.items()}
         args = tuple(self._pad(self._position(i), value, more) for i, value in enumerate(args))
-        return FlatCall.of(args, kwargs), length
+        return FlatCall.of(args, kwargs, call.outputs), length
 
     def check(self, exact: FlatCall, padded: FlatCall, run: Run) -> None:
         """Compare the results of the two calls, the first time; `run` runs one in evaluation.

@@ -25,7 +25,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.derivative import Derivative, Derivatives
+from autoshard.ir.loss import find_loss
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, InputSlot, OutputKind
 from autoshard.ir.spec import PartitionSpec
@@ -68,6 +70,7 @@ class ShardedModule(nn.Module):
         max_programs: int = MAX_PROGRAMS,
         lengths: Lengths | None = None,
         check: Check = Check.ALWAYS,
+        outputs: Outputs = Outputs.AS_PLANNED,
     ) -> None:
         super().__init__()
         engine.adopt(model)
@@ -76,6 +79,7 @@ class ShardedModule(nn.Module):
         self.compiler = compiler
         self._known = KnownPrograms(max_programs)
         self._lengths = lengths
+        self._outputs = outputs
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
         self._notes: set[str] = set()
@@ -185,15 +189,25 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
-        call, length = self._padded(FlatCall.of(args, kwargs))
+        return self._run_padded(FlatCall.of(args, kwargs, self._outputs))
+
+    def run_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """As a call that hands out the loss alone."""
+        return self._run_padded(FlatCall.of(args, kwargs, Outputs.LOSS))
+
+    def _run_padded(self, call: FlatCall) -> Any:
+        call, length = self._padded(call)
         outputs = self._run(call)
-        return outputs if self._lengths is None else self._lengths.cut(outputs, length)
+        if self._lengths is None or call.outputs is Outputs.LOSS:
+            return outputs
+        return self._lengths.cut(outputs, length)
 
     def _run(self, call: FlatCall) -> Any:
         executable, call = self._find(call)
         tensors = self.gather_inputs(executable, call)
         seed = _seed_among(executable, tensors)
-        return self.hand_out(executable, run(self._call_of(executable, call, seed), tensors))
+        result = self.hand_out(executable, run(self._call_of(executable, call, seed), tensors))
+        return find_loss(result) if call.outputs is Outputs.LOSS else result
 
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
@@ -204,7 +218,7 @@ class ShardedModule(nn.Module):
 
         def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> Call:
             check_state(state, was_training=training, is_training=self.training)
-            of_gradients = FlatCall.of((*call.assemble(call.leaves), tuple(tangents)), {})
+            of_gradients = FlatCall.of((*call.assemble(call.leaves), tuple(tangents)), {}, call.outputs)
             outer = (*derivatives, derivative)
             return self._call_of(self._find_with_all_tangents(of_gradients, seed, outer), of_gradients, seed, outer)
 
@@ -228,14 +242,21 @@ class ShardedModule(nn.Module):
         before = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            return self._run(call)
+            return self._run(call.handing_out(Outputs.WHOLE))
         finally:
             for module, training in before:
                 module.training = training
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program for a call now, without running it; returns its plan."""
-        executable, _ = self._find(self._padded(FlatCall.of(args, kwargs))[0], runs=False)
+        return self._compile_for(FlatCall.of(args, kwargs, self._outputs))
+
+    def compile_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
+        """Compile the program of `run_for_loss` now, without running it; returns its plan."""
+        return self._compile_for(FlatCall.of(args, kwargs, Outputs.LOSS))
+
+    def _compile_for(self, call: FlatCall) -> Plan | None:
+        executable, _ = self._find(self._padded(call)[0], runs=False)
         return executable.compiled.plan
 
     def _wants_grad(self, call: FlatCall) -> bool:
@@ -249,7 +270,7 @@ class ShardedModule(nn.Module):
     ) -> tuple[Executable, FlatCall]:
         """The program of a whole training step, compiled now if there is none; `runs`: ranks compare its inputs."""
         with torch.enable_grad():
-            return self._find(self._padded(FlatCall.of(args, kwargs))[0], update, runs=runs)
+            return self._find(self._padded(FlatCall.of(args, kwargs, Outputs.LOSS))[0], update, runs=runs)
 
     def _find(self, call: FlatCall, update: Update | None = None, *, runs: bool = True) -> tuple[Executable, FlatCall]:
         """The program for a call, compiled now if there is none, and the call as the program flattens it."""
@@ -355,6 +376,7 @@ class ShardedModule(nn.Module):
                 values=values,
                 known=tuple(item.compiled for item in known),
                 derivatives=derivatives,
+                outputs=call.outputs,
             )
             compiled = self.compiler(request, self._engine)
             executable = next((item for item in known if item.phased is compiled.phased), None)

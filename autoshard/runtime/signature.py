@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,19 +13,26 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.ir.outputs import Outputs
+
 
 @dataclass(frozen=True, slots=True)
 class FlatCall:
-    """The arguments of a call as flat leaves; keyword arguments in the order of their names."""
+    """The arguments of a call as flat leaves, keyword arguments in the order of their names; and what it hands out."""
 
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
+    outputs: Outputs = Outputs.AS_PLANNED
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatCall:
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Outputs = Outputs.AS_PLANNED) -> FlatCall:
         """Flatten `(args, kwargs)`."""
         leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
-        return cls(tuple(leaves), tree)
+        return cls(tuple(leaves), tree, outputs)
+
+    def handing_out(self, outputs: Outputs) -> FlatCall:
+        """The same call, which hands out something else."""
+        return replace(self, outputs=outputs)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -34,7 +41,7 @@ class FlatCall:
 
     def flattened_again(self) -> FlatCall:
         """The same call, flattened with the types that are known now."""
-        return FlatCall.of(*self.assemble(self.leaves))
+        return FlatCall.of(*self.assemble(self.leaves), self.outputs)
 
     def assemble(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with other leaves."""
@@ -49,6 +56,7 @@ def signature_of(call: FlatCall, model: nn.Module, *, grad: bool) -> Hashable:
     """
     return (
         grad,
+        call.outputs,
         repr(call.tree),
         tuple(_leaf_signature(leaf, grad=grad) for leaf in call.leaves),
         _members(model, grad=grad),
@@ -78,12 +86,13 @@ def _members(model: nn.Module, *, grad: bool) -> Hashable:
 
 
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:
-    """A short text of a call for people: `int64[4, 16], int64[4, 16], training`."""
+    """A short text of a call for people: `int64[4, 16], int64[4, 16], training`; and what it hands out."""
     parts = [
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else _text(leaf)
         for leaf in call.leaves
     ]
     mode = ("training" if training else "evaluation") + ("" if grad else ", no gradients")
+    mode += "" if call.outputs is Outputs.AS_PLANNED else f", {call.outputs}"
     return f"({', '.join(parts)}), {mode}"
 
 

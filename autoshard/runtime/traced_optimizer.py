@@ -6,17 +6,21 @@ schedulers, `state_dict` and `load_state_dict` work as ever; only its arithmetic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoshard.errors import NotAvailableError
 from autoshard.ir.program import InputKind
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.optimizer_state import check_parameters
+
+_LOGGER = logging.getLogger(__name__)
 
 Held = dict[tuple[str, str], torch.Tensor]
 """What a user holds of a program's inputs, by kind and name."""
@@ -218,3 +222,25 @@ def _counted(step: Any, options: Mapping[str, Any], parameter: torch.Tensor) -> 
     on_device = bool(options.get("capturable") or options.get("fused"))
     device = parameter.device if on_device else torch.device("cpu")
     return torch.full((), 1.0 if step is None else float(step) + 1.0, dtype=dtype, device=device)
+
+
+def update_of(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, max_grad_norm: float | None, *, strict: bool
+) -> Update | None:
+    """What an optimizer does, if its update is traced; otherwise it takes its own step.
+
+    Raises:
+        NotAvailableError: under `strict`, an optimizer whose update is not traced.
+    """
+    if optimizer is None:
+        return None
+    reason = why_untraced(optimizer)
+    if reason is None:
+        return describe_update(optimizer, names_of(model.named_parameters()), max_grad_norm)
+    if strict:
+        raise NotAvailableError(
+            f"strict=True, but optimizer={type(optimizer).__name__} is not part of the program: {reason} With "
+            "strict=False it takes its own step on the sharded parameters, and its state lies as they do."
+        )
+    _LOGGER.warning("the optimizer takes its own step, and its state lies as the parameters do: %s", reason)
+    return None

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.loss import Output, loss_among, no_loss
@@ -159,14 +158,6 @@ def weights_of(
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     return compiled.weights.of_parts(len(parts), order.divisor, read)
-
-
-def find_loss(outputs: Any) -> torch.Tensor:
-    """The first floating scalar among a model's outputs; `TraceError` where there is none."""
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point():
-            return leaf
-    raise no_loss([tuple(x.shape) for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)])
 
 
 def loss_of(executable: Executable) -> LocalSlot:

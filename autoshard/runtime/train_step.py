@@ -22,7 +22,7 @@ from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.runtime.optimizer_state import describe_hyperparameters
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_optimizer import why_by_autograd
-from autoshard.runtime.traced_step import Part, TracedStep, find_loss, weights_of
+from autoshard.runtime.traced_step import Part, TracedStep, weights_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class TrainStep:
         if self._traced is not None:
             return self._traced.compile_for(part_args, part_kwargs)
         with torch.enable_grad():
-            return self.sharded.compile_for(*part_args, **part_kwargs)
+            return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of model (with its random numbers) and optimizer, to go on from."""
@@ -129,7 +129,7 @@ class TrainStep:
             return [1.0]
         (args, kwargs), *_ = parts
         with torch.enable_grad():
-            self.sharded.compile_for(*args, **kwargs)
+            self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "it is compiled"
         return weights_of(self.sharded, self.sharded.program, parts, self.order)
 
@@ -137,7 +137,7 @@ class TrainStep:
         """A micro-batch's share of the loss; one that counts nothing has none, and no gradient."""
         assert task.micro_batch is not None, "a forward is of a micro-batch"
         args, kwargs = parts[task.micro_batch]
-        loss = find_loss(self.sharded(*args, **kwargs))
+        loss = self.sharded.run_for_loss(args, kwargs)
         weight = weights[task.micro_batch]
         return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.ir.loss import find_loss
 from autoshard.ir.precision import PRECISIONS
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.sharded_module import ShardedModule
-from autoshard.runtime.traced_step import find_loss
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.rounding import nudge
 from autoshard.testing.whole_step import MakeOptimizer, WholeStep

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
+from autoshard.ir.loss import find_loss
 from autoshard.ir.precision import widen
 
 _LOGGER = logging.getLogger(__name__)
@@ -209,13 +210,22 @@ class ModelCall:
     Args:
         loss_fn: applied to the model's outputs and the last `targets` positional arguments; None: no loss function.
         cast_inputs: applied to the model's own arguments, a pytree; its outputs are then widened for `loss_fn`.
+        loss_only: give the loss alone.
     """
 
     loss_fn: Callable[..., Any] | None = None
     targets: int = 0
     cast_inputs: Callable[[Any], Any] | None = None
+    loss_only: bool = False
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = self._outputs(model, args, kwargs)
+        if not self.loss_only:
+            return outputs
+        register_dataclasses(outputs)
+        return find_loss(outputs)
+
+    def _outputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cut = len(args) - self.targets
         taken = (args[:cut], kwargs)
         taken_args, taken_kwargs = taken if self.cast_inputs is None else self.cast_inputs(taken)

@@ -42,7 +42,7 @@ def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> 
     if not isinstance(options.call, ModelCall):
         raise TypeError("gradients of gradients are not captured by way of Dynamo")
     args, kwargs = call.assemble(_told_apart(call.tensors.values()))
-    plain = replace(options, call=ModelCall(options.call.loss_fn, options.call.targets), casts=None)
+    plain = replace(options, call=replace(options.call, cast_inputs=None), casts=None)
     capture = dynamo_graph_capture_for_export(_CallModule(model, plain))
     with torch.set_grad_enabled(options.grad):
         captured = capture(*args, **kwargs)

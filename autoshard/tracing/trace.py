@@ -59,6 +59,7 @@ def trace(
     device: torch.device | None = None,
     values: LendValues = lambda model: contextlib.nullcontext(),
     derivatives: Sequence[Derivative] = (),
+    loss_only: bool = False,
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
 
@@ -82,6 +83,8 @@ def trace(
             the model reads values of its parameters, or can be traced by way of Dynamo alone.
         derivatives: what to return instead of the model's outputs, the innermost first; `args` are then those of the
             last; see `autoshard.ir.derivative`.
+        loss_only: the program returns the first floating scalar of the model's outputs, and nothing that only the
+            others need is in it.
 
     Returns:
         The program; see `autoshard.ir.program`.
@@ -96,7 +99,7 @@ def trace(
     own_args, own_kwargs = innermost_arguments(args, kwargs, len(derivatives))
     targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(own_args))
     check_fits(model, own_args, own_kwargs, targets)
-    model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs)
+    model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs, loss_only)
     if derivatives:
         refuse_casts(casts)
         model_call = GradientCall.of(model_call, derivatives)

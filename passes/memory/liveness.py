@@ -54,13 +54,8 @@ class Held(StrEnum):
     VALUE = "the value itself, if there is no reshard on the link"
     EITHER = "the value or its copy"
     RETURNED = "the value itself for a result that may be it, although there is a reshard on the link"
-    RETURNED_WHOLE = "the same, where every rank has the whole of it"
     RESHARD = "what the reshard needs for a moment, beside the value"
     LAST_RESHARD = "what the reshard needs for a moment beside the value, which goes meanwhile"
-    HANDING = "what gathering an output needs for a moment"
-    GATHERED = "an output that is gathered to be handed out"
-    HANDED = "an output as it is handed out, where that is not the value itself"
-    OUTPUT = "an output as it is handed out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +85,12 @@ class Liveness:
         on_links: what links keep.
         calls: call to the point at which it runs.
         reshards: index of a link to the point of a reshard on it.
-        handing: index of a link to the point at which the output that it carries is handed out.
+        forward_end: the point behind the forward, when outputs are handed out as they lie.
         adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
         elided: what blocks hold that the program leaves out.
-        sharded_outputs, micro_batches: what it was found for, see `find_lifetimes`.
+        micro_batches: what it was found for, see `find_lifetimes`.
     """
 
     points: int
@@ -103,22 +98,16 @@ class Liveness:
     on_links: tuple[OnLink, ...]
     calls: Mapping[str, int]
     reshards: Mapping[int, int]
-    handing: Mapping[int, int]
+    forward_end: int
     adding: Mapping[str, int]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
     elided: ElidedLifetimes = ElidedLifetimes()
-    sharded_outputs: frozenset[str] = frozenset()
     micro_batches: int = 1
-
-    @property
-    def forward_end(self) -> int:
-        """The point behind the forward, when all outputs are handed out."""
-        return _forward_end(self.handing)
 
     def of(self, space: SearchSpace) -> Liveness:
         """The lifetimes of another search space, of the same step."""
-        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.sharded_outputs, self.micro_batches)
+        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches)
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
         """Site, result, lifetime and number of all values that own memory."""
@@ -136,7 +125,6 @@ class Liveness:
 def find_lifetimes(
     space: SearchSpace,
     state_bytes_per_parameter_byte: float,
-    sharded_outputs: Collection[str] = (),
     micro_batches: int = 1,
 ) -> Liveness:
     """The lifetimes of all values and copies of a search space.
@@ -144,11 +132,10 @@ def find_lifetimes(
     Args:
         space: the sites and links; of a whole training step on several micro-batches, those of one.
         state_bytes_per_parameter_byte: see `Liveness`.
-        sharded_outputs: the outputs that are handed out as they lie.
         micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
     """
     times = _Times.of(space)
-    values, on_links = _Lifetimes(space, times, frozenset(sharded_outputs), micro_batches > 1).find()
+    values, on_links = _Lifetimes(space, times, micro_batches > 1).find()
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
     calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
     return Liveness(
@@ -157,25 +144,24 @@ def find_lifetimes(
         on_links,
         calls,
         times.reshards,
-        times.handing,
+        times.forward_end,
         times.adding,
         state_bytes_per_parameter_byte,
         parameters,
-        sharded_outputs=frozenset(sharded_outputs),
         micro_batches=micro_batches,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Points: of each link's reshard, of each call (0 for inputs), of handing each output out, and the last one.
+    """Points: of each link's reshard, of each call (0 for inputs), behind the forward, and the last one.
 
     And of adding each gradient of a step to the sum over micro-batches, by the hub that it leaves the backward by.
     """
 
     reshards: Mapping[int, int]
     calls: Mapping[str, int]
-    handing: Mapping[int, int]
+    forward_end: int
     adding: Mapping[str, int]
     end: int
 
@@ -186,8 +172,8 @@ class _Times:
         for index, link in enumerate(space.links):
             leaving = leaves_program(space.sites[link.head], link)
             (out_of[link.tail] if leaving else into[link.head]).append(index)
-        reshards, calls, handing, adding = {}, {}, {}, {}
-        point = 0
+        reshards, calls, adding = {}, {}, {}
+        point = forward_end = 0
         last, last_gradient = (
             max((n for n, site in enumerate(space.sites.values()) if _runs_in(site, phase)), default=0)
             for phase in ("forward", "backward")
@@ -203,22 +189,11 @@ class _Times:
             for index in out_of[name]:
                 reshards[index] = point = point + 1
             if number == last:
-                for index, link in enumerate(space.links):
-                    if space.sites[link.head].node is None:
-                        handing[index] = point = point + 1
-                point += 1
+                forward_end = point = point + 1
             if number == last_gradient:
                 for hub in (site.name for site in space.sites.values() if is_gradient_hub(site.node)):
                     adding[hub] = point = point + 1
-        return cls(reshards, calls, handing, adding, point + 1)
-
-    @property
-    def forward_end(self) -> int:
-        return _forward_end(self.handing)
-
-
-def _forward_end(handing: Mapping[int, int]) -> int:
-    return max(handing.values(), default=-1) + 1
+        return cls(reshards, calls, forward_end, adding, point + 1)
 
 
 def _runs_in(site: Site, phase: str) -> bool:
@@ -231,7 +206,6 @@ class _Lifetimes:
 
     space: SearchSpace
     times: _Times
-    sharded_outputs: frozenset[str]
     sums_gradients: bool
     readers: dict[tuple[str, int], list[int]] = field(init=False)
     viewed: dict[str, int] = field(init=False)
@@ -289,8 +263,7 @@ class _Lifetimes:
         else:
             owned[link.head] = sure + 1
         if any(self._returns(index) for index in self.readers[place]):
-            self._keep(last, Held.RETURNED, sure + 1, min(death, self.times.forward_end))
-            self._keep(last, Held.RETURNED_WHOLE, max(sure, self.times.forward_end) + 1, death)
+            self._keep(last, Held.RETURNED, sure + 1, death)
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
         """The link that reads a value last, and the point up to which the value is there whatever is resharded."""
@@ -316,21 +289,12 @@ class _Lifetimes:
             self._result(index, death)
 
     def _result(self, index: int, death: int) -> None:
-        """What stays of a result: of an output to the forward's end as it lies, and to the end as it is handed out."""
-        link, point, end = self.space.links[index], self.times.reshards[index], self.times.end
-        head = self.space.sites[link.head]
-        is_update = head.node is not None and head.name in self._buffers()
-        is_output = head.node is None and head.name not in self.sharded_outputs
-        is_handed = is_output and not self.is_step
-        until = self.times.forward_end if is_output or is_update else end
+        """What stays of a result: to the end, but for what a step returns and what buffers take over."""
+        head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
+        goes = self.is_step if head.node is None else head.name in self._buffers()
+        until = self.times.forward_end if goes else self.times.end
         self._keep(index, Held.COPY, point + 1, until)
         self._keep(index, Held.VALUE, death + 1, until)
-        if is_handed:
-            handing = self.times.handing[index]
-            self._keep(index, Held.HANDING, handing, handing)
-            self._keep(index, Held.GATHERED, handing + 1, until)
-            self._keep(index, Held.HANDED, until + 1, death)
-            self._keep(index, Held.OUTPUT, max(death, until) + 1, end)
 
     def _buffers(self) -> Collection[str]:
         return {slot.node for slot in self.space.program.inputs_of(InputKind.BUFFER)}

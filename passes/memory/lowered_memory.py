@@ -2,31 +2,27 @@
 
 The planner counts by its plan (`passes.memory.liveness`); here the program that runs is read, and the two agree.
 Parameters, buffers, optimizer state and inputs are held throughout; what the forward saves, until the backward has used
-it; gradients to the end, or until the update, which writes over what it updates. A call hands its outputs out whole; a
-training step keeps none.
+it; gradients to the end, or until the update, which writes over what it updates. A call hands its outputs out as
+they lie; a training step keeps none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, OutputKind
-from autoshard.ir.reshard import plan_reshard
-from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.write_in_place import write_in_place
 from passes.memory.storages import Storage, Storages
-from passes.strategies.scratch import emitted_reshard
 
 
-def peak_bytes(phased: PhasedProgram, sharded_outputs: Collection[str] = (), micro_batches: int = 1) -> int:
+def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
     """The largest number of bytes in use on each rank in one call, or in one training step.
 
     Args:
         phased: the program.
-        sharded_outputs: names of the outputs that are handed out as they lie.
         micro_batches: how many a step has; it is their last one that is counted.
     """
     memory = Storages()
@@ -38,7 +34,8 @@ def peak_bytes(phased: PhasedProgram, sharded_outputs: Collection[str] = (), mic
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
     if phased.update is None:
-        held += _hand_out(memory, phased, outputs, [*held, *results], sharded_outputs)
+        slots = (phased.lowered.outputs[index].slot for index in phased.forward_outputs)
+        held += [value for slot, value in zip(slots, outputs, strict=True) if slot.kind == OutputKind.OUTPUT]
     tangents = [inputs[index] for index in phased.backward_inputs]
     gradients = memory.run(phased.backward.graph, [*saved, *tangents], held)
     if phased.update is not None:
@@ -66,32 +63,6 @@ def _carried_bytes(phased: PhasedProgram) -> list[int]:
     results = phased.backward.graph.output_node().args[0]
     values = [node.meta["val"] for node in results[len(phased.backward_outputs) :]]
     return [value.numel() * value.element_size() for value in values]
-
-
-def _hand_out(
-    memory: Storages,
-    phased: PhasedProgram,
-    outputs: Sequence[Storage],
-    there: Sequence[Storage],
-    sharded_outputs: Collection[str],
-) -> list[Storage]:
-    """What users hold of a call's outputs, gathered one after the other while all that is `there` stays."""
-    lowered = phased.lowered
-    handed: list[Storage] = []
-    held, traced = phased.forward.graph.output_node().args[0], lowered.traced.nodes_by_name()
-    for index, value, node in zip(phased.forward_outputs, outputs, held, strict=False):
-        slot = lowered.outputs[index]
-        if slot.slot.kind != OutputKind.OUTPUT:
-            continue
-        steps = plan_reshard(slot.spec, PartitionSpec(), slot.shape, lowered.mesh, itemsize=slot.dtype.itemsize)
-        if slot.slot.name in sharded_outputs or all(step.axis_size == 1 for step in steps):
-            handed.append(value)
-            continue
-        is_strided = not node.meta["val"].is_contiguous()
-        graph = emitted_reshard(traced[slot.slot.node].meta["val"], steps, lowered.mesh, as_traced=is_strided)
-        handed += memory.run(graph, [value], [*there, *handed])
-    memory.peak = max(memory.peak, memory.bytes_of([*there, *handed]))
-    return handed
 
 
 def _written(phased: PhasedProgram) -> dict[int, int]:

@@ -22,8 +22,6 @@ from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, ValueInfo, needs_of, specs_of
 from passes.strategies.price import local_bytes_of
 
-_WHOLE = PartitionSpec()
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryTables:
@@ -99,9 +97,7 @@ class MemoryTables:
             return Table(np.broadcast_to(after, (len(sources), len(targets))))
         if is_on_host(head):
             return self._nothing(len(sources), len(targets))
-        whole = _most_bytes(value, _WHOLE, mesh)
         moved = differs(sources, targets, mesh)
-        gathered = differs((_WHOLE,), targets, mesh)[0]
         match held:
             case Held.COPY:
                 return self._copy_table(link, moved, after, np.zeros(len(targets)))
@@ -115,21 +111,7 @@ class MemoryTables:
             case Held.RETURNED:
                 is_result = np.array([not spec.is_partial for spec in sources])
                 return Table(np.where(moved & is_result[:, None], before, 0.0))
-            case Held.RETURNED_WHOLE:
-                return Table(np.where(moved & ~differs(sources, (_WHOLE,), mesh), before, 0.0))
-            case Held.GATHERED:
-                return Table(np.where(gathered, whole, 0.0))
-            case Held.HANDED:
-                return Table(np.where(moved | gathered, whole, 0.0))
-            case Held.OUTPUT:
-                return Table(np.broadcast_to(whole, len(targets)))
         traced = traced_value(tail, link.result)
-        if held is Held.HANDING:
-            handing = Transients(mesh)
-            return Table(
-                np.where(gathered, np.nan, 0.0),
-                lambda row: handing.of_reshard(Moved(traced, targets[row], _WHOLE), freed=False),
-            )
 
         def find(row: int, column: int) -> float:
             freed = held is Held.LAST_RESHARD

@@ -64,13 +64,14 @@ class LocalForm:
 
     Args:
         graph: from the call's operands to its results.
-        results: of each result the number of its storage: that of an operand, or, behind these, of one that is made.
+        results: of each result the number of its storage: that of an operand, or, behind these, of one that is made;
+            None for one that nothing reads.
         made: the bytes of those, by number.
         reads: whether it reads each operand.
     """
 
     graph: fx.Graph
-    results: tuple[int, ...]
+    results: tuple[int | None, ...]
     made: Mapping[int, int]
     reads: tuple[bool, ...]
 
@@ -119,16 +120,16 @@ class Transients:
         results = sum(local_bytes(*result, self.mesh) for result in zip(site.results, strategy.outputs, strict=True))
         return max(0, peak - sum(sizes) - (0 if site.is_alias else results))
 
-    def local_form(self, site: Site, strategy: Strategy) -> LocalForm | None:
-        """What a rank runs for a call; None where that is the call itself, or nothing at all."""
+    def local_form(self, site: Site, strategy: Strategy, unread: frozenset[int] = frozenset()) -> LocalForm | None:
+        """What a rank runs for a call of which nothing reads some results; None where that is the call itself."""
         if site.rule is None or (site.node is not None and site.node.target is hub):
             return None
         splits = strategy.splits(self.mesh)
         if not splits or not (site.rule.local or fills(site.rule, splits, self.mesh)):
             return None
-        key = (site.call, strategy)
+        key = (site.call, strategy, unread)
         if key not in self._forms:
-            self._forms[key] = _local_form(site, strategy, self.mesh)
+            self._forms[key] = _local_form(site, strategy, self.mesh, unread)
         return self._forms[key]
 
     def beside(self, form: LocalForm, operands: tuple[int, ...], sizes: tuple[int, ...], gone: tuple[bool, ...]) -> int:
@@ -189,18 +190,25 @@ def _parts(steps: Sequence[ReshardStep]) -> Iterator[tuple[ReshardStep, ...]]:
         yield tuple(part)
 
 
-def _local_form(site: Site, strategy: Strategy, mesh: Mesh) -> LocalForm:
-    graph = emitted_call(site, strategy, mesh)
+def _local_form(site: Site, strategy: Strategy, mesh: Mesh, unread: frozenset[int]) -> LocalForm:
+    graph, count = emitted_call(site, strategy, mesh), len(site.results)
+    kept = range(count)
+    values: Any = graph.output_node().args[0]
+    if len(values) == count and unread:
+        kept = [number for number in range(count) if number not in unread]
+        graph.output_node().args = (tuple(values[number] for number in kept),)
+        graph.eliminate_dead_code()
     storages = Storages()
     operands = [storages.new(0) for node in graph.nodes if node.op == "placeholder"]
     results = storages.run(graph, operands)
-    if len(results) == 1 < len(site.results):  # one value that holds them all
-        found = _numbers_of_tensors(graph, results[0], len(site.results))
+    if len(results) == 1 < len(kept):  # one value that holds them all
+        found = _numbers_of_tensors(graph, results[0], count)
     else:
         found = tuple(numbers[0] for numbers in results)
     made = {number: storages.sizes[number] for number in dict.fromkeys(found) if number >= len(operands)}
     reads = tuple(bool(node.users) for node in graph.nodes if node.op == "placeholder")
-    return LocalForm(graph, found, made, reads)
+    where = dict(zip(kept, found, strict=True))
+    return LocalForm(graph, tuple(map(where.get, range(count))), made, reads)
 
 
 def _numbers_of_tensors(graph: fx.Graph, storage: Storage, count: int) -> tuple[int, ...]:

@@ -60,10 +60,21 @@ def constraints_on(
     }
 
 
-def constrained_outputs(program: Program, constraints: Collection[str]) -> frozenset[str]:
-    """The names of the outputs that constraints mean: these are handed out as they lie."""
-    names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
-    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in constraints))
+def whole_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> list[str]:
+    """The names of the outputs that every rank is to have whole.
+
+    Those that modules keep in attributes; with `gather`, all. Not those that constraints mean.
+    """
+    kept = {f"output:{index}" for index in program.kept}
+    names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if gather or slot.name in kept]
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in constraints)]
+
+
+def split_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> frozenset[str]:
+    """The names of the outputs that are handed out as they lie: tensors of a dim or more that need not be whole."""
+    nodes = program.nodes_by_name()
+    names = {slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if nodes[slot.node].meta["val"].dim()}
+    return frozenset(names.difference(whole_outputs(program, constraints, gather=gather)))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:

@@ -94,7 +94,5 @@ def _moments(planning: PlanningProblem, walk: Walk) -> Iterator[tuple[int, int]]
     for reshard in walk.reshards:
         freed = reshard.storage.death == reshard.point
         yield reshard.point, transients.of_reshard(reshard.moved, freed=freed)
-    for reshard in walk.handings:
-        yield reshard.point, walk.handing.of_reshard(reshard.moved, freed=False)
     for call in walk.rewritten:
         yield call.point, call.beside(transients)

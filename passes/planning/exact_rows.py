@@ -36,8 +36,6 @@ from passes.solver.assignment import Floats, MemoryRow
 from passes.strategies.enumerate_strategies import Link, Site, needs_of, specs_of
 from passes.strategies.price import local_bytes_of
 
-_WHOLE = PartitionSpec()
-
 
 @dataclass
 class ExactRows:
@@ -135,10 +133,6 @@ class _Terms:
         for reshard in self.walk.reshards:
             if reshard.point == self.point:
                 yield from self._of_reshard(reshard)
-        for reshard in self.walk.handings:
-            if reshard.point == self.point:
-                size = self.walk.handing.of_reshard(reshard.moved, freed=False)
-                yield from self._as_chosen(size, self._facts_of(reshard.value), self._link_facts(reshard.link))
         for call in self.walk.rewritten:
             if call.point == self.point:
                 yield from self._of_call(call)
@@ -206,14 +200,7 @@ class _Terms:
         if self._is_waiting(use):
             facts = self.wiring.needs(use.link, self.point)
             return self._by_specs(link.tail, tail, link.result, specs_of(tail, link.result), facts)
-        specs = (_WHOLE,) * len(head.strategies) if self._is_handed_out(use) else needs_of(head, link)
-        return self._by_specs(link.head, tail, link.result, specs, self.wiring.exists(link.head))
-
-    def _is_handed_out(self, use: Use) -> bool:
-        """Whether an output has been handed out, as a whole if it is not by then."""
-        link, liveness = self.planning.space.links[use.link], self.planning.liveness
-        is_output = self.planning.space.sites[link.head].node is None and link.head not in liveness.sharded_outputs
-        return is_output and self.point > liveness.forward_end
+        return self._by_specs(link.head, tail, link.result, needs_of(head, link), self.wiring.exists(link.head))
 
     def _by_specs(self, name: str, owner: Site, result: int, specs: tuple[PartitionSpec, ...], facts: Facts) -> _Term:
         """Bytes of a value by the options of site `name`, which say its spec."""
@@ -223,17 +210,13 @@ class _Terms:
 
     def _of_made(self, item: Storage) -> _Term:
         """What a call or a reshard made, whatever its specs."""
-        keeper, which = item.key
+        keeper, _ = item.key
         space = self.planning.space
         if isinstance(keeper, int):
             link = space.links[keeper]
             tail, head = space.sites[link.tail], space.sites[link.head]
             needs = needs_of(head, link)
             exists = self.wiring.exists(link.head)
-            if which == "whole":
-                sizes = local_bytes_of(tail.results[link.result], (_WHOLE,), space.mesh)
-                sizes = np.where(differs((_WHOLE,), needs, space.mesh)[0], sizes, 0.0)
-                return self._of_one(link.head, sizes, exists)
             sizes = local_bytes_of(tail.results[link.result], needs, space.mesh)
             moved = differs(specs_of(tail, link.result), needs, space.mesh)
             return self._of_pair(link, np.where(moved, sizes, 0.0), exists)
@@ -251,7 +234,8 @@ class _Terms:
         for option in range(len(sizes)):
             form = self._form(name, option)
             if form is not None:
-                sizes[option] = form.made.get(form.results[result], 0)
+                number = form.results[result]
+                sizes[option] = 0 if number is None else form.made.get(number, 0)
             elif site.is_alias:
                 sizes[option] = 0
         return sizes
@@ -275,7 +259,7 @@ class _Terms:
 
     def _form(self, name: str, option: int) -> LocalForm | None:
         site = self.planning.space.sites[name]
-        return self.planning.memory.transients.local_form(site, site.strategies[option])
+        return self.walk.local_form(site, site.strategies[option])
 
     # What is there for a moment.
 

@@ -15,6 +15,7 @@ import torch
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.optimizers import IN_PLACE
+from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from passes.memory.elided_lifetimes import Key
 from passes.memory.liveness import GRADIENT, UPDATE
@@ -26,7 +27,6 @@ from passes.strategies.enumerate_strategies import Site, leaves_program
 from passes.strategies.price import local_bytes
 
 _PART_OF = {InputKind.PARAMETER: "parameters", InputKind.STATE: "optimizer state"}
-_WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +112,13 @@ class Walk:
 
     planning: PlanningProblem
     choice: Sequence[int]
-    handing: Transients
     storages: dict[Key, Storage] = field(default_factory=dict)
     reshards: list[Reshard] = field(default_factory=list)
-    handings: list[Reshard] = field(default_factory=list)
     rewritten: list[Rewritten] = field(default_factory=list)
     values: dict[tuple[str, int], Local] = field(default_factory=dict)
     into: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     out_of: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    read: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     kinds: dict[str, InputKind] = field(default_factory=dict)
     differing: dict[tuple[PartitionSpec, PartitionSpec], bool] = field(default_factory=dict)
     is_step: bool = False
@@ -132,6 +131,7 @@ class Walk:
         for index, link in enumerate(space.links):
             leaving = leaves_program(space.sites[link.head], link)
             (self.out_of[link.tail] if leaving else self.into[link.head]).append(index)
+            self.read[link.tail].add(link.result)
         for name, site in space.sites.items():
             if site.is_input:
                 self._enter(site)
@@ -141,6 +141,11 @@ class Walk:
                 self._leave(index)
         if self.planning.liveness.micro_batches > 1:
             self._add_sums()
+
+    def local_form(self, site: Site, strategy: Strategy) -> LocalForm | None:
+        """What a rank runs for a call, without what nothing reads; see `Transients.local_form`."""
+        unread = frozenset(range(len(site.results))) - self.read[site.name]
+        return self.planning.memory.transients.local_form(site, strategy, unread)
 
     def _add_sums(self) -> None:
         """Sums of gradients over micro-batches: that so far, and beside both addends the new one."""
@@ -160,7 +165,7 @@ class Walk:
         point = self.planning.liveness.calls[site.name]
         operands = [self._arriving(index) for index in self.into[site.name]]
         strategy = self.planning.strategy(site.name, self.choice)
-        form = self.planning.memory.transients.local_form(site, strategy)
+        form = self.local_form(site, strategy)
         reads = [True] * len(operands) if form is None else form.reads
         for index, operand, is_read in zip(self.into[site.name], operands, reads, strict=True):
             if is_read or operand.storage.key == (index, "copy"):
@@ -177,6 +182,8 @@ class Walk:
             }
             where = tuple(made)
         for result, number in enumerate(where):
+            if number is None:
+                continue
             is_strided = self._is_strided(site, result, operands)
             if number in made:
                 local = Local(made[number], is_strided)
@@ -239,28 +246,13 @@ class Walk:
             return
         value = self._arriving(index)
         if self.planning.space.sites[link.head].node is None:
-            self._hand_out(index, value)
+            end = self.planning.liveness.forward_end if self.is_step else self.planning.liveness.points - 1
+            value.storage.use(Use(end, index, value.path))
         elif self.kinds[link.head] is InputKind.BUFFER:
             value.storage.use(Use(self.planning.liveness.forward_end, index, value.path))
         else:
             value.storage.use(Use(self.planning.liveness.points - 1, index, value.path))
             _mark_gradient(value.storage)
-
-    def _hand_out(self, index: int, value: Local) -> None:
-        """An output stays as it lies to the end of the forward; and behind that, whole, where a call hands it out."""
-        liveness, link = self.planning.liveness, self.planning.space.links[index]
-        spec = self.planning.strategy(link.head, self.choice).inputs[0]
-        value.storage.use(Use(liveness.forward_end, index, value.path))
-        if self.is_step:
-            return
-        if link.head in liveness.sharded_outputs or not self._differs(spec, _WHOLE):
-            value.storage.use(Use(liveness.points - 1, index, value.path))
-            return
-        traced, point = traced_of(self.planning, index), liveness.handing[index]
-        moved = Moved(traced, spec, _WHOLE, value.is_strided, value.storage.size)
-        self.handings.append(Reshard(point, index, value, moved))
-        size = self.handing.bytes_of_copy(moved)
-        self._new((index, "whole"), "activations", size, point + 1, liveness.points - 1)
 
     def _local_bytes(self, site: Site, result: int) -> int:
         if is_on_host(site):
@@ -275,7 +267,7 @@ class Walk:
 
 def walk_through(planning: PlanningProblem, choice: Sequence[int]) -> Walk:
     """The walk through a program under one choice."""
-    walk = Walk(planning, choice, Transients(planning.space.mesh))
+    walk = Walk(planning, choice)
     walk.run()
     return walk
 

@@ -26,10 +26,11 @@ from rich.table import Table
 from autoshard import Cluster, DoesNotFitError, Mesh, Recipe
 from autoshard.ir.plan import Plan
 from autoshard.ir.text import format_bytes, format_time
-from autoshard.planner import Planner, update_of
+from autoshard.planner import Planner
 from autoshard.recipe_search import recipe_problem
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import Request
+from autoshard.runtime.traced_optimizer import update_of
 from passes.pipeline import Decision, PlanOptions, plan_of_choice, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
 from tests.benchmarks.decoder import Decoder, DecoderShape

@@ -11,8 +11,8 @@ from torch import nn
 from autoshard import tracing
 from autoshard.ir.program import Program
 from autoshard.ir.update import Update
-from autoshard.planner import update_of
 from autoshard.runtime.optimizer_state import named_optimizer
+from autoshard.runtime.traced_optimizer import update_of
 
 WIDTH = 16
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import pytest
 import torch
@@ -36,10 +34,10 @@ class WithHidden(nn.Module):
         return hidden.square().sum(), returned
 
 
-def _problem(*, viewed: bool, sharded_outputs: Collection[str] = ()) -> PlanningProblem:
+def _problem(*, viewed: bool) -> PlanningProblem:
     space = EnumerateStrategies(MESH)(prepare(trace(WithHidden(viewed=viewed), (torch.randn(8, 16),))))
     alone = {name: name for name in space.sites}
-    liveness = find_lifetimes(space, 0.0, sharded_outputs)
+    liveness = find_lifetimes(space, 0.0)
     return build_problem(space, Prices(h100s(MESH), MESH), liveness, alone)
 
 
@@ -53,18 +51,17 @@ def test_a_result_that_is_used_later_is_counted_once() -> None:
         assert used.max() < parameter + hidden + 2 * scalar + 4 * hidden + parameter
 
 
-def test_a_split_result_is_handed_out_whole() -> None:
-    """Unless the user asked for its layout: then what stays is the split copy."""
-    for sharded_outputs, left in (((), 0), (("output:1",), 8 * 16 * 4 // 2)):
-        planning = _problem(viewed=False, sharded_outputs=sharded_outputs)
-        choice = [0] * len(planning.members)
-        output = planning.classes["output:1"]
-        split = next(i for i, s in enumerate(planning.space.sites["output:1"].strategies) if s.inputs[0].dims)
-        whole = planning.usage(choice)
-        choice[output] = split
-        moved = planning.usage(choice)
-        assert moved[-1] == whole[-1] - left
-        assert np.any(moved > whole)
+def test_a_split_result_is_handed_out_as_it_lies() -> None:
+    """What stays of it at the end is each rank's part."""
+    planning = _problem(viewed=False)
+    choice = [0] * len(planning.members)
+    output = planning.classes["output:1"]
+    split = next(i for i, s in enumerate(planning.space.sites["output:1"].strategies) if s.inputs[0].dims)
+    whole = planning.usage(choice)
+    choice[output] = split
+    moved = planning.usage(choice)
+    assert moved[-1] == whole[-1] - 8 * 16 * 4 // 2
+    assert np.any(moved > whole)
 
 
 def test_a_row_is_the_usage_at_its_point() -> None:

@@ -17,7 +17,6 @@ from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
 from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import PlanOptions, lower_program, plan_program
-from passes.planning.constraints import constrained_outputs
 from tests.passes.blocks import Block
 
 DATA = {"input:*": P("x"), "*.weight": P(), "*.bias": P()}
@@ -65,8 +64,7 @@ def counts(
     """Predicted peak and that of the lowered program."""
     options = PlanOptions(constraints=constraints, with_baselines=False, micro_batches=micro_batches)
     plan = plan_program(program, mesh, laptop(mesh), options)
-    sharded = constrained_outputs(program, constraints)
-    lowered = peak_bytes(lower_program(program, plan, laptop(mesh)), sharded, micro_batches)
+    lowered = peak_bytes(lower_program(program, plan, laptop(mesh)), micro_batches)
     return plan.predicted.peak_memory_bytes, lowered
 
 
@@ -79,9 +77,11 @@ def test_layouts_of_experts_are_counted_to_the_byte(name: str, trained: bool) ->
     assert predicted == lowered
 
 
-@pytest.mark.parametrize("constraints", [{"output:1": P("x"), **DATA}, {"input:*": P(("x", "y"))}])
+@pytest.mark.parametrize(
+    "constraints", [{"output:1": P("x"), **DATA}, {"output:*": P(), **DATA}, {"input:*": P(("x", "y"))}]
+)
 def test_two_axes_and_results_that_stay_split(constraints: dict[str, PartitionSpec]) -> None:
-    """Reshards of several steps, and outputs that the user asked for as they lie."""
+    """Reshards of several steps, and outputs that the user asked for split, or whole."""
     predicted, lowered = counts(PROGRAMS[False], Mesh({"x": 2, "y": 2}), constraints)
     assert predicted == pytest.approx(lowered, rel=1e-3)
 
