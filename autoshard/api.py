@@ -127,7 +127,7 @@ def compile(
         backend: "auto": every operator on the kernel that torch has for the device; "reference": semantic operators
             (attention) by their definitions in plain PyTorch, for tests; "triton": fused kernels, hand-written and
             generated, which on a CPU stand back for their references unless Triton's interpreter is asked for
-            (TRITON_INTERPRET=1); "inductor" (with processes): the hand-written ones, and Inductor for the rest.
+            (TRITON_INTERPRET=1); "inductor" (with processes): Inductor compiles forward and backward.
         verify: check that the program to run equals the traced one.
         time_budget_s: seconds that the search for a plan may take; Ctrl-C ends it too, see `plan`.
         dynamic_lengths: names of arguments to what their padding holds: {"input_ids": 0, "attention_mask": 0,
@@ -184,7 +184,7 @@ def compile(
         verify=verify,
         time_budget_s=time_budget_s,
         with_kernels=has_kernels(backend, device),
-        with_generated=backend == "triton",
+        for_compiler=backend == "inductor",
         with_native=backend != "reference",
         gather_outputs=gather_outputs,
     )

@@ -21,7 +21,9 @@ def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | No
     """Return what rewrites a rank's graphs before they run, with processes."""
     if backend != "inductor":
         return None
-    return lambda graph: torch.compile(graph, backend="inductor", fullgraph=True, dynamic=False)
+    from autoshard.kernels.fusible import traced_through
+
+    return lambda graph: torch.compile(traced_through(graph), backend="inductor", fullgraph=True, dynamic=False)
 
 
 def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:

@@ -79,7 +79,7 @@ class Planner:
         has_update: whether the update of an optimizer is traced: constraints may then name its state.
         micro_batches: how many a training step has.
         with_kernels: let Triton kernels stand in for operators, and predict that.
-        with_generated: generated ones too; the prediction has them either way, as what Inductor writes.
+        for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
@@ -102,7 +102,7 @@ class Planner:
     verify: bool = True
     time_budget_s: float = 60.0
     with_kernels: bool = False
-    with_generated: bool = True
+    for_compiler: bool = False
     with_native: bool = True
     reduce_dtype: torch.dtype | None = None
     gather_outputs: bool = False
@@ -397,8 +397,8 @@ class Planner:
         on_pass = verify_pass if _verifies_each_pass() else None
         phased = lower_program(
             *(program, chosen, cluster),
-            with_kernels=self.with_kernels,
-            with_generated=self.with_generated,
+            with_kernels=self.with_kernels and not self.for_compiler,
+            saves_least=self.for_compiler,
             with_native=self.with_native,
             reduce_dtype=self.reduce_dtype,
             on_pass=on_pass,

@@ -324,6 +324,7 @@ def lower_program(
     with_native: bool = True,
     with_overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    saves_least: bool = False,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
@@ -338,6 +339,7 @@ def lower_program(
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         with_overlap: let collectives run beside computation, gradients' in buckets, rather than each where it stands.
         reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
+        saves_least: let the backward compute again what a compiler fuses; for programs without kernels.
         on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
@@ -346,14 +348,9 @@ def lower_program(
     passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes, plan.offload.nodes))
     prepared = prepare_for(program, plan) if on_pass is None else _run(passes, program, on_pass)
     return lower_prepared(
-        *(prepared, plan, cluster),
-        with_kernels=with_kernels,
-        with_generated=with_generated,
-        with_native=with_native,
-        with_overlap=with_overlap,
-        reduce_dtype=reduce_dtype,
-        on_pass=on_pass,
-    )
+        prepared, plan, cluster, with_kernels=with_kernels, with_generated=with_generated, with_native=with_native,
+        with_overlap=with_overlap, reduce_dtype=reduce_dtype, saves_least=saves_least, on_pass=on_pass,
+    )  # fmt: skip
 
 
 def lower_prepared(
@@ -366,6 +363,7 @@ def lower_prepared(
     with_native: bool = True,
     with_overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    saves_least: bool = False,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
@@ -373,13 +371,14 @@ def lower_prepared(
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     narrow = () if reduce_dtype is None else (NarrowReductions(reduce_dtype),)
     last = (*((SelectKernels(),) if with_native else ()), NameCommunicators(), *narrow)
-    phased = _phases(lowered, cluster, last, with_kernels, with_generated, on_pass)
+    phased = _phases(lowered, cluster, SplitPhases(saves_least), last, with_kernels, with_generated, on_pass)
     return overlapped(phased, on_pass) if with_overlap else phased
 
 
 def _phases(
     lowered: LoweredProgram,
     cluster: Cluster | None,
+    split: SplitPhases,
     last: Sequence[Callable[[PhasedProgram], PhasedProgram]],
     with_kernels: bool,
     with_generated: bool,
@@ -387,7 +386,7 @@ def _phases(
 ) -> PhasedProgram:
     """The phases of a lowered program, with the kernels that they run on."""
     if not with_kernels:
-        return _run((SplitPhases(), *last), lowered, on_pass)
+        return _run((split, *last), lowered, on_pass)
     from passes.lowering.fuse_kernels import FuseKernels
     from passes.lowering.generate_kernels import GenerateKernels
 

@@ -100,12 +100,12 @@ class DistributedEngine:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """See `Engine`: results are written over inputs, unless a compiler decides about memory."""
-        in_place = bool(written) and self._wrap is None
-        bound = bind(self._in_place(graph_module, written) if in_place else graph_module, self.groups)
-        if self._wrap is None:
+        """See `Engine`: results are written over inputs; such a graph calls fused updates, which need no compiler."""
+        wrap = None if written else self._wrap
+        bound = bind(self._in_place(graph_module, written) if written else graph_module, self.groups)
+        if wrap is None:
             reduce_in_place(bound)
-        run_bound = taking_from_a_list(bound) if self._wrap is None else _spread(self._wrap(bound))
+        run_bound = taking_from_a_list(bound) if wrap is None else _spread(wrap(bound))
         coordinates = self.groups.coordinates
 
         @torch.no_grad()
@@ -114,7 +114,7 @@ class DistributedEngine:
             with running_at(coordinates), naming_lost_ranks():
                 return tuple(run_bound(values))
 
-        return run if self._wrap is None else self._showing_life_once(run)
+        return run if wrap is None else self._showing_life_once(run)
 
     def _showing_life_once(self, run: Loaded) -> Loaded:
         """As `run`, whose first run compiles: meanwhile other ranks wait for this one."""

@@ -16,6 +16,7 @@ from torch import fx
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.tracing.lazy_module import lazy_module
+from passes.lowering.save_least import computed_again
 
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
@@ -25,7 +26,13 @@ UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER)
 
 @dataclass(frozen=True, slots=True)
 class SplitPhases:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Args:
+        saves_least: let the backward compute again what a compiler fuses; see `passes.lowering.save_least`.
+    """
+
+    saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
         """The programs, sharing constants with `lowered`."""
@@ -46,7 +53,10 @@ class SplitPhases:
         read = _read_by(update, [results[index] for index in update_out])
         update_in = tuple(index for index, node in enumerate(placeholders) if node in read)
         carried = [node for node in nodes if node in read and node not in update and _is_carried(node)]
-        saved = _saved(nodes, forward, _read_by(backward, [*(results[index] for index in backward_out), *carried]))
+        gives = [*(results[index] for index in backward_out), *carried]
+        if self.saves_least:
+            backward |= computed_again(nodes, forward, _read_by(backward, gives))
+        saved = _saved(nodes, forward - backward, _read_by(backward, gives))
         return PhasedProgram(
             lowered=lowered,
             forward=_extract(

@@ -1,0 +1,79 @@
+"""Semantic operators in the form that a compiler fuses: functions of operators that it knows, to be traced through.
+
+| operator | becomes |
+|---|---|
+| attention | torch's fused kernel for the device, and what its form needs (`native_attention`) |
+| cross-entropy | its definition; the backward without a scatter, so that it is one pass over the logits |
+| dropout, random numbers | Philox in integers, drawn where they are used |
+| squared norms | their definition |
+
+Attention with dropout, or with a mask that takes many blocks, stays a call: written out, each block would be code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoshard.kernels import native_attention, native_cross_entropy
+from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_reference
+from autoshard.kernels.dropout import dropout, dropout_reference
+from autoshard.kernels.optimizers import sum_of_squares, sum_of_squares_reference
+from autoshard.kernels.random_numbers import random, random_reference
+
+_DROPOUT_P = {native_attention.native: 5, native_attention.native_backward: 8}
+"""Where attention's arguments have the probability of dropout."""
+
+
+def fusible_cross_entropy_backward(
+    grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The gradient of the logits; arguments and result are those of `cross_entropy_backward_reference`."""
+    x = logits.to(lse.dtype)
+    is_counted = (target != ignore_index).unsqueeze(1)  # [N, 1]
+    grad = grad_loss.to(lse.dtype).unsqueeze(1)
+    words = torch.arange(x.shape[1], device=x.device)
+    expected = torch.where(words == target.unsqueeze(1), 1.0 - label_smoothing, 0.0).to(x.dtype)
+    dx = (torch.exp(x - lse.unsqueeze(1)) - label_smoothing / x.shape[1] - expected) * grad
+    return torch.where(is_counted, dx, 0.0).to(logits.dtype)
+
+
+_FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
+    {
+        native_attention.native: native_attention.native_attention,
+        native_attention.native_backward: native_attention.native_attention_backward,
+        cross_entropy: cross_entropy_reference,
+        cross_entropy_backward: fusible_cross_entropy_backward,
+        native_cross_entropy.native: cross_entropy_reference,
+        native_cross_entropy.native_backward: fusible_cross_entropy_backward,
+        dropout: dropout_reference,
+        random: random_reference,
+        sum_of_squares: sum_of_squares_reference,
+    }
+)
+
+
+def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph whose semantic operators a compiler traces through, where that helps it.
+
+    Before → after: `autoshard.native_attention(...)` → the Python function that the operator runs.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.target in _FUSIBLE and _is_one_call(node):
+            function: Any = torch.compiler.allow_in_graph(_FUSIBLE[node.target])
+            copies[node].target = function
+    return fx.GraphModule(graph_module, graph)
+
+
+def _is_one_call(node: fx.Node) -> bool:
+    """Whether what an operator becomes is not many blocks."""
+    place = _DROPOUT_P.get(node.target)  # type: ignore[arg-type]
+    return place is None or bool(node.args[place] == 0.0)

@@ -1,0 +1,124 @@
+"""Find what a backward had better compute again than read, where a compiler fuses what is pointwise.
+
+A value that the forward saves is written to memory and read again; one that a fused kernel computes on the way costs
+nothing. So of all sets of forward values from which the backward can be computed by pointwise calls, views and casts
+alone, the one of fewest bytes is saved (Chen et al. 2016; as a cut by Jain et al. 2022, "min-cut rematerialization").
+
+Minimise the sum of w(v) over saved values v, so that every path from a value that is not computed again (an input, a
+product, a reduction, a collective) to one that the backward reads passes through a saved value. w(v) is the bytes of v,
+twice if nothing else has v written to memory, and a tenth more for each call between v and its use in the backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+import networkx as nx
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+_SOURCE, _SINK = "source", "sink"
+_GROWTH, _FARTHEST = 1.1, 100
+_LEAST_BYTES = 1.0
+_CHEAP = frozenset(
+    {
+        *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.t.default),
+        *(_aten.transpose.int, _aten.permute.default, _aten.expand.default, _aten.unsqueeze.default),
+        *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.slice.Tensor, _aten.select.int, _aten.split.Tensor),
+        *(_aten.split_with_sizes.default, _aten.unbind.int, _aten.alias.default, _aten.detach.default),
+        *(_aten._to_copy.default, _aten.clone.default, _aten.cat.default, _aten.full.default, _aten.arange.default),
+        *(_aten.arange.start, _aten.arange.start_step, _aten.zeros.default, _aten.ones.default),
+        *(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
+    }
+)
+
+_REDUCTIONS = frozenset(
+    {"sum", "mean", "amax", "amin", "var_mean", "logsumexp", "native_layer_norm", "_softmax", "_log_softmax"}
+)
+
+
+def computed_again(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Collection[fx.Node]) -> set[fx.Node]:
+    """The forward's nodes that the backward had better compute again.
+
+    Args:
+        nodes: of the joint program, in order.
+        forward: those of the forward, its inputs among them.
+        wanted: those that the backward reads.
+    """
+    relevant = _relevant(nodes, forward, wanted)
+    network = nx.DiGraph()
+    network.add_nodes_from((_SOURCE, _SINK))
+    distances = _distances(relevant, wanted)
+    for node in relevant:
+        weight = _weight(node, distances[node])
+        network.add_edge((node, "made"), (node, "read"), **({} if weight is None else {"capacity": weight}))
+        if node in wanted:
+            network.add_edge((node, "read"), _SINK)
+        if not _is_cheap(node):
+            network.add_edge(_SOURCE, (node, "made"))
+            continue
+        for operand in node.all_input_nodes:
+            if operand in distances:
+                network.add_edge((operand, "read"), (node, "made"))
+    _, (_, behind) = nx.minimum_cut(network, _SOURCE, _SINK)
+    return {node for node in relevant if (node, "made") in behind}
+
+
+def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Collection[fx.Node]) -> list[fx.Node]:
+    """What the values that are wanted can be computed from, last first."""
+    found: list[fx.Node] = []
+    needed = {node for node in wanted if node in forward and _holds_tensors(node)}
+    for node in reversed(nodes):
+        if node in needed:
+            found.append(node)
+            if _is_cheap(node):
+                needed.update(operand for operand in node.all_input_nodes if _holds_tensors(operand))
+    return found
+
+
+def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """Calls between each value and the nearest one that is wanted."""
+    found: dict[fx.Node, int] = {}
+    for node in relevant:
+        behind = [found[user] + 1 for user in node.users if user in found and _is_cheap(user)]
+        found[node] = 0 if node in wanted else min(behind)
+    return found
+
+
+def _weight(node: fx.Node, distance: int) -> float | None:
+    """What saving a value costs; None where it cannot be saved."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or node.op == "get_attr":
+        return None
+    if node.op == "placeholder":
+        return _LEAST_BYTES  # it stays in memory anyway
+    is_written = not _is_cheap(node) or not all(_is_cheap(user) or _is_reduction(user) for user in node.users)
+    size = max(_LEAST_BYTES, float(value.numel() * value.element_size()))
+    return size * (1.0 if is_written else 2.0) * _GROWTH ** min(distance, _FARTHEST)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether a fused kernel makes a value on the way: pointwise calls, views, casts, constants."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return all(map(_is_cheap, node.all_input_nodes))
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    is_drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.target in _CHEAP or (torch.Tag.pointwise in node.target.tags and not is_drawn)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    """Whether a call reads its operand once, so that a fused kernel makes the operand on the way."""
+    return getattr(node.target, "_opname", None) in _REDUCTIONS
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    """Whether a value is a tensor or has some; integers of ranks are computed anew in each phase."""
+    value = node.meta.get("val")
+    return isinstance(value, (torch.Tensor, tuple, list))
