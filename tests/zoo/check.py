@@ -230,15 +230,17 @@ def _doubled(model: nn.Module) -> nn.Module:
 def _in_double(
     doubled: nn.Module, batches: Sequence[Mapping[str, Any]], step: Step, otherwise: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What one device computes in float64; `otherwise` where a model insists on float32."""
+    """What one device computes in float64; `otherwise` where a model insists on float32, or has numbers there alone."""
     wide = [
         pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, dict(batch))
         for batch in batches
     ]
     try:
-        return train_and_evaluate(doubled, wide, step)
+        found = train_and_evaluate(doubled, wide, step)
     except RuntimeError:
         return otherwise
+    is_number = all(bool(found[name].isfinite().all()) for name, x in otherwise.items() if bool(x.isfinite().all()))
+    return found if is_number else otherwise
 
 
 def _failing(result: Result) -> str:
