@@ -97,6 +97,9 @@ class Architecture:
         library: whose model it is.
         has_loss: it gives a loss, or outputs that are compared, by itself; else it gets `WithTargets`, as all models of
             other libraries than transformers do.
+        rate: of plain gradient descent, with which it is trained (where a true gradient is zero, Adam would divide
+            rounding by its own size); small where gradients are large, as behind batch norms of few values: there a
+            larger step turns the rounding of one device into other numbers.
     """
 
     name: str
@@ -107,6 +110,7 @@ class Architecture:
     call: Mapping[str, Any] = field(default_factory=dict)
     library: Library = Library.TRANSFORMERS
     has_loss: bool = True
+    rate: float = 1e-2
 
     def build(self) -> tuple[nn.Module, Inputs]:
         """The model with random weights, in evaluation mode, and its first batch; the same in every process."""

@@ -51,15 +51,12 @@ MESH = Mesh({"data": 2, "model": 2})
 STEPS = 3
 """Of training."""
 
-RATE = 1e-2
-"""Of plain gradient descent: where a true gradient is zero, Adam would divide rounding by its own size."""
-
 SLACKS = (0.15, 0.05, 0.0)
 """How far the memory limit is from the smallest peak towards that of an unsplit plan: the first that forces a split."""
 
-TOLERANCE, ROUNDING, LOOSEST = 1e-5, 4.0, 1e-4
+TOLERANCE, ROUNDING, LOOSEST = 1e-5, 4.0, 1e-3
 """A relative error is at most 1e-5; where one device's own rounding (float32 against float64) is more than a quarter of
-that, four times the rounding, and never more than 1e-4."""
+that, four times the rounding, and never more than 1e-3: rounding grows from step to step."""
 
 SCALE_FLOOR = 1e-2
 """Gradients smaller than this part of the largest one are compared on that scale: some are zero but for rounding."""
@@ -132,13 +129,13 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
     batches = [first, *(architecture.batch(model, number) for number in range(1, STEPS + 1))]
     reference = copy.deepcopy(model)
     sharded = ShardedModule(model, SimulatorEngine(MESH), compiler)
-    found = train_and_evaluate(sharded, batches)
+    found = train_and_evaluate(sharded, batches, architecture.rate)
     compiler.enter("compare")
     result.programs = len(sharded.programs)
     step = drawing_alike if _draws(sharded) else contextlib.nullcontext
     doubled = _doubled(reference)
-    expected = train_and_evaluate(reference, batches, step)
-    result.rounding = largest_error(expected, _in_double(doubled, batches, step, expected))[1]
+    expected = train_and_evaluate(reference, batches, architecture.rate, step)
+    result.rounding = largest_error(expected, _in_double(doubled, batches, architecture.rate, step, expected))[1]
     result.worst, result.error = largest_error(found, expected)
     result.stage, result.reason = "done", _failing(result)
     return result
@@ -149,12 +146,15 @@ Step = Callable[[torch.Tensor], AbstractContextManager[None]]
 
 
 def train_and_evaluate(
-    network: nn.Module, batches: Sequence[Mapping[str, Any]], step: Step = contextlib.nullcontext
+    network: nn.Module, batches: Sequence[Mapping[str, Any]], rate: float, step: Step = contextlib.nullcontext
 ) -> dict[str, torch.Tensor]:
-    """Train on all batches but the last, and evaluate that: all that was seen, and the state behind the last step."""
+    """Train on all batches but the last, and evaluate that: all that was seen, and the state behind the last step.
+
+    `rate` is that of `Architecture`.
+    """
     network.train()
     seeds, seen = SeedSequence(), dict[str, torch.Tensor]()
-    optimizer = torch.optim.SGD(network.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(network.parameters(), lr=rate)
     for number, batch in enumerate(batches[:-1]):
         with step(seeds.draw()):
             observed = observe(network, batch)
@@ -228,7 +228,11 @@ def _doubled(model: nn.Module) -> nn.Module:
 
 
 def _in_double(
-    doubled: nn.Module, batches: Sequence[Mapping[str, Any]], step: Step, otherwise: dict[str, torch.Tensor]
+    doubled: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    rate: float,
+    step: Step,
+    otherwise: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """What one device computes in float64; `otherwise` where a model insists on float32, or has numbers there alone."""
     wide = [
@@ -236,7 +240,7 @@ def _in_double(
         for batch in batches
     ]
     try:
-        found = train_and_evaluate(doubled, wide, step)
+        found = train_and_evaluate(doubled, wide, rate, step)
     except RuntimeError:
         return otherwise
     is_number = all(bool(found[name].isfinite().all()) for name, x in otherwise.items() if bool(x.isfinite().all()))

@@ -166,8 +166,10 @@ CONVOLUTIONALS = (
     _convolutional("convnext", "ConvNextForImageClassification", {**STAGES, "num_stages": 2}),
     _convolutional("convnextv2", "ConvNextV2ForImageClassification", {**STAGES, "num_stages": 2}),
     _convolutional("regnet", "RegNetForImageClassification", {**STAGES, "groups_width": 8}),
-    _convolutional("mobilenet_v1", "MobileNetV1ForImageClassification", {"depth_multiplier": 0.25, "min_depth": 8}),
-    _convolutional("mobilenet_v2", "MobileNetV2ForImageClassification", {"depth_multiplier": 0.25}),
+    _convolutional("mobilenet_v1", "MobileNetV1ForImageClassification", {
+        "depth_multiplier": 0.25, "min_depth": 8,
+    }, rate=1e-6),
+    _convolutional("mobilenet_v2", "MobileNetV2ForImageClassification", {"depth_multiplier": 0.25}, rate=1e-8),
     _convolutional("efficientnet", "EfficientNetForImageClassification", {
         "width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320, "image_size": 32,
     }),
@@ -179,7 +181,7 @@ CONVOLUTIONALS = (
     _convolutional("levit", "LevitForImageClassification", {
         "image_size": 64, "hidden_sizes": [32, 32, 64], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1],
         "key_dim": [8, 8, 8],
-    }, inputs=classified_images(size=64)),
+    }, inputs=classified_images(size=64), rate=1e-7),
     _convolutional("swiftformer", "SwiftFormerForImageClassification", {
         "image_size": 64, "depths": [1, 1, 1, 1], "embed_dims": [8, 16, 16, 32],
     }, inputs=classified_images(size=64)),
@@ -278,7 +280,7 @@ MULTIMODALS = (
     _multimodal("flava", "FlavaModel", {
         "text_config": ENCODER, "image_config": VISION, "multimodal_config": VISION, "hidden_size": 32,
         "projection_dim": 16,
-    }),
+    }, rate=1e-3),
     _multimodal("vilt", "ViltForQuestionAnswering", {**ENCODER, **VISION, "num_labels": 8},
                 inputs=lambda model: {**captioned_images()(model), "labels": torch.eye(4, 8),
                                       "pixel_mask": torch.ones(4, 32, 32, dtype=torch.int64)}),

@@ -90,7 +90,7 @@ def markdown(results: Sequence[Result], known: Sequence[str]) -> str:
         "that give no loss get the mean square of their outputs' distance to random targets, and parameters of",
         "theirs that start as zeros are drawn: all gradients behind them would be zero.",
         "Rounding is the same error of one device in float32 against float64: where it is large, the model is",
-        "ill-conditioned, and the limit of the error, 1e-5, becomes four times the rounding, at most 1e-4.",
+        "ill-conditioned, and the limit of the error, 1e-5, becomes four times the rounding, at most 1e-3.",
         "Memory is the limit per device, as a share of the peak of a plan without splits; gap, how far the predicted",
         "time of the plan that was found is from the proven bound, as a share of it. Each lowered program was proven",
         "equal to the traced one before it ran.",

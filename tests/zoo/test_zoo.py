@@ -53,7 +53,7 @@ def test_a_wrong_step_is_noticed() -> None:
     torch.manual_seed(0)
     right, wrong = Counts(by=1.0), Counts(by=1.5)
     wrong.load_state_dict(right.state_dict())
-    found, expected = (train_and_evaluate(model, batches) for model in (wrong, right))
+    found, expected = (train_and_evaluate(model, batches, 1e-2) for model in (wrong, right))
     assert torch.equal(found["step 0: loss"], expected["step 0: loss"])
     assert not torch.equal(found["step 1: loss"], expected["step 1: loss"])
     assert largest_error(found, expected)[1] > 1e-2
