@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.metadata
 import importlib.util
@@ -131,8 +130,9 @@ class Architecture:
             if not isinstance(model, WithTargets):
                 return {**self.inputs(model), **self.call}
             inputs = {**self.inputs(model.model), **self.call}
-            with torch.no_grad():
-                shapes = [output.shape for output in copy.deepcopy(model).eval().outputs(inputs)]
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                fresh: Any = self._model()  # a call may change it, and what has weight norms cannot be copied
+                shapes = [output.shape for output in fresh.eval().outputs(inputs)]
             source = torch.Generator().manual_seed(1000 + number)
             return {"targets": [torch.randn(shape, generator=source) for shape in shapes], **inputs}
 

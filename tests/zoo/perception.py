@@ -134,7 +134,7 @@ VISIONS = (
         "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 8,
         "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
         "backbone_config": {"model_type": "resnet", **STAGES, "out_features": ["stage2"]},
-    }, inputs=images(64)),
+    }, inputs=images(64), rate=1e-4),
     _vision("rt_detr", "RTDetrForObjectDetection", {**DETECTOR, "backbone_config": RESNETS}, inputs=images(64),
             has_loss=False),
     _vision("rt_detr_v2", "RTDetrV2ForObjectDetection", {**DETECTOR, "backbone_config": RESNETS}, inputs=images(64),

@@ -147,6 +147,28 @@ def test_reads_by_strides_are_refused_where_a_reshard_changed_the_memory() -> No
         lower_program(program, moved)
 
 
+class GroupsOfFrames(torch.nn.Module):
+    """A group norm of each frame, behind a value whose dims lie in another order than its memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames_last = (2 * x).permute(0, 2, 1, 3)
+        return torch.nn.functional.group_norm(frames_last.permute(0, 2, 1, 3).reshape(-1, 4, 8), 2)
+
+
+def test_group_norms_get_memory_in_the_usual_order_where_a_reshard_changed_it() -> None:
+    """They refuse another one; the frames of the one sample that a rank has are a view of it."""
+    mesh, model, x = Mesh({"data": 2}), GroupsOfFrames(), torch.randn(2, 3, 4, 8)
+    program = trace(model, (x,), {}, grad=False)
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints={"input:0": P(), "output:0": P("data")}))
+    whole, split = NodePlan((P(),), (P(),)), NodePlan((P("data"),), (P("data"),))
+    norm = NodePlan((P("data"),), (P("data"),) * 3)
+    changed = {"mul": whole, "permute": whole, "permute_1": split, "view": split, "native_group_norm": norm}
+    assert changed.keys() <= plan.nodes.keys()
+    lowered = lower_program(program, dataclasses.replace(plan, nodes={**plan.nodes, **changed})).lowered
+    results = simulate(lowered.graph_module, mesh, [[x, x]])
+    torch.testing.assert_close(torch.cat(results[0]), model(x))
+
+
 SCRIPT = """
 import torch
 from tests.passes.lowering.test_lower import LAYOUTS, lowered_with
