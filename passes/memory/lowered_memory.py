@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
@@ -60,7 +61,7 @@ def _add(
 
 def _carried_bytes(phased: PhasedProgram) -> list[int]:
     """Bytes of the gradients that the backward carries into the update."""
-    results = phased.backward.graph.output_node().args[0]
+    results: Any = phased.backward.graph.output_node().args[0]
     values = [node.meta["val"] for node in results[len(phased.backward_outputs) :]]
     return [value.numel() * value.element_size() for value in values]
 

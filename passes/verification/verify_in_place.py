@@ -2,7 +2,8 @@
 
 The graph is walked with a memory in which every value has a place, shared with all that may alias it, and the number
 that it has in the functional graph (`number_values`). Writing gives the written value a new number and makes
-all others in its place stale. No stale value may be read or returned, no call may be made that the functional graph
+all others in its place stale. No stale value may be read or returned, what a collective sends may not be written before
+it is waited for, no call may be made that the functional graph
 does not make, the results must have the functional ones' numbers, and only the inputs that are meant to be are
 written. That a twin in place computes what its functional operator does is what the kernels' tests show. Placeholders
 are taken not to alias each other: they are parameters, state and values of one program. Buckets of updates are written
@@ -22,6 +23,7 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.ir.aliases import aliased_operands
+from autoshard.ir.collectives import holds_operand, is_wait
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.preparation.number_values import Numbering, call_key
 from passes.verification.expand_buckets import expand_buckets
@@ -55,6 +57,7 @@ class _Memory:
         content: the number of the value that each node holds.
         places: where a node's value may lie: the nodes that first had theirs there.
         versions: how often each place had been written when a node's value was made; `writes` is how often it has been.
+        sent: the same of the places that a collective sends, when it was started.
     """
 
     before: fx.GraphModule
@@ -65,6 +68,7 @@ class _Memory:
     places: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
     versions: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
     writes: dict[fx.Node, int] = field(default_factory=dict)
+    sent: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
 
     def run(self) -> None:
         """See `verify_in_place`."""
@@ -97,6 +101,11 @@ class _Memory:
         for operand in node.all_input_nodes:
             if operand is not overwritten:
                 self._check_fresh(operand, node)
+        if holds_operand(node):
+            places = frozenset[fx.Node]().union(*(self.places[operand] for operand in node.all_input_nodes))
+            self.sent[node] = {place: self.writes[place] for place in places}
+        elif is_wait(node):
+            self._check_sent(node)
         if overwritten is not None:
             self._copy(node)
         elif any(written_operands(node)):
@@ -153,6 +162,11 @@ class _Memory:
             raise _wrong(reader, f"reads {operand.name!r}, which yields no value")
         if any(self.writes[place] != version for place, version in self.versions[operand].items()):
             raise _wrong(reader, f"reads {operand.name!r} after its memory was written over")
+
+    def _check_sent(self, wait: fx.Node) -> None:
+        (collective,) = wait.all_input_nodes
+        if any(self.writes[place] != writes for place, writes in self.sent.get(collective, {}).items()):
+            raise _wrong(wait, f"waits for {collective.name!r}, and what that sends was written over meanwhile")
 
     def _check_results(self, expected: list[int | None], placeholders: list[fx.Node]) -> None:
         output = self.after.graph.output_node()

@@ -137,3 +137,29 @@ def observe(graph_module: fx.GraphModule, kind: str) -> list[list[float]] | str:
     except (RuntimeError, IndexError) as error:
         return str(error)
     return [item.flatten().tolist() for item in (*results, *values)]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_sent_is_not_written_over_before_it_arrived(is_late: bool) -> None:
+    """A parameter is gathered as it was, and updated: the update comes behind the wait."""
+    collectives = torch.ops._c10d_functional
+
+    def build(writes: bool) -> fx.GraphModule:
+        graph = fx.Graph()
+        p, g = (graph.placeholder(name) for name in "pg")
+        sent = graph.call_function(collectives.all_gather_into_tensor.default, (p, 2, "data"))
+        if not is_late:
+            found = graph.call_function(collectives.wait_tensor.default, (sent,))
+        result = graph.call_function(aten.add.Tensor, (p, g))
+        if writes:
+            graph.call_function(aten.copy_.default, (p, result))
+        if is_late:
+            found = graph.call_function(collectives.wait_tensor.default, (sent,))
+        graph.output((p if writes else result, found))
+        return fx.GraphModule({}, graph)
+
+    if is_late:
+        with pytest.raises(VerificationError, match=r"waits for .* was written over meanwhile"):
+            verify_in_place(build(writes=False), build(writes=True), {0: 0})
+    else:
+        verify_in_place(build(writes=False), build(writes=True), {0: 0})
