@@ -24,6 +24,7 @@ from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
+from passes.lowering.join_biases import JoinBiases
 from passes.lowering.lower import Lower, result_key
 from passes.lowering.name_communicators import NameCommunicators
 from passes.lowering.narrow_reductions import NarrowReductions
@@ -370,7 +371,7 @@ def lower_prepared(
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
     lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
     narrow = () if reduce_dtype is None else (NarrowReductions(reduce_dtype),)
-    last = (*((SelectKernels(),) if with_native else ()), NameCommunicators(), *narrow)
+    last = (*((SelectKernels(), JoinBiases()) if with_native else ()), NameCommunicators(), *narrow)
     phased = _phases(lowered, cluster, SplitPhases(saves_least), last, with_kernels, with_generated, on_pass)
     return overlapped(phased, on_pass) if with_overlap else phased
 

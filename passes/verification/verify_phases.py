@@ -28,6 +28,7 @@ from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import to_host
 from passes.preparation.number_values import Numbering, number_graph
 from passes.preparation.rewriting import with_groups, with_targets
+from passes.verification.expand_biases import expand_biases
 from passes.verification.expand_collectives import expand_collectives
 from passes.verification.verify_offload import verify_offload
 from passes.verification.widen_reductions import widen_reductions
@@ -71,7 +72,8 @@ def verify_phases(phased: PhasedProgram) -> None:
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph without buckets, narrowed gradients, purposes, and kernels, for which alone triton is imported."""
     _check_computed(graph_module.graph)
-    graph_module = _without_purposes(widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC))))
+    graph_module = widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC)))
+    graph_module = _without_purposes(expand_biases(graph_module))
     if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
         return graph_module
     from passes.verification.expand_kernels import expand_kernels

@@ -121,6 +121,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         "Lower",
         "SplitPhases",
         "SelectKernels",
+        "JoinBiases",
         "NameCommunicators",
         "WaitLate",
         "BucketCollectives",

@@ -1,0 +1,64 @@
+"""Let a product of matrices take the bias that is added to it along, as the library does.
+
+Before → after: `add(mm(a, b), bias)` → `addmm(bias, a, b)`, where nothing else reads the product and the bias is [N].
+`passes.verification.expand_biases` is the way back. A product whose pieces are summed first has a collective between
+the two, and stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.tracing.lazy_module import lazy_module
+from passes.lowering.rewrite_phases import rewrite_phases
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class JoinBiases:
+    """See the module's docstring."""
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with fewer additions; the lowered program as a whole stays as it is, for verification."""
+        return rewrite_phases(phased, _joined)
+
+
+def _joined(graph_module: fx.GraphModule) -> fx.GraphModule:
+    products = {node: product for node in graph_module.graph.nodes if (product := _product_of(node)) is not None}
+    if not products:
+        return graph_module
+    graph, copies, left_out = fx.Graph(), dict[fx.Node, fx.Node](), set(products.values())
+    for node in graph_module.graph.nodes:
+        if node in products:
+            args = fx.map_arg((node.args[1], *products[node].args), copies.__getitem__)
+            copies[node] = graph.create_node("call_function", _aten.addmm.default, args, name=node.name)
+        elif node not in left_out:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node in copies:
+            copies[node].meta = dict(node.meta)
+    return lazy_module(graph_module, graph)
+
+
+def _product_of(node: fx.Node) -> fx.Node | None:
+    """The product that an addition adds a bias to, if the library can do both at once."""
+    if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return None
+    product, bias = node.args
+    if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not _aten.mm.default:
+        return None
+    if len(product.users) != 1 or product.kwargs:
+        return None
+    return product if _is_bias(bias.meta.get("val"), node.meta.get("val"), product.meta.get("val")) else None
+
+
+def _is_bias(bias: Any, total: Any, product: Any) -> bool:
+    if not all(isinstance(value, torch.Tensor) for value in (bias, total, product)):
+        return False
+    is_of_columns = total.dim() == 2 and tuple(bias.shape) == (total.shape[1],) and total.shape == product.shape
+    return is_of_columns and bias.dtype == total.dtype == product.dtype and total.is_floating_point()

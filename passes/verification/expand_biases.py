@@ -1,0 +1,28 @@
+"""Write `addmm(bias, a, b)` out again as `add(mm(a, b), bias)`, so that phases can be compared with their source."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoshard.tracing.lazy_module import lazy_module
+
+_aten = torch.ops.aten
+
+
+def expand_biases(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with each product and its bias apart; the same graph where it has none together."""
+    if not any(node.target is _aten.addmm.default and not node.kwargs for node in graph_module.graph.nodes):
+        return graph_module
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        if node.target is _aten.addmm.default and not node.kwargs:
+            bias, left, right = fx.map_arg(node.args, copies.__getitem__)  # type: ignore[misc]
+            product = graph.call_function(_aten.mm.default, (left, right))
+            copies[node] = graph.call_function(_aten.add.Tensor, (product, bias))
+            product.meta = dict(node.meta)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    return lazy_module(graph_module, graph)

@@ -1,0 +1,75 @@
+"""A bias goes along with its product, where the product is read by its addition alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autoshard
+from autoshard import Mesh, P, VerificationError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.tracing.lazy_module import lazy_module
+from passes.verification.verify_phases import verify_phases
+
+aten = torch.ops.aten
+
+
+class Layers(nn.Module):
+    """Two linear layers with a bias, one of which is read twice before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 2048), nn.Linear(2048, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ self.first.weight.t()
+        return self.second(torch.tanh(product + self.first.bias) * product).square().mean()
+
+
+def _phased(mesh: Mesh, constraints: dict[str, P] | None = None) -> tuple[PhasedProgram, Tensor, Tensor]:
+    """The program of a call, its loss, and the loss of one device."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(4, 8)
+    expected = model(x).detach()
+    sharded = autoshard.compile(model, mesh, constraints=constraints)
+    loss = sharded(x).detach()
+    return sharded.program.phased, loss, expected  # type: ignore[union-attr]
+
+
+def _counts(graph_module: fx.GraphModule) -> Counter[object]:
+    return Counter(node.target for node in graph_module.graph.nodes)
+
+
+def test_a_bias_goes_along() -> None:
+    """The second layer is one call; the first, whose product is read twice, stays; the loss is the model's."""
+    phased, loss, expected = _phased(Mesh({"data": 1}))
+    counts = _counts(phased.forward)
+    assert (counts[aten.addmm.default], counts[aten.mm.default]) == (1, 1)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_product_that_is_summed_first_stays() -> None:
+    """Where the product's pieces are addends, the bias is added to their sum."""
+    phased, loss, expected = _phased(Mesh({"model": 2}), {"first.weight": P("model"), "second.weight": P(None, "model")})
+    assert _counts(phased.forward)[aten.addmm.default] == 0
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("wrong", [(1, 2, 0), (0, 1, 1)])
+def test_wrong_joins_do_not_verify(wrong: tuple[int, int, int]) -> None:
+    """Operands that changed places are refused."""
+    phased, *_ = _phased(Mesh({"data": 1}))
+    verify_phases(phased)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in phased.forward.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+        if node.target is aten.addmm.default:
+            copies[node].args = tuple(copies[node].args[index] for index in wrong)
+    with pytest.raises(VerificationError):
+        verify_phases(replace(phased, forward=lazy_module(phased.forward, graph)))
