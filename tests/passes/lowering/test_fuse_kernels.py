@@ -161,9 +161,13 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
     program = trace(Head(), (torch.randn(2, 3, 8),), {})
     options = PlanOptions(with_baselines=False, constraints={"head.weight": P("x", None)})
     plan = plan_program(program, MESH, h100s(MESH), options)
-    (name,) = (name for name in plan.nodes if "cross_entropy" in name and "backward" not in name)
-    split = NodePlan((P(None, "x"), P(None)), (P(None), P(None)))
-    plan = dataclasses.replace(plan, nodes={**plan.nodes, name: split})
+    words = P(None, "x")
+    split = {
+        "cross_entropy": NodePlan((words, P()), (P(), P())),
+        "cross_entropy_backward": NodePlan((P(), words, P(), P()), (words,)),
+    }
+    assert split.keys() <= plan.nodes.keys()
+    plan = dataclasses.replace(plan, nodes={**plan.nodes, **split})
     phased = lower_program(program, plan, with_kernels=True)
     fused = FuseKernels()(phased.lowered)
     assert fused_calls(fused.graph_module) == {
