@@ -54,7 +54,9 @@ def test_a_bias_goes_along() -> None:
 
 def test_a_product_that_is_summed_first_stays() -> None:
     """Where the product's pieces are addends, the bias is added to their sum."""
-    phased, loss, expected = _phased(Mesh({"model": 2}), {"first.weight": P("model"), "second.weight": P(None, "model")})
+    phased, loss, expected = _phased(
+        Mesh({"model": 2}), {"first.weight": P("model"), "second.weight": P(None, "model")}
+    )
     assert _counts(phased.forward)[aten.addmm.default] == 0
     torch.testing.assert_close(loss, expected)
 
