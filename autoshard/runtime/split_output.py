@@ -33,6 +33,9 @@ _READS = frozenset(
 )
 """Functions that give numbers, not tensors, by name."""
 
+_OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
+"""Functions that ask for tensors themselves, not for their values."""
+
 _LOOKS = frozenset(
     {
         *("__get__", "__set__", "__repr__", "__hash__", "__len__", "size", "dim", "ndimension", "stride", "numel"),
@@ -74,6 +77,8 @@ class SplitOutput(DTensor):
     ) -> Any:
         """See `torch.Tensor`."""
         name, given = getattr(func, "__name__", str(func)), (args, dict(kwargs or {}))
+        if func in _OF_AUTOGRAD:
+            return super().__torch_function__(func, types, *given)
         if name in _READS:
             args, keywords = pytree.tree_map_only(DTensor, _whole, given)
             return func(*args, **keywords)
