@@ -10,6 +10,7 @@ _c10d = torch.ops._c10d_functional
 WAIT = _c10d.wait_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+ALL_GATHER = _c10d.all_gather_into_tensor.default
 _NAMESPACE = "_c10d_functional"
 
 

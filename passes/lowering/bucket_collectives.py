@@ -1,9 +1,10 @@
-"""Reduce many gradients in one collective.
+"""Reduce many gradients, or gather many parameters, in one collective.
 
 Before → after: `wait(all_reduce(a))`, `wait(all_reduce(b))` → `flat = wait(all_reduce(cat([a, b])))`, and `a`, `b` are
-views of `flat`. Of a reduce-scatter each member has a row for each rank: `cat([a, b], 1)`. A bucket starts where its
-last member did, and is waited for where the first member was, so only collectives come together whose results are read
-behind the last one's start (`wait_late` makes it so for gradients). Members are of one collective, group, reduction and
+views of `flat`. Of a reduce-scatter each member has a row for each rank: `cat([a, b], 1)`; of an all-gather what is
+received has one, and members are copied out of its rows. A bucket starts where its last member did, and is waited for
+where the first member was, so only collectives come together whose results are read behind the last one's start
+(`wait_late` makes it so for gradients, and for updated parameters). Members are of one collective, group, reduction and
 type, and lie in the bucket in the order in which the phase returns them. `passes.verification.expand_collectives` is
 the way back, by which the result is verified.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_wait
+from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.rewrite_phases import rewrite_phases
@@ -107,7 +108,7 @@ class _Member:
 
 
 def _members(graph: fx.Graph) -> Iterator[_Member]:
-    """Reductions, in order."""
+    """Reductions and gathers, in order."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
@@ -116,11 +117,13 @@ def _members(graph: fx.Graph) -> Iterator[_Member]:
 
 
 def _may_be_packed(node: fx.Node) -> bool:
-    """Whether a call is a reduction whose operand can be one of several: to scatter it, a row for each rank."""
-    if node.target is not REDUCE_SCATTER:
-        return node.target is ALL_REDUCE
-    value: Any = node.args[0]
-    return bool(value.meta["val"].shape) and value.meta["val"].shape[0] == node.args[2]
+    """Whether a call's operand can be one of several: to scatter it, it has a row for each rank."""
+    if node.target is ALL_REDUCE:
+        return True
+    value: Any = node.all_input_nodes[0].meta["val"] if is_collective(node) else None
+    if node.target is ALL_GATHER:
+        return value.dim() > 0
+    return node.target is REDUCE_SCATTER and value.shape[:1] == (node.args[2],)
 
 
 def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[Sequence[_Member]]) -> fx.GraphModule:
@@ -179,14 +182,24 @@ class _Rewriting:
         """Give a member its part of what its bucket received."""
         first, packed = bucket[0].start, self._packed(bucket)
         if first not in self.parts:
-            received = self._call(WAIT, (self.started[first],), member.wait)
-            sizes = [math.prod(item.shape) for item in packed]
-            dims = (1,) if first.target is REDUCE_SCATTER else ()
-            self.parts[first] = self._call(_aten.split_with_sizes.default, (received, sizes, *dims), member.wait)
+            self.parts[first] = self._parts(bucket, member.wait)
         part = self._call(operator.getitem, (self.parts[first], packed.index(member)), member.wait)
         result = self._call(_aten.view.default, (part, member.shape), member.wait)
         result.meta |= {key: item for key, item in member.wait.meta.items() if key != "val"}
         self.copies[member.wait] = result
+
+    def _parts(self, bucket: Sequence[_Member], like: fx.Node) -> fx.Node:
+        """What each member received: views, or, of what lies in rows for each rank, copies."""
+        first: Any = bucket[0].start
+        received = self._call(WAIT, (self.started[first],), like)
+        sizes = [math.prod(item.shape) for item in self._packed(bucket)]
+        if first.target is not ALL_GATHER:
+            dims = (1,) if first.target is REDUCE_SCATTER else ()
+            return self._call(_aten.split_with_sizes.default, (received, sizes, *dims), like)
+        ranks = first.args[1]
+        rows = self._call(_aten.view.default, (received, [ranks, -1]), like)
+        pieces = [size // ranks for size in sizes]
+        return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like)
 
     def _packed(self, bucket: Sequence[_Member]) -> list[_Member]:
         """The members of a bucket in the order in which they lie in it."""

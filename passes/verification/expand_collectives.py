@@ -2,8 +2,8 @@
 
 Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(all_reduce(a))`, `wait(all_reduce(b))`. A
 part of a bucket's result is what the same collective gives of the value at its place, as every element is reduced with
-those at its own index; of a reduce-scatter members lie in its rows. What is no such bucket, or is read otherwise, stays
-as it is, and is then no call of the source.
+those at its own index; of a reduce-scatter members lie in its rows, of an all-gather in the rows of its result. What is
+no such bucket, or is read otherwise, stays as it is, and is then no call of the source.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.errors import VerificationError
-from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
+_SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default
+"""What takes a bucket apart: by views; where members lie in rows that were gathered, by a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +57,39 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _bucket_of(split: fx.Node) -> _Bucket | None:
     """The bucket whose result a call splits into what it was made of; None where it does not."""
-    if split.target is not _aten.split_with_sizes.default or len(split.args) < 2 or split.kwargs:
+    if split.target not in (_SPLIT, _SPLIT_ROWS) or len(split.args) < 2 or split.kwargs:
         return None
-    waited: Any = split.args[0]
+    received: Any = split.args[0]
+    in_rows: Any = _operand(received, _aten.view.default)
+    waited = received if in_rows is None else in_rows
     started: Any = _operand(waited, WAIT)
-    if started is None or started.target not in (ALL_REDUCE, REDUCE_SCATTER):
+    if started is None or started.target not in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER):
+        return None
+    is_gathered = started.target is ALL_GATHER
+    if is_gathered != (split.target is _SPLIT_ROWS) or is_gathered != (in_rows is not None):
+        return None
+    if is_gathered and received.args[1:] != ([started.args[1], -1],):
         return None
     packed: Any = _operand(started, started.target)
     rows = [started.args[2]] if started.target is REDUCE_SCATTER else []
     flat = None if packed is None else _flat_values(packed, rows)
-    inner: list[Any] = [waited, started, packed]
+    inner: list[Any] = [received, waited, started, packed]
     if flat is None or any(len(node.users) != 1 for node in inner):
         return None
     values = [node.args[0] for node in flat]
     sizes = [value.meta["val"].numel() // math.prod(rows) for value in values]
-    if split.args[1:] != (sizes, *_dims(rows)):
+    if split.args[1:] != (sizes, *_dims([1] if is_gathered else rows)):
         return None
-    shapes = [[1, *value.meta["val"].shape[1:]] if rows else list(value.meta["val"].shape) for value in values]
+    shapes = [_shape_given(started, list(value.meta["val"].shape)) for value in values]
     return _Bucket(started, values, shapes, frozenset((*inner, *flat)))
+
+
+def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
+    """The shape of what a collective gives of a value of this shape."""
+    if started.target is ALL_REDUCE:
+        return shape
+    ranks: Any = started.args[1]
+    return [1, *shape[1:]] if started.target is REDUCE_SCATTER else [ranks * shape[0], *shape[1:]]
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:

@@ -60,6 +60,52 @@ def test_gradients_are_scattered_in_buckets_too() -> None:
     assert peak_bytes(overlapped(phased)) <= peak_bytes(phased)
 
 
+@pytest.mark.parametrize("family", ["llama", "lstm"])
+def test_updated_parameters_are_gathered_in_buckets(family: str) -> None:
+    """Of optimizer state that is sharded: the same bits, and no bucket that is read otherwise is accepted."""
+    phased = plain(family, "ZeRO-1")
+    made = LARGE(WaitLate()(phased))
+    assert phased.update is not None
+    assert made.update is not None
+    name = "_c10d_functional.all_gather_into_tensor.default"
+    before, after = (calls(item).count(name) for item in (phased.update, made.update))
+    assert 0 < after <= before // 2 + 1  # over one axis; what is gathered over two is gathered over the first at once
+    verify_phases(made)
+    assert differ(family, "ZeRO-1", made) == []
+    for change in (exchange_rows, shift_rows, leave_rows_out, exchange_sent):
+        wrong = copy_of(made.update)
+        change(next(node for node in wrong.graph.nodes if node.target is aten.split_with_sizes_copy.default))
+        with pytest.raises(VerificationError):
+            verify_phases(replace(made, update=wrong))
+
+
+def exchange_rows(split: fx.Node) -> None:
+    """Two members of one size take each other's part."""
+    sizes = split.args[1]
+    first, second = next((i, j) for i, a in enumerate(sizes) for j, b in enumerate(sizes) if i < j and a == b)
+    parts = {part.args[1]: part for part in split.users}
+    parts[first].args, parts[second].args = (split, second), (split, first)
+
+
+def shift_rows(split: fx.Node) -> None:
+    """Parts begin one element off."""
+    first, *others, last = split.args[1]
+    split.args = (split.args[0], [first + 1, *others, last - 1], 1)
+
+
+def leave_rows_out(split: fx.Node) -> None:
+    """What was gathered is cut as one row."""
+    rows = split.args[0]
+    rows.args = (rows.args[0], [1, -1])
+
+
+def exchange_sent(split: fx.Node) -> None:
+    """The bucket is packed in another order than it is read."""
+    packed = split.args[0].args[0].args[0].args[0]
+    first, *others, last = packed.args[0]
+    packed.args = ([last, *others, first],)
+
+
 def test_buckets_keep_to_their_sizes() -> None:
     """The first and the others; only what is larger by itself is sent by itself."""
     before, after = reductions(plain(FAMILY, LAYOUT)), reductions(bucketed())
