@@ -21,7 +21,7 @@ def _plan() -> Plan:
 
 
 def test_every_call_is_counted_once() -> None:
-    """In one of three groups, the most expensive first, and their times add up to the predicted compute."""
+    """In one of three groups, the most expensive first; together they take what is predicted, but for joined biases."""
     plan = _plan()
     rows = [row for group in plan.coverage.values() for row in group]
     assert sorted(map(repr, rows)) == sorted(map(repr, plan.operators))
@@ -29,7 +29,9 @@ def test_every_call_is_counted_once() -> None:
     times = [row.time_s + row.reshard_time_s for row in plan.operators]
     assert times == sorted(times, reverse=True)
     compute = sum(seconds for name, seconds in plan.predicted.breakdown.items() if name.endswith(" compute"))
-    assert sum(row.time_s for row in plan.operators) == pytest.approx(compute)
+    biases = [row for row in plan.operators if row.operator == "aten.add.Tensor"]  # products take them along
+    rest = sum(row.time_s for row in plan.operators if row not in biases)
+    assert rest <= compute <= rest + sum(row.time_s for row in biases)
 
 
 def test_operators_without_a_rule_have_a_line_and_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
