@@ -196,9 +196,19 @@ class DistributedEngine:
         return self._shard(tensor.to(self.device), like.placements) if isinstance(like, DTensor) else tensor
 
     @torch.no_grad()
-    def add(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """See `Engine`."""
-        return first + second
+    def add(self, sums: list[torch.Tensor], addends: list[torch.Tensor], owned: Sequence[bool] | None = None) -> None:
+        """See `Engine`; a compiler may have given results one memory that have two in the graph."""
+        if owned is not None and self._wrap is not None:
+            owned = [False] * len(sums)
+        in_place = [index for index in range(len(sums)) if owned is None or owned[index]]
+        if in_place:
+            pairs = [sums[index] for index in in_place], [addends[index] for index in in_place]
+            torch.ops.aten._foreach_add_.List(*pairs)
+        anew = sorted(set(range(len(sums))).difference(in_place))
+        left = [addends[index] for index in anew]
+        addends.clear()
+        for index in anew:
+            sums[index] = sums[index] + left.pop(0)
 
     def adopt(self, model: nn.Module) -> None:
         """See `Engine`: parameters become DTensors, for now with a copy on each rank."""

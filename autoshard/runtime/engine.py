@@ -8,7 +8,7 @@ is the engine's too, and nothing but an engine knows which kind of value it has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -83,8 +83,15 @@ class Engine(Protocol):
         """A tensor with the value of `tensor`, which is whole, that lies as `like` does."""
         ...
 
-    def add(self, first: LocalValue, second: LocalValue) -> LocalValue:
-        """The sum of two local values under one spec, sums or addends of sums; `first` may be written over."""
+    def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
+        """Add `addends`, which is emptied, to `sums`, pairs of local values under one spec.
+
+        Args:
+            sums: sums, or addends of sums.
+            addends: what is added to each.
+            owned: which of `sums`, results of a graph, may be written over as that says; None: all, as they were made
+                here.
+        """
         ...
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
@@ -185,13 +192,10 @@ class SimulatorEngine:
         """See `Engine`: all tensors lie alike here."""
         return tensor
 
-    def add(self, first: LocalValue, second: LocalValue) -> LocalValue:
-        """See `Engine`; copies are added once."""
-        sums: dict[tuple[int, int], torch.Tensor] = {}
-        for one, two in zip(first, second, strict=True):
-            if (id(one), id(two)) not in sums:
-                sums[id(one), id(two)] = one + two
-        return [sums[id(one), id(two)] for one, two in zip(first, second, strict=True)]
+    def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
+        """See `Engine`: here sums are new tensors; copies are added once."""
+        for index in range(len(sums)):
+            sums[index] = _sums(sums[index], addends.pop(0))
 
     def adopt(self, model: nn.Module) -> None:
         """See `Engine`: the simulator leaves parameters as they are."""
@@ -213,3 +217,11 @@ class SimulatorEngine:
     def share(self, compute: Callable[[], T]) -> T:
         """See `Engine`."""
         return compute()
+
+
+def _sums(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    made: dict[tuple[int, int], torch.Tensor] = {}
+    for one, two in zip(first, second, strict=True):
+        if (id(one), id(two)) not in made:
+            made[id(one), id(two)] = one + two
+    return [made[id(one), id(two)] for one, two in zip(first, second, strict=True)]

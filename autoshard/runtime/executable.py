@@ -17,6 +17,7 @@ from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
 from autoshard.ir.update import Update
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
 from autoshard.runtime.idle_attributes import IdleAttributes, Trace
+from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 
@@ -167,6 +168,11 @@ class Executable:
     @cached_property
     def _backward(self) -> Loaded:
         return self.engine.load(self.phased.backward)
+
+    @cached_property
+    def owned_gradients(self) -> tuple[bool, ...]:
+        """Which of the gradients that a backward carries into the update may be written over."""
+        return owned_results(self.phased.backward.graph)[len(self.gradients) :]
 
     @cached_property
     def updated(self) -> tuple[LocalSlot, ...]:

@@ -29,13 +29,18 @@ Part = tuple[Sequence[Any], Mapping[str, Any]]
 
 @dataclass(slots=True)
 class _Running:
-    """A step that runs: shares of the loss, what micro-batches keep for their backward, and gradients so far."""
+    """A step that runs: shares of the loss, what micro-batches keep for their backward, and gradients so far.
+
+    Args:
+        is_summed: `carried` are sums of several micro-batches' gradients, no more results of a backward.
+    """
 
     executable: Executable | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
     weights: Sequence[float] = ()
     saved: dict[int, list[LocalValue]] = field(default_factory=dict)
     carried: list[LocalValue] | None = None
+    is_summed: bool = False
 
 
 class TracedStep:
@@ -115,8 +120,8 @@ class TracedStep:
         if running.carried is None:
             running.carried = gradients
             return
-        carried = running.carried
-        running.carried = [self._sharded.engine.add(carried.pop(0), gradients.pop(0)) for _ in range(len(carried))]
+        self._sharded.engine.add(running.carried, gradients, None if running.is_summed else executable.owned_gradients)
+        running.is_summed = True
 
     def _run_update(self, running: _Running) -> None:
         """Parameters and state become what the update makes of the gradients of all micro-batches."""

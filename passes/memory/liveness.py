@@ -19,7 +19,7 @@ use by a view of it, or by a copy of the view?), both are counted.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -87,6 +87,7 @@ class Liveness:
         reshards: index of a link to the point of a reshard on it.
         forward_end: the point behind the forward, when outputs are handed out as they lie.
         adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
+        added_anew: the hubs of gradients that may lie where something else does, so that their sum is a new value.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
         elided: what blocks hold that the program leaves out.
@@ -100,6 +101,7 @@ class Liveness:
     reshards: Mapping[int, int]
     forward_end: int
     adding: Mapping[str, int]
+    added_anew: frozenset[str]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
     elided: ElidedLifetimes = ElidedLifetimes()
@@ -135,7 +137,8 @@ def find_lifetimes(
         micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
     """
     times = _Times.of(space)
-    values, on_links = _Lifetimes(space, times, micro_batches > 1).find()
+    lifetimes = _Lifetimes(space, times, micro_batches > 1)
+    values, on_links = lifetimes.find()
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
     calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
     return Liveness(
@@ -146,6 +149,7 @@ def find_lifetimes(
         times.reshards,
         times.forward_end,
         times.adding,
+        lifetimes.added_anew(),
         state_bytes_per_parameter_byte,
         parameters,
         micro_batches=micro_batches,
@@ -231,10 +235,32 @@ class _Lifetimes:
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
                 self._place(name, result, owned)
+        anew = self.added_anew()
         for hub, point in self.times.adding.items() if self.sums_gradients else ():
             self._keep(self.viewed[hub], Held.EITHER, 0, point)  # the sum so far
-            self._keep(self.viewed[hub], Held.EITHER, point, point)  # the new one, beside both addends
+            if hub in anew:
+                self._keep(self.viewed[hub], Held.EITHER, point, point)  # the new one, beside both addends
         return self.values, tuple(self.on_links)
+
+    def added_anew(self) -> frozenset[str]:
+        """See `Liveness`: an input, a value of the forward, one that two gradients are, or a part of a value."""
+        places = {hub: list(self._viewed_by(hub)) for hub in self.times.adding}
+        shared = Counter(chain[-1] for chain in places.values())
+        return frozenset(
+            hub
+            for hub, chain in places.items()
+            if shared[chain[-1]] > 1
+            or self.space.sites[chain[-1][0]].is_input
+            or self.space.sites[chain[-1][0]].phase != "backward"
+            or not all(self._is_plain(name) for name, _ in [(hub, 0), *chain])
+        )
+
+    def _viewed_by(self, name: str) -> Iterator[tuple[str, int]]:
+        """What a view reads, and what that does, up to what owns memory."""
+        while name in self.viewed:
+            link = self.space.links[self.viewed[name]]
+            yield link.tail, link.result
+            name = link.tail
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
         """What is kept from the birth of a value on: itself as far as that is sure, then what its last reader makes."""

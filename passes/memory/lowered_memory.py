@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+
+from torch import fx
 
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, OutputKind
+from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.write_in_place import write_in_place
 from passes.memory.storages import Storage, Storages
 
@@ -42,27 +44,36 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
         if sums:
-            carried = _add(memory, sums, carried, inputs)
+            owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
+            carried = _add(memory, sums, carried, owned, inputs)
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
         memory.run(write_in_place(phased.update, _written(phased)).graph, read, inputs)
     return memory.peak
 
 
 def _add(
-    memory: Storages, sums: Sequence[Storage], gradients: Sequence[Storage], held: Sequence[Storage]
+    memory: Storages,
+    sums: Sequence[Storage],
+    gradients: Sequence[Storage],
+    owned: Sequence[bool],
+    held: Sequence[Storage],
 ) -> list[Storage]:
-    """New sums, one after the other: with each, what it is the sum of goes."""
-    found: list[Storage] = []
-    for index, gradient in enumerate(gradients):
-        found.append(memory.new(memory.bytes_of([gradient])))
-        memory.peak = max(memory.peak, memory.bytes_of([*held, *sums[index:], *gradients[index:], *found]))
+    """Sums: first those that are added where they lie, then new ones; with each, what it is the sum of goes.
+
+    Sums lie where the first micro-batch's gradients did, so together where `gradients` do.
+    """
+    left = [index for index, is_owned in enumerate(owned) if not is_owned]
+    found = [gradient for gradient, is_owned in zip(gradients, owned, strict=True) if is_owned]
+    for place, index in enumerate(left):
+        found.append(memory.new(memory.bytes_of([gradients[index]])))
+        addends = (value[other] for other in left[place:] for value in (sums, gradients))
+        memory.peak = max(memory.peak, memory.bytes_of([*held, *addends, *found]))
     return found
 
 
 def _carried_bytes(phased: PhasedProgram) -> list[int]:
     """Bytes of the gradients that the backward carries into the update."""
-    results: Any = phased.backward.graph.output_node().args[0]
-    values = [node.meta["val"] for node in results[len(phased.backward_outputs) :]]
+    values = [node.meta["val"] for node in _results(phased.backward)[len(phased.backward_outputs) :]]
     return [value.numel() * value.element_size() for value in values]
 
 
@@ -73,6 +84,10 @@ def _written(phased: PhasedProgram) -> dict[int, int]:
     places = {(slot.kind, slot.name): first + index for index, slot in enumerate(slots)}
     updated = [phased.lowered.outputs[index].slot for index in phased.update_outputs]
     return {index: places[OWNERS[OutputKind(slot.kind)], slot.name] for index, slot in enumerate(updated)}
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def _local_bytes(slot: LocalSlot, mesh: Mesh) -> int:

@@ -148,11 +148,12 @@ class Walk:
         return self.planning.memory.transients.local_form(site, strategy, unread)
 
     def _add_sums(self) -> None:
-        """Sums of gradients over micro-batches: that so far, and beside both addends the new one."""
+        """Sums of gradients over micro-batches: that so far, and a new one beside both addends where it must be."""
         for name, point in self.planning.liveness.adding.items():
             size = self._local_bytes(self.planning.space.sites[name], 0)
             self._new((name, "sum so far"), "gradients", size, 0, point)
-            self._new((name, "new sum"), "gradients", size, point, point)
+            if name in self.planning.liveness.added_anew:
+                self._new((name, "new sum"), "gradients", size, point, point)
 
     def _enter(self, site: Site) -> None:
         """An input is there throughout."""

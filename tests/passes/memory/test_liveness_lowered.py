@@ -43,9 +43,9 @@ class Tagger(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
-def tagger(*, trained: bool) -> Program:
+def tagger(*, trained: bool, rows: int = 8, length: int = 16) -> Program:
     """Its program, with the update of AdamW or without."""
-    model, inputs = Tagger(), (torch.randn(8, 16, 32), torch.randint(64, (8, 16)))
+    model, inputs = Tagger(), (torch.randn(rows, length, 32), torch.randint(64, (rows, length)))
     optimizer = torch.optim.AdamW(model.parameters())
     update = describe_update(optimizer, names_of(model.named_parameters()), 1.0) if trained else None
     return tracing.trace(model, inputs, {}, update=update)
@@ -94,6 +94,16 @@ def test_micro_batches_hold_the_sums_of_gradients() -> None:
     parameters = sum(value.numel() * 4 for value in Tagger().parameters())
     assert predicted == lowered
     assert one < predicted <= one + 2 * parameters
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_are_added_where_they_lie(name: str) -> None:
+    """Where gradients are most of the memory, several micro-batches take the bytes of their sums more, and no more."""
+    program, mesh = tagger(trained=True, rows=2, length=1), Mesh({"x": 2})
+    one, _ = counts(program, mesh, LAYOUTS[name])
+    predicted, lowered = counts(program, mesh, LAYOUTS[name], micro_batches=4)
+    assert predicted == lowered
+    assert one < predicted <= one + sum(value.numel() * 4 for value in Tagger().parameters())
 
 
 @settings(max_examples=5)
