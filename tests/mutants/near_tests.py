@@ -25,7 +25,8 @@ def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str]]:
     sources = [name for name in importers.get(module, ()) if not name.startswith("tests/")]
     far = [test for source in sources for test in _mirrored(root, source)]
     far += [test for source in sources for test in importers.get(_module(source), ()) if test.startswith("tests/")]
-    first = list(dict.fromkeys([path, *mirrored, *_narrow(root, direct)]))
+    own = [path] if ">>>" in (root / path).read_text(encoding="utf-8") else []
+    first = list(dict.fromkeys([*own, *mirrored, *_narrow(root, direct)]))
     second = [test for test in _narrow(root, far, 2 * MOST_FILES) if test not in first]
     return first, second[:MOST_FILES]
 
