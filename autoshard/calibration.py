@@ -1,12 +1,20 @@
-"""This machine as a cluster to plan for: what `cost_models.calibration` measures, and autoshard's own operators."""
+"""This machine as a cluster to plan for: what `cost_models.calibration` measures, of what compiled programs run.
+
+That is autoshard's own operators on PyTorch's fused kernels, and reductions on Gloo in the order of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, fx
 
 import autoshard.kernels  # noqa: F401  (registers the operators)
+from autoshard.ir.mesh import Mesh
+from autoshard.kernels.native import NATIVE
+from autoshard.runtime.rank_order import reduce_in_rank_order
 from cost_models import calibration
 from cost_models.calibration import Calibration, OnProgress
 from cost_models.kernel_samples import KernelSample
@@ -31,29 +39,63 @@ def calibrate(
         memory_bytes=memory_bytes,
         budget_s=budget_s,
         kernels=tuple(semantic_samples()),
+        collectives=collectives_that_run,
         on_progress=on_progress,
     )
 
 
 def semantic_samples() -> Iterator[KernelSample]:
-    """Calls of autoshard's own operators, which a CPU runs as many of PyTorch's: [B, H, S, D] of attention, or rows."""
+    """Calls of autoshard's own operators, on the kernels that run them: [B, H, S, D] of attention, or rows."""
     ours, aten = torch.ops.autoshard, torch.ops.aten
     for shape in ATTENTIONS:
         b, h, s, d = shape
         q, k, v, grad = (torch.randn(shape) for _ in range(4))
         constants = (0.0, True, d**-0.5, 0, [0, 0, 0, 0], [b, h, s, s])
         out, lse = ours.attention(q, k, v, None, None, *constants)
-        yield KernelSample.of(ours.attention.default, q, k, v, None, None, *constants)
-        backward = ours.attention_backward.default
-        yield KernelSample.of(backward, grad, q, k, v, None, out, lse, None, *constants)
+        yield _native(ours.attention.default, q, k, v, None, None, *constants)
+        yield _native(ours.attention_backward.default, grad, q, k, v, None, out, lse, None, *constants)
     weight = torch.ones(COLUMNS)
     for count in ROWS:
         logits, target, grad = torch.randn(count, CLASSES), torch.randint(0, CLASSES, (count,)), torch.randn(count)
         _, lse = ours.cross_entropy(logits, target, -100, 0.0)
-        yield KernelSample.of(ours.cross_entropy.default, logits, target, -100, 0.0)
-        yield KernelSample.of(ours.cross_entropy_backward.default, grad, logits, target, lse, -100, 0.0)
+        yield _native(ours.cross_entropy.default, logits, target, -100, 0.0)
+        yield _native(ours.cross_entropy_backward.default, grad, logits, target, lse, -100, 0.0)
         x, wide = torch.randn(count, COLUMNS), torch.randn(count, COLUMNS)
         _, rstd = aten._fused_rms_norm.default(x, [COLUMNS], weight, 1e-6)
         yield KernelSample.of(aten._fused_rms_norm.default, x, [COLUMNS], weight, 1e-6)
         backward = aten._fused_rms_norm_backward.default
         yield KernelSample.of(backward, wide, x, [COLUMNS], rstd, weight, [True, True])
+
+
+def _native(operator: torch._ops.OpOverload, *arguments: object) -> KernelSample:
+    return KernelSample.of(operator, *arguments, runs=NATIVE[operator])
+
+
+def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> Mapping[str, Callable[[], object]]:
+    """Each collective as compiled programs call it on a group, see `cost_models.calibration.CollectiveCalls`."""
+    ops, size = torch.ops._c10d_functional, group.size()
+    return {
+        **calibration.functional_collectives(full, part, group),
+        "all_reduce": _as_programs_do(ops.all_reduce.default, full, ("sum",), group),
+        "reduce_scatter": _as_programs_do(ops.reduce_scatter_tensor.default, full, ("sum", size), group),
+    }
+
+
+def _as_programs_do(
+    reduction: torch._ops.OpOverload, operand: Tensor, arguments: tuple[str | int, ...], group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """A call of a reduction in the order of ranks, where a group's backend has it so."""
+    graph = fx.Graph()
+    placeholder = graph.placeholder("operand")
+    placeholder.meta["val"] = operand
+    started = graph.call_function(reduction, (placeholder, *arguments, _AXIS))
+    graph.output(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (started,)))
+    mesh, of_gloo = Mesh({_AXIS: group.size()}), dist.get_backend(group) == "gloo"
+    program = reduce_in_rank_order(fx.GraphModule({}, graph), mesh, of_gloo=of_gloo)
+    for node in program.graph.nodes:
+        node.args = tuple(group.group_name if argument == _AXIS else argument for argument in node.args)
+    program.recompile()
+    return lambda: program(operand)
+
+
+_AXIS = "ranks"

@@ -72,6 +72,10 @@ class Calibration:
         self.cluster.save(path, source=source, date=self.date)
 
 
+CollectiveCalls = Callable[[torch.Tensor, torch.Tensor, distributed.ProcessGroup], Mapping[str, Callable[[], object]]]
+"""By the names of `COLLECTIVES`, what runs each once and waits for it: on a whole tensor [n], a rank's part of it
+[n / ranks], and a group."""
+
 OnProgress = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""
 
@@ -82,6 +86,7 @@ def calibrate(
     memory_bytes: int | None = None,
     budget_s: float = 20.0,
     kernels: Sequence[KernelSample] = (),
+    collectives: CollectiveCalls | None = None,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
     """Measure this machine within its present process group (all ranks must call), or alone without one.
@@ -91,6 +96,7 @@ def calibrate(
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: rough limit of the timed runs; each measurement gets its share and runs at least twice.
         kernels: calls of operators other than PyTorch's own, to be measured too (on a CPU), in at least one size each.
+        collectives: how programs run each collective; default: as PyTorch's functional collectives.
         on_progress: called before each measurement, e.g. to draw a progress bar.
 
     Returns:
@@ -103,7 +109,8 @@ def calibrate(
     note = _Note(on_progress, len(actions) + len(groups))
     share = 1.0 if ranks == 1 else 0.3
     measured = _measure_device(actions, share * budget_s / len(actions), note)
-    measured |= _measure_collectives(groups, ranks, (1 - share) * budget_s, note)
+    calls = functional_collectives if collectives is None else collectives
+    measured |= _measure_collectives(groups, ranks, calls, (1 - share) * budget_s, note)
     measured = _agree(measured, ranks)
     return _calibration(name, measured, samples, ranks, memory_bytes or _memory_bytes(ranks))
 
@@ -210,7 +217,7 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _measure_collectives(
-    groups: Sequence[tuple[int, int]], ranks: int, budget_s: float, note: _Note
+    groups: Sequence[tuple[int, int]], ranks: int, calls: CollectiveCalls, budget_s: float, note: _Note
 ) -> dict[str, float]:
     """Seconds by "collective.group size.bytes" for pairs of group size and bytes; groups of one size run at once."""
     measured: dict[str, float] = {}
@@ -218,7 +225,7 @@ def _measure_collectives(
         group = _group_of(size, ranks)
         for message in (message for other, message in groups if other == size):
             note.next(f"collectives of {message} bytes over {size} ranks")
-            measured |= _measure_group(group, size, message, budget_s / (len(COLLECTIVES) * len(groups)))
+            measured |= _measure_group(group, message, calls, budget_s / (len(COLLECTIVES) * len(groups)))
         if size != ranks:
             distributed.destroy_process_group(group)
     return measured
@@ -232,22 +239,30 @@ def _group_of(size: int, ranks: int) -> distributed.ProcessGroup:
     return group
 
 
-def _measure_group(group: distributed.ProcessGroup, size: int, message: int, share_s: float) -> dict[str, float]:
-    ops, name = torch.ops._c10d_functional, group.group_name
-    full, part = torch.zeros(message // 4, device=_place()), torch.zeros(message // 4 // size, device=_place())
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        "all_reduce": lambda: ops.all_reduce(full, "sum", name),
-        "all_gather": lambda: ops.all_gather_into_tensor(part, size, name),
-        "reduce_scatter": lambda: ops.reduce_scatter_tensor(full, "sum", size, name),
-        "all_to_all": lambda: ops.all_to_all_single(full, [part.numel()] * size, [part.numel()] * size, name),
+def functional_collectives(
+    full: torch.Tensor, part: torch.Tensor, group: distributed.ProcessGroup
+) -> Mapping[str, Callable[[], object]]:
+    """PyTorch's functional collectives, see `CollectiveCalls`."""
+    ops, size, name = torch.ops._c10d_functional, group.size(), group.group_name
+    pieces = [part.numel()] * size
+    return {
+        "all_reduce": lambda: ops.wait_tensor(ops.all_reduce(full, "sum", name)),
+        "all_gather": lambda: ops.wait_tensor(ops.all_gather_into_tensor(part, size, name)),
+        "reduce_scatter": lambda: ops.wait_tensor(ops.reduce_scatter_tensor(full, "sum", size, name)),
+        "all_to_all": lambda: ops.wait_tensor(ops.all_to_all_single(full, pieces, pieces, name)),
     }
+
+
+def _measure_group(
+    group: distributed.ProcessGroup, message: int, calls: CollectiveCalls, share_s: float
+) -> dict[str, float]:
+    size = group.size()
+    full, part = torch.zeros(message // 4, device=_place()), torch.zeros(message // 4 // size, device=_place())
     m, n, k = BETWEEN
     left, right = torch.randn(m, k, device=_place()), torch.randn(k, n, device=_place())
     return {
-        f"{collective}.{size}.{part.numel() * size * 4}": _added_time(
-            lambda call=call: ops.wait_tensor(call()), lambda: torch.mm(left, right), share_s
-        )
-        for collective, call in calls.items()
+        f"{collective}.{size}.{part.numel() * size * 4}": _added_time(call, lambda: torch.mm(left, right), share_s)
+        for collective, call in calls(full, part, group).items()
     }
 
 

@@ -67,20 +67,24 @@ class KernelSample:
     prepare: Callable[[], Callable[[], object]]
 
     @classmethod
-    def of(cls, operator: Any, *arguments: Any, name: str | None = None, **options: Any) -> KernelSample:
+    def of(
+        cls, operator: Any, *arguments: Any, name: str | None = None, runs: Any = None, **options: Any
+    ) -> KernelSample:
         """A call of an `OpOverload` on tensors; it runs once, for the shapes of its results.
 
         Args:
             operator: "torch.ops.aten.tanh.default".
             arguments, options: of the call.
             name: of its curve; default: the operator's.
+            runs: what programs call in the operator's place, with the same arguments; default: the operator.
         """
+        runs = operator if runs is None else runs
         inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        results = operator(*arguments, **options)
+        results = runs(*arguments, **options)
         outputs = [_info(leaf) for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         plain = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
         done = work(str(operator), inputs, outputs, plain)
-        return cls(name or str(operator), done, lambda: cycled(operator, *arguments, **options))
+        return cls(name or str(operator), done, lambda: cycled(runs, *arguments, **options))
 
     @property
     def bytes_moved(self) -> float:

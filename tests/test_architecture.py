@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cost_models": (),
     **{room: (*_LEAVES, *below) for room, below in _PASSES.items()},
     "passes": (*_LEAVES, *_PASSES),
-    "autoshard.calibration": ("autoshard.kernels", "cost_models"),
+    "autoshard.calibration": (*_IR, "autoshard.kernels", "autoshard.runtime", "cost_models"),
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.cluster": _LEAVES,
     "autoshard.data": (*_IR, "autoshard.runtime"),

@@ -1,6 +1,13 @@
-"""`autoshard.calibrate`: this machine, with autoshard's own operators."""
+"""`autoshard.calibrate`: this machine, with autoshard's own operators, as compiled programs run them."""
+
+import pytest
+import torch
+import torch.distributed as dist
 
 import autoshard
+from autoshard.calibration import collectives_that_run, semantic_samples
+from tests.kernels.observed import Observed
+from tests.runtime.processes import report, run_checks
 
 
 def test_own_operators_are_measured():
@@ -9,3 +16,33 @@ def test_own_operators_are_measured():
     measured = set(found.cluster.device.throughput)
     assert {"autoshard.attention.default", "autoshard.attention_backward.default"} <= measured
     assert {"autoshard.cross_entropy.default", "aten._fused_rms_norm.default"} <= measured
+
+
+def test_own_operators_are_measured_on_the_kernels_that_run():
+    """Not as their definitions, which no program runs."""
+    attention = next(sample for sample in semantic_samples() if sample.name == "autoshard.attention.default")
+    run = attention.prepare()
+    with Observed() as seen:
+        run()
+    assert seen.operators == {"autoshard.native_attention"}
+
+
+def check_reductions_are_measured_as_programs_run_them() -> None:
+    size = dist.get_world_size()
+    full, part = torch.ones(4096 * size), torch.ones(4096)
+    for name, call in collectives_that_run(full, part, dist.group.WORLD).items():
+        with Observed() as seen:
+            found = call()
+        assert isinstance(found, torch.Tensor)
+        is_sum = name in ("all_reduce", "reduce_scatter")
+        assert torch.equal(found, torch.full_like(found, size if is_sum else 1)), name
+        issued = {operator.split(".")[-1] for operator in seen.operators if "_c10d" in operator}
+        by_all_to_all = name == "reduce_scatter" or (name == "all_reduce" and size > 2)
+        assert ("all_to_all_single" in issued) == (by_all_to_all or name == "all_to_all"), (name, issued)
+        assert "reduce_scatter_tensor" not in issued
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions_are_measured_as_programs_run_them(ranks):
+    checks = {"check": check_reductions_are_measured_as_programs_run_them}
+    report(run_checks(checks, ranks=ranks), "check")
