@@ -393,14 +393,14 @@ class Planner:
         from passes.verification.verify_preparation import verify_preparation
         from passes.verification.verify_program import verify_program
 
-        cluster = self.cluster_for(chosen.mesh)
         on_pass = verify_pass if _verifies_each_pass() else None
         phased = lower_program(
-            *(program, chosen, cluster),
+            *(program, chosen, self.cluster_for(chosen.mesh)),
             with_kernels=self.with_kernels and not self.for_compiler,
             saves_least=self.for_compiler,
             with_native=self.with_native,
             reduce_dtype=self.reduce_dtype,
+            micro_batches=self.micro_batches,
             on_pass=on_pass,
         )
         if not self.verify:

@@ -17,12 +17,14 @@ OVERLAP: Sequence[Sequence[Callable[[PhasedProgram], PhasedProgram]]] = (
 """The passes, in order; of each line the first with which memory stays below the peak that the phases had, if any."""
 
 
-def overlapped(phased: PhasedProgram, on_pass: Callable[[Any, Any, Any], None] | None = None) -> PhasedProgram:
+def overlapped(
+    phased: PhasedProgram, on_pass: Callable[[Any, Any, Any], None] | None = None, micro_batches: int = 1
+) -> PhasedProgram:
     """The phases after `OVERLAP`; `on_pass` sees what each pass was given and made."""
-    limit = peak_bytes(phased)
+    limit = peak_bytes(phased, micro_batches=micro_batches)
     for choices in OVERLAP:
         made = ((rewrite, rewrite(phased)) for rewrite in choices)
-        found = next((pair for pair in made if peak_bytes(pair[1]) <= limit), None)
+        found = next((pair for pair in made if peak_bytes(pair[1], micro_batches=micro_batches) <= limit), None)
         if found is not None:
             if on_pass is not None:
                 on_pass(found[0], phased, found[1])

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,16 +24,19 @@ from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
+from passes.lowering.hoist import Hoist
 from passes.lowering.join_biases import JoinBiases
 from passes.lowering.lower import Lower, result_key
 from passes.lowering.name_communicators import NameCommunicators
 from passes.lowering.narrow_reductions import NarrowReductions
+from passes.lowering.node_time import NodeTime
 from passes.lowering.select_kernels import SelectKernels
 from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
 from passes.memory.lowered_memory import peak_bytes
 from passes.overlap import overlapped
+from passes.phases import OnPass, phases_of, run_passes
 from passes.planning.baselines import solve_baselines
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
@@ -70,9 +73,6 @@ logger = logging.getLogger(__name__)
 
 PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHubs())
 """What brings a traced program into the form that is planned and lowered, in order."""
-
-OnPass = Callable[[Any, Any, Any], None]
-"""Called after each pass with the pass, what it was given, and what it made."""
 
 _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 """Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
@@ -146,7 +146,7 @@ def prepare(program: Program) -> Program:
     """The program in the form that is planned and lowered; made once, and kept with the traced graph."""
     traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
     if traced is not program:
-        prepared = _run(PREPARATION, program)
+        prepared = run_passes(PREPARATION, program)
         program.graph_module.meta[_PREPARED] = (program, prepared)
     return prepared
 
@@ -300,16 +300,6 @@ def on_one_device(space: SearchSpace) -> LoweredProgram:
     return Lower(whole)(space.program)
 
 
-def _run(passes: Sequence[Callable[[Any], Any]], program: Any, on_pass: OnPass | None = None) -> Any:
-    """What passes make of a program, one after the other."""
-    for rewrite in passes:
-        made = rewrite(program)
-        if on_pass is not None:
-            on_pass(rewrite, program, made)
-        program = made
-    return program
-
-
 def prepare_for(program: Program, plan: Plan) -> Program:
     """The program in the form that a plan is for, with what it recomputes; `PlanMismatchError` if it is of another."""
     return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepare(program))
@@ -326,6 +316,7 @@ def lower_program(
     with_overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
     saves_least: bool = False,
+    micro_batches: int = 1,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """The per-rank program of a plan, cut into forward and backward.
@@ -341,16 +332,18 @@ def lower_program(
         with_overlap: let collectives run beside computation, gradients' in buckets, rather than each where it stands.
         reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
         saves_least: let the backward compute again what a compiler fuses; for programs without kernels.
+        micro_batches: how many a training step has: what depends on parameters alone is computed once for all of them.
         on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
 
     Raises:
         PlanMismatchError: the plan is of another program.
     """
     passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes, plan.offload.nodes))
-    prepared = prepare_for(program, plan) if on_pass is None else _run(passes, program, on_pass)
+    prepared = prepare_for(program, plan) if on_pass is None else run_passes(passes, program, on_pass)
     return lower_prepared(
         prepared, plan, cluster, with_kernels=with_kernels, with_generated=with_generated, with_native=with_native,
-        with_overlap=with_overlap, reduce_dtype=reduce_dtype, saves_least=saves_least, on_pass=on_pass,
+        with_overlap=with_overlap, reduce_dtype=reduce_dtype, saves_least=saves_least, micro_batches=micro_batches,
+        on_pass=on_pass,
     )  # fmt: skip
 
 
@@ -365,38 +358,18 @@ def lower_prepared(
     with_overlap: bool = True,
     reduce_dtype: torch.dtype | None = None,
     saves_least: bool = False,
+    micro_batches: int = 1,
     on_pass: OnPass | None = None,
 ) -> PhasedProgram:
     """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
     step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
-    lowered = _run((Lower(plan, step_cost),), prepared, on_pass)
+    lowered = run_passes((Lower(plan, step_cost),), prepared, on_pass)
     narrow = () if reduce_dtype is None else (NarrowReductions(reduce_dtype),)
     last = (*((SelectKernels(), JoinBiases()) if with_native else ()), NameCommunicators(), *narrow)
-    phased = _phases(lowered, cluster, SplitPhases(saves_least), last, with_kernels, with_generated, on_pass)
-    return overlapped(phased, on_pass) if with_overlap else phased
-
-
-def _phases(
-    lowered: LoweredProgram,
-    cluster: Cluster | None,
-    split: SplitPhases,
-    last: Sequence[Callable[[PhasedProgram], PhasedProgram]],
-    with_kernels: bool,
-    with_generated: bool,
-    on_pass: OnPass | None,
-) -> PhasedProgram:
-    """The phases of a lowered program, with the kernels that they run on."""
-    if not with_kernels:
-        return _run((split, *last), lowered, on_pass)
-    from passes.lowering.fuse_kernels import FuseKernels
-    from passes.lowering.generate_kernels import GenerateKernels
-
-    fused = _run((FuseKernels(),), lowered, on_pass)
-    phased = replace(SplitPhases()(fused), lowered=lowered)
-    if on_pass is not None:
-        on_pass(SplitPhases(), fused, phased)
-    generated = (GenerateKernels(None if cluster is None else cluster.device),) if with_generated else ()
-    return _run((*generated, *last), phased, on_pass)
+    hoist = Hoist(micro_batches, NodeTime(plan.mesh, cluster), plan.memory_budget)
+    first = (SplitPhases(saves_least), hoist)
+    phased = phases_of(lowered, cluster, first, last, with_kernels, with_generated, on_pass)
+    return overlapped(phased, on_pass, micro_batches) if with_overlap else phased
 
 
 def plan_of_choice(
@@ -422,11 +395,13 @@ def plan_of_choice(
 def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster, options: PlanOptions) -> WalkedStep:
     """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak.
 
-    A program that leaves out blocks is walked without overlap: its buckets are not those of the whole.
+    A program that leaves out blocks is walked without overlap, and nothing hoisted: what fits is not that of the whole.
     """
-    micro_batches, program = planning.liveness.micro_batches, planning.space.program
-    overlap, narrow = not planning.elided.sites, options.reduce_dtype
-    phased = lower_prepared(program, plan, cluster, with_overlap=overlap, reduce_dtype=narrow)
+    micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
+    phased = lower_prepared(
+        planning.space.program, plan, cluster, with_overlap=is_whole, reduce_dtype=options.reduce_dtype,
+        micro_batches=micro_batches if is_whole else 1,
+    )  # fmt: skip
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)

@@ -35,7 +35,7 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.prediction": _PROGRAMS,
     "passes.recomputation": _PROGRAMS,
     "passes.verification": _PROVEN,
-    "passes.lowering": (*_PROVEN, "passes.verification"),
+    "passes.lowering": (*_PROVEN, "passes.verification", "passes.memory"),
     "passes.counting": (*_PROGRAMS[:3], "passes.recomputation", "passes.lowering", "passes"),
     "passes.sections": (*_PROGRAMS[:3], "passes.verification", "passes.lowering", "passes"),
     "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting"),

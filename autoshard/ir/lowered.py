@@ -8,6 +8,7 @@ metadata: `val` (local), `spec`, `global` (the traced node it stands for), `phas
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,9 @@ class PhasedProgram:
 
     Args:
         lowered: the whole.
-        forward: takes `forward_inputs` (indices into `lowered.inputs`: all but the tangents), returns a flat tuple of
-            `forward_outputs` (indices into `lowered.outputs`: outputs and buffer updates), then the saved values.
+        forward: takes `forward_inputs` (indices into `lowered.inputs`: all but the tangents), then the results of
+            `hoisted`; returns a flat tuple of `forward_outputs` (indices into `lowered.outputs`: outputs and buffer
+            updates), then the saved values.
         backward: takes the saved values, then `backward_inputs` (the tangents); returns `backward_outputs`
             (gradients), then the values carried into the update: gradients as the update reads them, each a sum, or an
             addend of one, so that those of micro-batches add up.
@@ -64,6 +66,8 @@ class PhasedProgram:
         update: takes the carried values, then `update_inputs` (parameters, optimizer state, hyper-parameters); returns
             `update_outputs` (the parameters and the state, updated). None in programs without one.
         carried: names of the backward's nodes that the update reads, in order.
+        hoisted: what depends on parameters alone, computed once for all micro-batches of a step: takes
+            `hoisted_inputs`, parameters and buffers that stay. None where each micro-batch computes everything.
     """
 
     lowered: LoweredProgram
@@ -78,8 +82,16 @@ class PhasedProgram:
     update_inputs: tuple[int, ...] = ()
     update_outputs: tuple[int, ...] = ()
     carried: tuple[str, ...] = ()
+    hoisted: fx.GraphModule | None = None
+    hoisted_inputs: tuple[int, ...] = ()
+
+    @property
+    def phases(self) -> Mapping[str, fx.GraphModule]:
+        """The graphs by name, in the order in which they run."""
+        named = {"hoisted": self.hoisted, "forward": self.forward, "backward": self.backward, "update": self.update}
+        return {name: graph_module for name, graph_module in named.items() if graph_module is not None}
 
     def digest(self) -> str:
         """A short hash of the text of the graphs, which is the same on all ranks."""
-        graphs = [item.graph for item in (self.forward, self.backward, self.update) if item is not None]
+        graphs = [graph_module.graph for graph_module in self.phases.values()]
         return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]

@@ -162,6 +162,10 @@ class Executable:
         return frozenset(slot.slot.name for slot in self.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE)
 
     @cached_property
+    def _hoisted(self) -> Loaded | None:
+        return None if self.phased.hoisted is None else self.engine.load(self.phased.hoisted)
+
+    @cached_property
     def _forward(self) -> Loaded:
         return self.engine.load(self.phased.forward)
 
@@ -200,7 +204,7 @@ class Executable:
 
     def load(self) -> None:
         """Load all phases now; they may bind process groups, which all ranks do together."""
-        _ = self._forward, self._backward
+        _ = self._hoisted, self._forward, self._backward
         if self.phased.update is not None:
             _ = self._update
 
@@ -209,10 +213,25 @@ class Executable:
         results, saved = self.run_forward_locally(tensors)
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
-    def run_forward_locally(self, tensors: Sequence[torch.Tensor]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """The local values of the outputs, in the order of `outputs`, and those kept for the backward."""
+    def run_hoisted(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
+        """What is computed once for all micro-batches of a step, from the inputs of a forward call of any of them."""
+        if self._hoisted is None:
+            return []
+        given = dict(zip(self.phased.forward_inputs, tensors, strict=True))
+        slots = self.phased.lowered.inputs
+        return list(self._hoisted([self.engine.read(given[i], slots[i]) for i in self.phased.hoisted_inputs]))
+
+    def run_forward_locally(
+        self, tensors: Sequence[torch.Tensor], held: Sequence[LocalValue] = ()
+    ) -> tuple[list[LocalValue], list[LocalValue]]:
+        """The local values of the outputs, in the order of `outputs`, and those kept for the backward.
+
+        Args:
+            tensors: the global inputs, in the order of `inputs`.
+            held: what `run_hoisted` gave in this step.
+        """
         values = [self.engine.read(tensor, slot) for tensor, slot in zip(tensors, self.inputs, strict=True)]
-        results = list(self._forward(values))
+        results = list(self._forward([*values, *held]))
         count = len(self.outputs)
         return results[:count], results[count:]
 

@@ -33,6 +33,7 @@ class _Running:
 
     Args:
         is_summed: `carried` are sums of several micro-batches' gradients, no more results of a backward.
+        held: what is computed once for all micro-batches, from the first forward to the last backward.
     """
 
     executable: Executable | None = None
@@ -41,6 +42,7 @@ class _Running:
     saved: dict[int, list[LocalValue]] = field(default_factory=dict)
     carried: list[LocalValue] | None = None
     is_summed: bool = False
+    held: list[LocalValue] | None = None
 
 
 class TracedStep:
@@ -100,8 +102,8 @@ class TracedStep:
         if len(parts) > 1:
             _check_sums(executable)
         _check_alike(running.executable or executable, executable)
-        loss, running.saved[task.micro_batch] = self._run_forward(executable, call)
         running.executable = executable
+        loss, running.saved[task.micro_batch] = self._run_forward(executable, call, running)
         weight = running.weights[task.micro_batch]
         running.losses.append(loss * weight if weight else torch.zeros_like(loss))
 
@@ -125,7 +127,7 @@ class TracedStep:
 
     def _run_update(self, running: _Running) -> None:
         """Parameters and state become what the update makes of the gradients of all micro-batches."""
-        executable, carried = running.executable, running.carried
+        executable, carried, running.held = running.executable, running.carried, None
         assert executable is not None, "a step has a micro-batch"
         if executable.phased.update is not None and carried is not None:
             held = self._state.hold(executable)
@@ -134,9 +136,14 @@ class TracedStep:
         self._state.optimizer.zero_grad(set_to_none=True)
         self._state.optimizer.step()  # without gradients it only tells its schedulers and hooks
 
-    def _run_forward(self, executable: Executable, call: FlatCall) -> tuple[torch.Tensor, list[LocalValue]]:
+    def _run_forward(
+        self, executable: Executable, call: FlatCall, running: _Running
+    ) -> tuple[torch.Tensor, list[LocalValue]]:
         """The loss, and what is kept for the backward; buffers are updated, other outputs are not put together."""
-        results, saved = executable.run_forward_locally(self._sharded.gather_inputs(executable, call))
+        tensors = self._sharded.gather_inputs(executable, call)
+        if running.held is None:
+            running.held = executable.run_hoisted(tensors)
+        results, saved = executable.run_forward_locally(tensors, running.held)
         outputs = dict(zip((slot.slot.name for slot in executable.outputs), results, strict=True))
         for slot in executable.outputs:
             if slot.slot.kind == OutputKind.BUFFER_UPDATE:

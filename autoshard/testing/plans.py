@@ -26,6 +26,9 @@ from cost_models.hardware import Cluster
 from passes.memory.liveness import UPDATE
 from passes.planning.build_assignment import PlanningProblem
 
+_BUDGETS = (None, 1, 10**12)
+"""Bytes of memory: what parameters decide alone is then held over micro-batches beside the step's peak, not, or all."""
+
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
     """Legal plans of a program: for each node any strategy that its rule admits; half of them recompute and offload.
@@ -67,7 +70,8 @@ def _draw_plan(
             options = options[[_is_sum(site.strategies[option % len(site.strategies)]) for option in options]]
         return int(options[draw(st.integers(0, len(options) - 1))])
 
-    return plan_of_decisions(planning, deciding(draw(st.booleans())), cluster, pick)
+    plan = plan_of_decisions(planning, deciding(draw(st.booleans())), cluster, pick)
+    return dataclasses.replace(plan, memory_budget=draw(st.sampled_from(_BUDGETS))) if is_added_up else plan
 
 
 def _read_by_update(planning: PlanningProblem) -> Collection[str]:

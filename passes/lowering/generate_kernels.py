@@ -42,10 +42,8 @@ class GenerateKernels:
         Raises:
             KernelError: the file cannot be written.
         """
-        phases = {"forward": phased.forward, "backward": phased.backward, "update": phased.update}
         title = f"Generated kernels of program {phased.lowered.traced.digest()} on {phased.lowered.mesh}."
-        present = {name: phase for name, phase in phases.items() if phase is not None}
-        made: dict[str, Any] = generate_kernels(present, self.device, title)
+        made: dict[str, Any] = generate_kernels(phased.phases, self.device, title)
         return replace(phased, **made)
 
 

@@ -35,13 +35,16 @@ class NameCommunicators:
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with each collective on the communicator of its purpose."""
         inputs = phased.lowered.inputs
+        hoisted = phased.hoisted
         held = [inputs[index].slot.kind is InputKind.PARAMETER for index in phased.forward_inputs]
+        held += [] if hoisted is None else [True] * len(_results(hoisted))
         known = _computed_from(_chosen(phased.forward, held), phased.forward.graph)
         saved = _results(phased.forward)[len(phased.forward_outputs) :]
         kept = _computed_from(_chosen(phased.backward, [node in known for node in saved]), phased.backward.graph)
         update = phased.update
         return replace(
             phased,
+            hoisted=None if hoisted is None else _named(hoisted, set(hoisted.graph.nodes), ()),
             forward=_named(phased.forward, known, ()),
             backward=_named(phased.backward, kept, _only_returned(phased.backward.graph)),
             update=None if update is None else _named(update, set(update.graph.nodes), set(update.graph.nodes)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -12,10 +13,5 @@ from autoshard.ir.lowered import PhasedProgram
 
 def rewrite_phases(phased: PhasedProgram, rewrite: Callable[[fx.GraphModule], fx.GraphModule]) -> PhasedProgram:
     """The program with every phase rewritten; the lowered program as a whole stays as it is, for verification."""
-    update = phased.update
-    return replace(
-        phased,
-        forward=rewrite(phased.forward),
-        backward=rewrite(phased.backward),
-        update=None if update is None else rewrite(update),
-    )
+    rewritten: dict[str, Any] = {name: rewrite(phase) for name, phase in phased.phases.items()}
+    return replace(phased, **rewritten)

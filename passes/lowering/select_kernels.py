@@ -7,6 +7,7 @@ Before → after: `autoshard.attention(...)` → `autoshard.native_attention(...
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.kernels.native import NATIVE
@@ -19,6 +20,5 @@ class SelectKernels:
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases on fused kernels; the lowered program as a whole stays as it is, for verification."""
-        return replace(
-            phased, forward=with_targets(phased.forward, NATIVE), backward=with_targets(phased.backward, NATIVE)
-        )
+        selected: dict[str, Any] = {name: with_targets(phase, NATIVE) for name, phase in phased.phases.items()}
+        return replace(phased, **selected)

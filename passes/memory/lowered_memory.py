@@ -32,8 +32,9 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
     lowered = phased.lowered
     inputs = [memory.new(_local_bytes(slot, lowered.mesh)) for slot in lowered.inputs]
     sums = [memory.new(size) for size in _carried_bytes(phased)] if micro_batches > 1 else []
-    held = [*inputs, *sums]
-    results = memory.run(phased.forward.graph, [inputs[index] for index in phased.forward_inputs], held)
+    once = _run_once(memory, phased, inputs)
+    held = [*inputs, *sums, *once]
+    results = memory.run(phased.forward.graph, [*(inputs[index] for index in phased.forward_inputs), *once], held)
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
     if phased.update is None:
@@ -45,10 +46,17 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
         carried = gradients[len(phased.backward_outputs) :]
         if sums:
             owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
-            carried = _add(memory, sums, carried, owned, inputs)
+            carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
         memory.run(write_in_place(phased.update, _written(phased)).graph, read, inputs)
     return memory.peak
+
+
+def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Storage]) -> list[Storage]:
+    """What is computed once for all micro-batches."""
+    if phased.hoisted is None:
+        return []
+    return memory.run(phased.hoisted.graph, [inputs[index] for index in phased.hoisted_inputs], inputs)
 
 
 def _add(

@@ -61,22 +61,16 @@ def walk_program(
         micro_batches: how many a step has; the program is that of one.
     """
     traced = phased.lowered.traced.graph
-    repeated = [_Phase(name, graph, prices, elided, traced) for name, graph in _repeated_phases(phased)]
-    once = [_Phase("update", phased.update.graph, prices, elided, traced)] if phased.update is not None else []
+    written = {name: _Phase(name, phase.graph, prices, elided, traced) for name, phase in phased.phases.items()}
+    first, last = ([written[name]] if name in written else [] for name in ("hoisted", "update"))
     sent = defaultdict[str, float](float)
     segments = []
-    for times, phases in ((micro_batches, repeated), (1, once)):
-        written = [phase.segment() for phase in phases]
-        segments += written * times
+    for times, phases in ((1, first), (micro_batches, [written["forward"], written["backward"]]), (1, last)):
+        segments += [phase.segment() for phase in phases] * times
         for phase in phases:
             for axis, size in phase.sent_bytes.items():
                 sent[axis] += times * size
     return WalkedStep(tuple(segments), dict(sent))
-
-
-def _repeated_phases(phased: PhasedProgram) -> Iterator[tuple[str, fx.Graph]]:
-    yield "forward", phased.forward.graph
-    yield "backward", phased.backward.graph
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:

@@ -5,6 +5,9 @@ the joint inputs that they take, every node must make a call that the joint prog
 joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents;
 the update from those of the values that the backward carries into it, and of the inputs that it reads.
 Gradients that travel in 16 bits are read as those that they round (`widen_reductions`).
+What is hoisted is walked before the forward, which takes its results. It may read parameters, and buffers that the
+program does not write, and draw nothing: so it is the same for all micro-batches of a step. The update, which writes
+over parameters, runs behind them (`passes.verification.verify_order`).
 What the forward leaves on the host for the backward is only fetched from there (`passes.verification.verify_offload`).
 Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 
@@ -25,8 +28,8 @@ from autoshard.ir.communicators import without_purpose
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.native import SEMANTIC
-from autoshard.kernels.offload import to_host
-from passes.preparation.number_values import Numbering, number_graph
+from autoshard.kernels.offload import TRANSFERS, to_host
+from passes.preparation.number_values import Numbering, draws_numbers, number_graph
 from passes.preparation.rewriting import with_groups, with_targets
 from passes.verification.expand_biases import expand_biases
 from passes.verification.expand_collectives import expand_collectives
@@ -40,7 +43,7 @@ _KERNEL_PREFIXES = ("autoshard.triton_", "autoshard.biased_product")
 
 
 def verify_phases(phased: PhasedProgram) -> None:
-    """Prove that `phased.forward`, `phased.backward` and `phased.update` compute what `phased.lowered` does.
+    """Prove that the phases together compute what `phased.lowered` does.
 
     Raises:
         VerificationError: a node, a saved value or a result differs; the message names it.
@@ -51,8 +54,10 @@ def verify_phases(phased: PhasedProgram) -> None:
     inputs = [joint.keys["placeholder", index] for index in range(len(phased.lowered.inputs))]
     results = [joint.numbers[node] for node in _results(phased.lowered.graph_module)]
     names = {node.name: number for node, number in joint.numbers.items()}
+    held = _walk_hoisted(phased, joint, inputs)
     joint.restart_draws()
-    forward = _walk(joint, _written_out(phased.forward), [inputs[index] for index in phased.forward_inputs], "forward")
+    taken = [*(inputs[index] for index in phased.forward_inputs), *held]
+    forward = _walk(joint, _written_out(phased.forward), taken, "forward")
     count = len(phased.forward_outputs)
     _check_equal(phased.forward, forward[:count], [results[index] for index in phased.forward_outputs])
     saved = forward[count:]
@@ -67,6 +72,26 @@ def verify_phases(phased: PhasedProgram) -> None:
         taken = [*carried, *(inputs[index] for index in phased.update_inputs)]
         update = _walk(joint, _written_out(phased.update), taken, "update")
         _check_equal(phased.update, update, [results[index] for index in phased.update_outputs])
+
+
+def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]) -> list[int]:
+    """The joint numbers of what is computed once for all micro-batches, from what they share alone."""
+    written = {slot.slot.name for slot in phased.lowered.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE}
+    for index in phased.hoisted_inputs:
+        slot = phased.lowered.inputs[index].slot
+        if slot.kind != InputKind.PARAMETER and (slot.kind != InputKind.BUFFER or slot.name in written):
+            raise VerificationError(
+                f"what is hoisted reads {slot.kind.value} {slot.name!r}, which may differ between micro-batches."
+            )
+    if phased.hoisted is None:
+        return []
+    graph_module = _written_out(phased.hoisted)
+    for node in graph_module.graph.nodes:
+        if draws_numbers(node.target) or node.target in TRANSFERS:
+            raise VerificationError(
+                f"node {node.name!r}, {node.format_node()}, is hoisted; each micro-batch has its own."
+            )
+    return _walk(joint, graph_module, [inputs[index] for index in phased.hoisted_inputs], "hoisted")
 
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -1,18 +1,22 @@
-"""Steps of several micro-batches add gradients up where they lie, and train like one device."""
+"""Steps of several micro-batches do once what they can: gathers of weights; and add gradients up where they lie."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard import Mesh, P, Plan
+from autoshard.ir.collectives import ALL_GATHER
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.program import InputKind
 from autoshard.runtime.train_step import TrainStep
 from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
@@ -21,6 +25,8 @@ from tests.runtime.processes import report, run_checks
 
 LINE = Mesh({"data": 2})
 SHARDED = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
+ROOMY, SCARCE = 10**10, 1
+"""Bytes in which all has a place that could be held over micro-batches, and in which nothing has."""
 ROWS, LENGTH, WORDS, PARTS = 16, 32, 64, 4
 
 
@@ -51,21 +57,21 @@ def plan() -> Plan:
     return autoshard.plan(model, LINE, example_inputs=part, optimizer=optimizer, constraints=SHARDED, precision=None)
 
 
-def compiled(micro_batches: int = PARTS) -> TrainStep:
-    """A step of AdamW under that plan, or one like it where parts have another size."""
+def compiled(memory_budget: int = ROOMY) -> TrainStep:
+    """A step of AdamW under that plan."""
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-    options: dict[str, Any] = {"plan": plan()} if micro_batches == PARTS else {"constraints": SHARDED}
-    step = autoshard.compile(model, LINE, optimizer=optimizer, micro_batches=micro_batches, **options)
+    held = replace(plan(), memory_budget=memory_budget)
+    step = autoshard.compile(model, LINE, optimizer=optimizer, micro_batches=PARTS, plan=held)
     assert isinstance(step, TrainStep)
     return step
 
 
-def check_trains_alike(micro_batches: int) -> None:
+def check_trains_alike(memory_budget: int = ROOMY) -> None:
     """Two steps beside one device: losses, then parameters."""
     alone = llama()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-4)
-    step = compiled(micro_batches)
+    step = compiled(memory_budget)
     for number in range(2):
         optimizer.zero_grad()
         expected = alone(**batch(number)).loss
@@ -75,13 +81,32 @@ def check_trains_alike(micro_batches: int) -> None:
     held = dict(step.sharded.named_parameters())
     for name, value in alone.named_parameters():
         torch.testing.assert_close(whole(held[name].detach()), value.detach(), rtol=1e-3, atol=1e-4)
+    assert (phased_of(step).hoisted is None) == (memory_budget == SCARCE)
     autoshard.verify(step)
 
 
-@pytest.mark.parametrize("micro_batches", [2, PARTS])
-def test_steps_train_like_one_device(micro_batches: int) -> None:
-    """Simulated ranks."""
-    check_trains_alike(micro_batches)
+def phased_of(step: TrainStep) -> PhasedProgram:
+    """The program of a step that has run."""
+    program = step.sharded.program
+    assert program is not None
+    return program.phased
+
+
+def bits(step: TrainStep) -> list[Tensor]:
+    """What two steps give: losses, then parameters."""
+    losses = [step(**batch(number)) for number in range(2)]
+    return [*losses, *(whole(value.detach()) for value in step.sharded.parameters())]
+
+
+def test_steps_train_like_one_device() -> None:
+    """Simulated ranks: what is held is of this step's parameters, not of the last one's."""
+    check_trains_alike()
+
+
+def test_the_bits_do_not_depend_on_what_is_held() -> None:
+    """With memory for all, and for nothing, under one plan."""
+    roomy, scarce = map(bits, (compiled(), compiled(SCARCE)))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(roomy, scarce, strict=True))
 
 
 class Calls(TorchDispatchMode):
@@ -104,33 +129,62 @@ def calls_of(step: TrainStep) -> Counter[str]:
     return calls.counts
 
 
+def gathers(phase: fx.GraphModule) -> list[fx.Node]:
+    """The gathers of a phase, buckets of them as one."""
+    return phase.graph.find_nodes(op="call_function", target=ALL_GATHER)
+
+
+def sources(node: fx.Node) -> set[fx.Node]:
+    """The placeholders that a value is made of."""
+    return {node} if node.op == "placeholder" else set().union(*map(sources, node.all_input_nodes))
+
+
+def gathered_weights(phased: PhasedProgram) -> list[fx.Node]:
+    """The forward's gathers of what is not of the batch."""
+    placeholders = phased.forward.graph.find_nodes(op="placeholder")
+    kinds = [phased.lowered.inputs[index].slot.kind for index in phased.forward_inputs]
+    of_batch = {node for node, kind in zip(placeholders, kinds, strict=False) if kind is InputKind.INPUT}
+    return [node for node in gathers(phased.forward) if not sources(node) & of_batch]
+
+
+def check_gathers() -> None:
+    """In enough memory each weight is gathered once per step, else once for each micro-batch."""
+    for budget in (ROOMY, SCARCE):
+        step = compiled(budget)
+        found = sum(count for name, count in calls_of(step).items() if "all_gather" in name)
+        phased = phased_of(step)
+        counts = {name: len(gathers(phase)) for name, phase in phased.phases.items()}
+        once, often = counts.get("hoisted", 0) + counts["update"], counts["forward"] + counts["backward"]
+        assert found == once + PARTS * often
+        assert bool(gathered_weights(phased)) == ("hoisted" not in counts) == (budget == SCARCE)
+
+
 def check_adds_in_place() -> None:
     """All gradients of a micro-batch in one call; no sum is a new tensor."""
     step = compiled()
     found = calls_of(step)
-    program = step.sharded.program
-    assert program is not None
-    phases = (program.phased.forward, program.phased.backward)
-    once = sum(node.target is torch.ops.aten.add.Tensor for phase in phases for node in phase.graph.nodes)
+    add = torch.ops.aten.add.Tensor
+    phases = phased_of(step).phases.items()
+    adds = {name: len(phase.graph.find_nodes(op="call_function", target=add)) for name, phase in phases}
     assert found["aten._foreach_add_.List"] == PARTS - 1
-    assert found["aten.add.Tensor"] == PARTS * once
+    assert found["aten.add.Tensor"] == sum(adds.values()) + (PARTS - 1) * (adds["forward"] + adds["backward"])
 
 
 def check_memory() -> None:
-    """The peak of a step is that of its program, with one set of sums beside gradients."""
-    step = compiled()
-    step(**batch(0))
-    program = step.sharded.program
-    assert program is not None
-    state = [item for kept in step.optimizer.state.values() for name, item in kept.items() if name != "step"]
-    inputs = batch(1)
-    found = peak_bytes_of(partial(step, **inputs), [*step.sharded.parameters(), *state, *inputs.values()])
-    expected = peak_bytes(program.phased, micro_batches=PARTS)
-    assert abs(found / expected - 1) < 0.03, (found, expected)
+    """The peak of a step is that of its program, with what is held, and one set of sums beside gradients."""
+    for step in (compiled(), compiled(SCARCE)):
+        step(**batch(0))
+        state = [item for kept in step.optimizer.state.values() for name, item in kept.items() if name != "step"]
+        inputs = batch(1)
+        found = peak_bytes_of(partial(step, **inputs), [*step.sharded.parameters(), *state, *inputs.values()])
+        expected = peak_bytes(phased_of(step), micro_batches=PARTS)
+        assert abs(found / expected - 1) < 0.03, (found, expected)
 
 
 CHECKS = {
-    "trains alike": partial(check_trains_alike, PARTS),
+    "trains alike": check_trains_alike,
+    "trains alike in little memory": partial(check_trains_alike, SCARCE),
+    "gathers": check_gathers,
     "in place": check_adds_in_place,
     "memory": check_memory,
 }

@@ -161,9 +161,15 @@ def traced_of(model: nn.Module, inputs: tuple[Tensor, ...], *, updates: bool, pr
 
 
 @cache
+def plan_of(family: str, layout: str) -> Plan:
+    """The plan of a family under a layout, in memory without a limit."""
+    return _roomy(plan_under(LAYOUTS[layout], _planning_of(family, *_form(layout))))
+
+
+@cache
 def phased_of(family: str, layout: str) -> PhasedProgram:
-    """The lowered program of a family under a layout."""
-    return lowered_under(LAYOUTS[layout], program_of(family, layout), planning_of(family, layout))
+    """The lowered program of a family under a layout; see `lowered_under`."""
+    return _lowered(LAYOUTS[layout], program_of(family, layout), plan_of(family, layout))
 
 
 def planning_of(family: str, layout: str) -> PlanningProblem:
@@ -174,9 +180,20 @@ def planning_of(family: str, layout: str) -> PlanningProblem:
 def lowered_under(
     layout: Layout, program: Program, planning: PlanningProblem | None = None, *, with_overlap: bool = True
 ) -> PhasedProgram:
-    """The lowered program of any trace under a layout; `planning` is its problem, if it is known."""
-    plan = plan_under(layout, planning or _planning(program))
-    return lower_program(program, plan, with_kernels=layout.kernels, with_overlap=with_overlap)
+    """The lowered program of any trace under a layout; `planning` is its problem, if it is known.
+
+    That of a whole step is one of two micro-batches, which share what parameters decide alone.
+    """
+    return _lowered(layout, program, _roomy(plan_under(layout, planning or _planning(program))), with_overlap)
+
+
+def _lowered(layout: Layout, program: Program, plan: Plan, with_overlap: bool = True) -> PhasedProgram:
+    parts = 2 if layout.updates else 1
+    return lower_program(program, plan, with_kernels=layout.kernels, with_overlap=with_overlap, micro_batches=parts)
+
+
+def _roomy(plan: Plan) -> Plan:
+    return replace(plan, memory_budget=10**12)
 
 
 def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:

@@ -34,6 +34,7 @@ from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS
+from tests.passes.hoist_mutations import HOIST_MUTATIONS, results_of
 from tests.passes.mutations import MUTATIONS, Mutation, copy_of, is_tensor, pick
 from tests.passes.order_mutations import ORDER_MUTATIONS
 from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
@@ -160,6 +161,14 @@ def _in_phase(mutation: Mutation) -> _Mutate:
     return mutate
 
 
+def _hoisted(mutation: Callable[[PhasedProgram, Random], tuple[str, PhasedProgram] | None]) -> _Mutate:
+    def mutate(phased: PhasedProgram, random: Random) -> _Found | None:
+        found = mutation(phased, random)
+        return None if found is None else (*found, phased.lowered.traced)
+
+    return mutate
+
+
 def _in_preparation(mutation: Mutation) -> _Mutate:
     def mutate(phased: PhasedProgram, random: Random) -> _Found | None:
         traced = phased.lowered.traced
@@ -170,26 +179,29 @@ def _in_preparation(mutation: Mutation) -> _Mutate:
     return mutate
 
 
-_PHASES = ("forward", "backward", "update")
+_PHASES = ("hoisted", "forward", "backward", "update")
 
 
 def exchange_kept(phased: PhasedProgram, random: Random) -> _Found | None:
     """Two values that one phase keeps for the next, exchanged where they are given or where they are taken."""
-    giver, taker, names = random.choice([("forward", "backward", phased.saved), ("backward", "update", phased.carried)])
-    if len(names) < 2 or getattr(phased, taker) is None:
+    kept = {("forward", "backward"): len(phased.saved), ("backward", "update"): len(phased.carried)}
+    kept["hoisted", "forward"] = len(results_of(phased.hoisted))
+    (giver, taker), count = random.choice(list(kept.items()))
+    if count < 2 or getattr(phased, taker) is None:
         return None
-    first, second = random.sample(range(len(names)), 2)
+    first, second = random.sample(range(count), 2)
     if random.random() < 0.5:
         module = copy_of(getattr(phased, giver))
         output = module.graph.output_node()
         results: Any = list(output.args[0])  # type: ignore[arg-type]
-        start = len(results) - len(names)
+        start = len(results) - count
         results[start + first], results[start + second] = results[start + second], results[start + first]
         output.args = (tuple(results),)
         return f"{giver} keeps {first} as {second}", replace(phased, **{giver: module}), phased.lowered.traced
     module = copy_of(getattr(phased, taker))
     taken = [node for node in module.graph.nodes if node.op == "placeholder"]
-    left, right = taken[first], taken[second]
+    start = len(phased.forward_inputs) if taker == "forward" else 0
+    left, right = taken[start + first], taken[start + second]
     left_users, right_users = list(left.users), list(right.users)
     for user in dict.fromkeys((*left_users, *right_users)):
         swap = {left: right, right: left}
@@ -225,6 +237,7 @@ def update_too_early(phased: PhasedProgram, random: Random) -> _Found | None:
 
 
 _INDICES = (
+    "hoisted_inputs",
     "forward_inputs",
     "forward_outputs",
     "backward_inputs",
@@ -293,6 +306,7 @@ KINDS: Mapping[tuple[Place, str], _Mutate] = {
     **{(Place.PHASES, item.__name__): _in_phase(item) for item in _GRAPH_MUTATIONS[::3]},
     **{(Place.PHASES, item.__name__): item for item in (exchange_kept, exchange_places)},
     **{(Place.PHASES, item.__name__): _in_phase(item) for item in BUCKET_MUTATIONS},
+    **{(Place.PHASES, item.__name__): _hoisted(item) for item in HOIST_MUTATIONS},
     **{(Place.PREPARATION, item.__name__): _in_preparation(item) for item in _GRAPH_MUTATIONS if _is_local(item)},
     (Place.MICRO_BATCHES, "update_too_early"): update_too_early,
     **OF_REWRITES,
@@ -413,8 +427,8 @@ def run_of(phased: PhasedProgram, examples: Sequence[Tensor]) -> Run:
 def _run_step(phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: StepOrder) -> list[list[Tensor]]:
     """Results in the order of the joint program's slots, outputs and gradients added over micro-batches.
 
-    As `TracedStep` does it: the first forward that runs draws the first seed, and each reads the buffers that the one
-    before it wrote.
+    As `TracedStep` does it: what is hoisted runs before the first forward; the first forward that runs draws the first
+    seed, and each reads the buffers that the one before it wrote.
     """
     mesh, inputs, outputs = phased.lowered.mesh, phased.lowered.inputs, phased.lowered.outputs
     results: list[Any] = [None] * len(outputs)
@@ -423,6 +437,7 @@ def _run_step(phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], 
     seeds = [index for index, slot in enumerate(inputs) if slot.slot.kind is InputKind.SEED]
     saved: dict[int | None, list[list[Tensor]]] = {}
     carried: list[list[Tensor]] | None = None
+    held: list[list[Tensor]] | None = None
     drawn = 0
     for task in order.tasks:
         match task.action:
@@ -430,7 +445,10 @@ def _run_step(phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], 
                 batch = dict(enumerate(batches[task.micro_batch or 0])) | buffers
                 batch |= {index: batches[drawn % len(batches)][index] for index in seeds}
                 drawn += 1
-                found = simulate(phased.forward, mesh, [batch[index] for index in phased.forward_inputs])
+                if held is None and phased.hoisted is not None:
+                    held = simulate(phased.hoisted, mesh, [batch[index] for index in phased.hoisted_inputs])
+                taken = [*(batch[index] for index in phased.forward_inputs), *(held or ())]
+                found = simulate(phased.forward, mesh, taken)
                 for index, ranks in zip(phased.forward_outputs, found, strict=False):
                     if outputs[index].slot.kind is OutputKind.BUFFER_UPDATE:
                         buffers[places[InputKind.BUFFER, outputs[index].slot.name]] = ranks

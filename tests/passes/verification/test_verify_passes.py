@@ -120,6 +120,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         "InsertRecompute",
         "Lower",
         "SplitPhases",
+        "Hoist",
         "SelectKernels",
         "JoinBiases",
         "NameCommunicators",

@@ -1,0 +1,306 @@
+"""Compute what depends on parameters alone once per step, not once per micro-batch, as far as memory allows.
+
+Before → after: `forward(p, x): w = all_gather(p); ...`, run for each micro-batch → `hoisted(p): w = all_gather(p)`, run
+once before the first one, and `forward(p, x, w)`. Gathered weights of ZeRO-3, casts of weights, transposed copies and
+constants are such values; gathers that the backward repeats are too.
+
+1. Values that parameters, and buffers that the step does not write, decide alone are found, equal ones together.
+2. Those that own memory and that something else reads can be held: a view of one costs nothing.
+3. Those that save the most time per byte are held first, as many as fit: the peak of the step is counted with them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter, getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoshard.ir.aliases import aliased_operands
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.program import InputKind, OutputKind
+from autoshard.kernels.offload import TRANSFERS
+from autoshard.tracing.lazy_module import lazy_module
+from passes.memory.lowered_memory import peak_bytes
+from passes.preparation.number_values import Numbering, draws_numbers
+
+Seconds = Callable[[fx.Node], float]
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_MAY_COPY = (torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Hoist:
+    """See the module's docstring.
+
+    Args:
+        micro_batches: how many a step has; with one, nothing is hoisted.
+        seconds: what a node takes, by which it is decided what is held first.
+        memory_bytes: the most that each rank may have in use; None: no more than without hoisting.
+    """
+
+    micro_batches: int
+    seconds: Seconds
+    memory_bytes: float | None = None
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases of a training step of several micro-batches with one that runs once for all of them."""
+        if self.micro_batches < 2 or phased.update is None:
+            return phased
+        shared = _Shared.of(phased)
+        order = shared.by_time_saved(self.seconds)
+        limit = self._peak(phased) if self.memory_bytes is None else self.memory_bytes
+        return self._most_that_fits(shared, order, limit)
+
+    def _most_that_fits(self, shared: _Shared, order: Sequence[int], limit: float) -> PhasedProgram:
+        """The phases with as many of the first values of `order` held as fit, found by bisection."""
+        fitting, count, least, most = shared.phased, len(order), 0, len(order)
+        while least < most:
+            made = shared.hold(order[:count])
+            if self._peak(made) <= limit:
+                fitting, least = made, count
+            else:
+                most = count - 1
+            count = (least + most + 1) // 2
+        return fitting
+
+    def _peak(self, phased: PhasedProgram) -> int:
+        return peak_bytes(phased, micro_batches=self.micro_batches)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What micro-batches share: values that parameters decide alone.
+
+    Args:
+        phased: the phases, nothing hoisted yet.
+        inputs: the forward's placeholders that all micro-batches have in common, and their indices.
+        kept: the backward's placeholders of what the forward keeps, and what that is there.
+        numbering: the values of forward and backward; equal ones have one number.
+        nodes: the nodes of both whose values are shared, in order, and the graph that holds each.
+        read: the numbers of shared values that own memory and that something else reads, directly or by a view.
+    """
+
+    phased: PhasedProgram
+    inputs: Mapping[fx.Node, int]
+    kept: Mapping[fx.Node, fx.Node]
+    numbering: Numbering = field(default_factory=Numbering)
+    nodes: dict[fx.Node, fx.GraphModule] = field(default_factory=dict)
+    read: dict[int, None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, phased: PhasedProgram) -> _Shared:
+        written = {slot.slot.name for slot in phased.lowered.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE}
+        inputs = {}
+        for index, node in zip(phased.forward_inputs, _placeholders(phased.forward), strict=True):
+            slot = phased.lowered.inputs[index].slot
+            if slot.kind == InputKind.PARAMETER or (slot.kind == InputKind.BUFFER and slot.name not in written):
+                inputs[node] = index
+        saved = _results(phased.forward)[len(phased.forward_outputs) :]
+        shared = cls(phased, inputs, dict(zip(_placeholders(phased.backward), saved, strict=False)))
+        shared._walk(phased.forward, _results(phased.forward)[: len(phased.forward_outputs)])
+        shared.numbering.restart_draws()
+        shared._walk(phased.backward, _results(phased.backward))
+        return shared
+
+    def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
+        """Number the nodes of a phase, and note which are shared, and which of these something else reads."""
+        for node in graph_module.graph.nodes:
+            if node in self.kept:
+                self.numbering.numbers[node] = self.number(self.kept[node])
+                is_shared = self.kept[node] in self.nodes
+            elif node.op == "placeholder":
+                self.numbering.add(node, ("placeholder", node.name))
+                is_shared = node in self.inputs
+            elif node.op == "output":
+                self._note_read(results)
+                return
+            else:
+                self.numbering.add_node(node, graph_module)
+                is_shared = _may_be_shared(node) and all(operand in self.nodes for operand in node.all_input_nodes)
+                self._note_read(() if is_shared else node.all_input_nodes)
+            if is_shared:
+                self.nodes[node] = graph_module
+
+    def number(self, node: fx.Node) -> int:
+        """The number of a value."""
+        return self.numbering.numbers[node]
+
+    def _note_read(self, operands: Iterable[fx.Node]) -> None:
+        for operand in operands:
+            self.read.update(dict.fromkeys(map(self.number, self._owners(operand))))
+
+    def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The shared values whose memory a value may lie in; none for what is not shared, and for parameters."""
+        node = self.kept.get(node, node)
+        if node not in self.nodes:
+            return
+        if _owns_memory(node):
+            yield node
+            return
+        for operand in aliased_operands(node):
+            yield from self._owners(operand)
+
+    def by_time_saved(self, seconds: Seconds) -> list[int]:
+        """The numbers of the values that can be held, those that save the most time per byte first.
+
+        What several of them need counts for each in equal parts.
+        """
+        saved, sizes = defaultdict[int, float](float), dict[int, int]()
+        needed_by: dict[fx.Node, set[int]] = defaultdict(set)
+        for node in reversed(self.nodes):
+            if node.op == "call_function" and _owns_memory(node) and self.number(node) in self.read:
+                needed_by[node] = {self.number(node)}
+                sizes[self.number(node)] = node.meta["val"].numel() * node.meta["val"].element_size()
+            for number in sorted(needed_by[node]) if node.op == "call_function" else ():
+                saved[number] += seconds(node) / len(needed_by[node])
+            for operand in (*node.all_input_nodes, *([self.kept[node]] if node in self.kept else [])):
+                needed_by[operand] |= needed_by[node]
+        place = {number: index for index, number in enumerate(self.read)}
+        worth = {number: saved[number] / max(1, size) for number, size in sizes.items() if saved[number] > 0}
+        return sorted(worth, key=lambda number: (-worth[number], place[number]))
+
+    def hold(self, numbers: Iterable[int]) -> PhasedProgram:
+        """The phases with some values held, by number."""
+        first: dict[int, fx.Node] = {}
+        for node in self.nodes:
+            first.setdefault(self.number(node), node)
+        held = [first[number] for number in sorted(numbers)]
+        hoisted, inputs = self._hoisted(held, first)
+        backward, saved = self._backward(held)
+        return replace(
+            self.phased,
+            hoisted=hoisted,
+            hoisted_inputs=inputs,
+            forward=self._forward(held, list(saved.values())),
+            backward=backward,
+            saved=tuple(saved),
+        )
+
+    def _hoisted(self, held: Sequence[fx.Node], first: Mapping[int, fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+        """The graph that computes the held values, and the indices of the inputs that it takes.
+
+        `first`: the first shared node of each number; its operands' first nodes stand before it.
+        """
+        needed, waiting = set[int](), [self.number(node) for node in held]
+        while waiting:
+            number = waiting.pop()
+            if number not in needed:
+                needed.add(number)
+                waiting += map(self.number, first[number].all_input_nodes)
+        graph, made = fx.Graph(), dict[int, fx.Node]()
+        constants, inputs = dict[str, Any](), []
+        for number, node in first.items():
+            if number in needed:
+                made[number] = graph.node_copy(node, lambda operand: made[self.number(operand)])
+                made[number].meta = dict(node.meta)
+                if node.op == "placeholder":
+                    inputs.append(self.inputs[node])
+                elif node.op == "get_attr":
+                    constants[str(node.target)] = attrgetter(str(node.target))(self.nodes[node])
+        graph.output(tuple(made[self.number(node)] for node in held))
+        return lazy_module(constants, graph), tuple(inputs)
+
+    def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
+        """The forward that takes the held values, and keeps what the backward takes now: `saved`, nodes of before."""
+        old, graph = self.phased.forward, fx.Graph()
+        made = {node: _placeholder(graph, node) for node in _placeholders(old)}
+        given = {self.number(node): _placeholder(graph, node) for node in held}
+        made |= self._calls_of(old, given)
+        results = _results(old)[: len(self.phased.forward_outputs)]
+        chosen = set(held)
+        _copy_needed(old, [*results, *(node for node in saved if node not in chosen)], graph, made)
+        kept = [given[self.number(node)] if node in chosen else made[node] for node in saved]
+        graph.output((*(made[node] for node in results), *kept))
+        return lazy_module(old, graph)
+
+    def _backward(self, held: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
+        """The backward that takes held values, and what it takes of the forward, as nodes of before, by name."""
+        old, graph = self.phased.backward, fx.Graph()
+        by_number = {self.number(node): node for node in held}
+        taken = self._calls_of(old, by_number)
+        reached = _needed(_results(old), taken)
+        made: dict[fx.Node, fx.Node] = {}
+        given: dict[int, fx.Node] = {}
+        saved: dict[str, fx.Node] = {}
+        for node in _placeholders(old):
+            if node in self.kept and node in reached:
+                made[node] = _placeholder(graph, node)
+                saved[node.name] = self.kept[node]
+                given.setdefault(self.number(node), made[node])
+        for node, source in taken.items():
+            if node in reached and self.number(node) not in given:
+                given[self.number(node)] = _placeholder(graph, node)
+                saved[node.name] = source
+        made |= {node: _placeholder(graph, node) for node in _placeholders(old) if node not in self.kept}
+        made |= {node: given[self.number(node)] for node in taken if node in reached}
+        _copy_needed(old, _results(old), graph, made)
+        graph.output(tuple(made[node] for node in _results(old)))
+        return lazy_module(old, graph), saved
+
+    def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The shared calls of a phase that compute a value of some numbers, and what stands for each."""
+        calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
+        return {node: given[self.number(node)] for node in calls if self.number(node) in given}
+
+
+def _may_be_shared(node: fx.Node) -> bool:
+    """Whether a node computes the same of the same operands each time, and leaves that on the device."""
+    return node.target not in TRANSFERS and not draws_numbers(node.target)
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    """Whether a call's result is a tensor that is there, in memory of its own: waited for, no view."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    if node.target is getitem:
+        return isinstance(node.all_input_nodes[0].meta.get("val"), (tuple, list))
+    if node.target in _MAY_COPY:
+        return not node.all_input_nodes[0].meta["val"].is_contiguous()
+    return node.target is _WAIT or not (aliased_operands(node) or _is_collective(node))
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+
+
+def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A placeholder with the name and the metadata of a node."""
+    made = graph.placeholder(node.name)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _needed(results: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """The nodes that results need, up to what is given."""
+    needed, waiting = set[fx.Node](), list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += () if node in given else node.all_input_nodes
+    return needed
+
+
+def _copy_needed(
+    old: fx.GraphModule, results: Iterable[fx.Node], graph: fx.Graph, made: dict[fx.Node, fx.Node]
+) -> None:
+    """Copy what results need besides what is made already."""
+    needed = _needed(results, made)
+    for node in old.graph.nodes:
+        if node in needed and node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+            made[node].meta = dict(node.meta)

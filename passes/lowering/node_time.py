@@ -1,0 +1,46 @@
+"""Time of single nodes of a lowered program: collectives by their formulas, other calls by the bytes that they move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoshard.ir.aliases import aliased_operands
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.mesh import Mesh
+from cost_models.compute import memory_time
+from cost_models.hardware import Cluster
+from passes.strategies.collective_nodes import collective_time
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTime:
+    """Seconds of a node on one rank, kernels and constants too; on no cluster, the bytes that it sends or moves.
+
+    Args:
+        mesh: whose axes name the groups of collectives.
+        cluster: what it runs on.
+    """
+
+    mesh: Mesh
+    cluster: Cluster | None
+
+    def __call__(self, node: fx.Node) -> float:
+        """Of one node; nothing for views, and for waiting."""
+        if not isinstance(node.target, torch._ops.OpOverload) or aliased_operands(node):
+            return 0.0
+        moved = _bytes(node.meta.get("val")) + sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
+        if self.cluster is None:
+            return moved
+        if is_collective(node):
+            return collective_time(node, self.mesh, self.cluster)
+        return self.cluster.device.launch_latency_s + memory_time(moved, self.cluster.device)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (tuple, list)) else 0
