@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
+from passes.lowering.start_ahead import StartAhead
+from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
 
-OVERLAP: Sequence[Sequence[Callable[[PhasedProgram], PhasedProgram]]] = (
-    (WaitLate(), WaitLate(most_held=2)),
-    (BucketCollectives(), BucketCollectives(most_bytes=4 * MIB), BucketCollectives(most_bytes=MIB)),
+Pass = Callable[[PhasedProgram], PhasedProgram]
+
+APART: Sequence[Pass] = (WaitLate(), StartAhead(by=None))
+"""What brings starts before waits, and waits behind starts, so that collectives may come together; in order."""
+
+OVERLAP: Sequence[Sequence[Pass]] = (
+    (BucketCollectives(), StartAhead(), WaitInTurn()),
+    (BucketCollectives(), StartAhead(), WaitInTurn(most_held=2)),
+    (BucketCollectives(most_bytes=4 * MIB), StartAhead(), WaitInTurn(most_held=2)),
+    (BucketCollectives(most_bytes=MIB), StartAhead(), WaitInTurn(most_held=2)),
+    (StartAhead(), WaitInTurn(most_held=2)),
+    (StartAhead(by=0), WaitInTurn(most_held=1)),
 )
-"""The passes, in order; of each line the first with which memory stays below the peak that the phases had, if any."""
+"""What follows: for each phase the first of these rows with which memory stays within the program's peak, if any."""
 
 
 def overlapped(
     phased: PhasedProgram, on_pass: Callable[[Any, Any, Any], None] | None = None, micro_batches: int = 1
 ) -> PhasedProgram:
-    """The phases after `OVERLAP`; `on_pass` sees what each pass was given and made."""
+    """The phases after `APART` and rows of `OVERLAP`; `on_pass` sees what each pass was given and made."""
     limit = peak_bytes(phased, micro_batches=micro_batches)
-    for choices in OVERLAP:
-        made = ((rewrite, rewrite(phased)) for rewrite in choices)
-        found = next((pair for pair in made if peak_bytes(pair[1], micro_batches=micro_batches) <= limit), None)
-        if found is not None:
-            if on_pass is not None:
-                on_pass(found[0], phased, found[1])
-            phased = found[1]
-    return phased
+    apart = list(_run(APART, phased))
+    made, left = phased, list(phased.phases)
+    for row in OVERLAP:
+        steps = [*apart, *_run(row, apart[-1][-1])]
+        tried = {name: _with_phases(phased, steps[-1][-1], [name]) for name in left}
+        fitting = [name for name in left if peak_bytes(tried[name], micro_batches=micro_batches) <= limit]
+        if fitting and on_pass is not None:
+            for step in steps:
+                on_pass(*step)
+        made = _with_phases(made, steps[-1][-1], fitting)
+        left = [name for name in left if name not in fitting]
+        if not left:
+            break
+    return made
+
+
+def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[str]) -> PhasedProgram:
+    """The program with some phases of another."""
+    chosen: dict[str, Any] = {name: other.phases[name] for name in names}
+    return replace(phased, **chosen)
+
+
+def _run(passes: Sequence[Pass], phased: PhasedProgram) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
+    """Each pass with what it was given and made."""
+    for rewrite in passes:
+        made = rewrite(phased)
+        yield rewrite, phased, made
+        phased = made

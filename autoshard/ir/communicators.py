@@ -47,3 +47,13 @@ def for_purpose(group: str, purpose: Purpose) -> str:
         'data/gradients'
     """
     return f"{without_purpose(group)}/{purpose}"
+
+
+def is_for(group: str, purpose: Purpose) -> bool:
+    """Whether a communicator is for a purpose.
+
+    Example:
+        >>> is_for("data/gradients", Purpose.GRADIENTS), is_for("data", Purpose.GRADIENTS)
+        (True, False)
+    """
+    return group == for_purpose(group, purpose)

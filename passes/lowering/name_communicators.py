@@ -4,7 +4,7 @@ Before → after, by the group's name (`autoshard.ir.communicators`):
 
 * of a gather of what is computed from parameters alone, `"data"` → `"data/parameters"`; in the update, of any gather;
 * of a reduction whose result the backward only returns (a gradient of a parameter, as it is handed out or carried into
-  the update), `"data"` → `"data/gradients"`; in the update, of any reduction.
+  the update), and of what sends that result on, `"data"` → `"data/gradients"`; in the update, of any reduction.
 
 All others (tensor and sequence parallelism, losses) keep the axis' own. The names are the same on all ranks, as the
 text is, and no number depends on them: `verify_phases` reads each as that of its axes.
@@ -58,7 +58,7 @@ def _named(
         group = str(node.args[-1])
         if node.target in _GATHERS and node in of_parameters:
             return for_purpose(group, Purpose.PARAMETERS)
-        if node.target in _REDUCTIONS and node in returned:
+        if node.target in (*_GATHERS, *_REDUCTIONS) and node in returned:
             return for_purpose(group, Purpose.GRADIENTS)
         return group
 
@@ -82,7 +82,7 @@ def _computed_from(sources: Collection[fx.Node], graph: fx.Graph) -> set[fx.Node
 
 
 def _only_returned(graph: fx.Graph) -> set[fx.Node]:
-    """What is read, by way of calls of one operand, by nothing but the output, and what is so after a reduction."""
+    """What nothing but the output reads, by way of calls of one operand, reductions over further axes among them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "call_function" and all(user.op == "output" or _passes_on(user, found) for user in node.users):
@@ -91,8 +91,8 @@ def _only_returned(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _passes_on(user: fx.Node, found: Collection[fx.Node]) -> bool:
-    """Whether a call only shapes, scales or converts what it is given, on its way to the output."""
-    return user in found and len(user.all_input_nodes) == 1 and user.target not in (*_GATHERS, *_REDUCTIONS)
+    """Whether a call only shapes, scales, converts or sends what it is given, on its way to the output."""
+    return user in found and len(user.all_input_nodes) == 1
 
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -32,6 +32,16 @@ def fully_sharded() -> PhasedProgram:
     return lower_program(program, plan, h100s(mesh), with_overlap=False)
 
 
+@cache
+def gathered_blocks() -> PhasedProgram:
+    """Blocks on four ranks with so large a batch that weights are gathered, a quarter of each being held."""
+    mesh = Mesh({"x": 4})
+    constraints = {"*.weight": P("x"), "*.bias": P("x"), "input:0": P("x")}
+    program = blocks_program(batch=2**18, length=1, hidden=1024, count=6)
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints, with_baselines=False))
+    return lower_program(program, plan, h100s(mesh), with_overlap=False)
+
+
 def calls(graph_module: fx.GraphModule) -> list[str]:
     """What a phase calls, in order."""
     return [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]

@@ -85,10 +85,10 @@ def test_an_update_gathers_parameters() -> None:
 
 
 def test_values_keep_the_axis_own() -> None:
-    """Of tensor parallelism, activations and their gradients."""
+    """Activations of tensor parallelism, but not a gradient that is reduced over one axis and then over another."""
     found = phased("tensor")
     assert "values" in purposes_of(found.forward)
-    assert purposes_of(found.backward) == {"values", "gradients"}
+    assert kinds_of(found.backward) == {"reduce_scatter_tensor gradients", "all_reduce gradients"}
 
 
 def test_a_purpose_hides_no_wrong_axis() -> None:

@@ -125,7 +125,10 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         "JoinBiases",
         "NameCommunicators",
         "WaitLate",
+        "StartAhead",
         "BucketCollectives",
+        "StartAhead",
+        "WaitInTurn",
     ]
     monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
     compile_layers()

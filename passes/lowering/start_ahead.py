@@ -1,0 +1,161 @@
+"""Start gathers of parameters ahead of the layer that reads them, so that they run beside the layers before it.
+
+Before → after: `y = f(x, wait(all_gather(p))); z = g(y, wait(all_gather(q)))` → `p1 = all_gather(p)`,
+`q1 = all_gather(q)`, `y = f(x, wait(p1))`, `z = g(y, wait(q1))`: each gather starts right before the one before it,
+over the same links, is waited for. The first starts at the head of its phase. What is sent is packed just before it is
+sent, so memory holds one more gather than without this pass.
+
+Moved are, in the forward and the backward, gathers of what is computed from parameters alone, which nothing there
+writes; in the update, what is sent of its inputs as they are (gradients of micro-batches), to its head.
+With `by=None` everything moves to the head, in the order in which it is waited for, which is how `BucketCollectives`
+finds what may travel together. The bucket is then put in its place by the pass with a number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autoshard.ir.collectives import ALL_GATHER, is_collective, is_wait
+from autoshard.ir.communicators import Purpose, is_for
+from autoshard.ir.lowered import PhasedProgram
+from passes.preparation.rewriting import in_order
+
+
+@dataclass(frozen=True, slots=True)
+class StartAhead:
+    """See the module's docstring.
+
+    Args:
+        by: how many gathers, over the same links, are under way before one is waited for, that one left out. None: all.
+    """
+
+    by: int | None = 1
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with their gathers moved."""
+        update = phased.update
+        return replace(
+            phased,
+            forward=_moved(phased.forward, _gathers(phased.forward.graph), self.by),
+            backward=_moved(phased.backward, _gathers(phased.backward.graph), self.by),
+            update=update
+            if update is None or self.by is not None
+            else _moved(update, _sent_as_given(update.graph), None),
+        )
+
+
+def _gathers(graph: fx.Graph) -> list[fx.Node]:
+    """Gathers of what is computed from parameters alone."""
+    nodes = graph.find_nodes(op="call_function", target=ALL_GATHER)
+    return [node for node in nodes if is_for(str(node.args[-1]), Purpose.PARAMETERS)]
+
+
+def _sent_as_given(graph: fx.Graph) -> list[fx.Node]:
+    """Collectives of what a phase is given, by way of calls of one operand, and of what these give."""
+    found: set[fx.Node] = set(graph.find_nodes(op="placeholder"))
+    for node in graph.nodes:
+        if len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in found and node.op == "call_function":
+            found.add(node)
+    return [node for node in graph.nodes if node in found and is_collective(node)]
+
+
+def _moved(graph_module: fx.GraphModule, starts: Sequence[fx.Node], by: int | None) -> fx.GraphModule:
+    if not starts:
+        return graph_module
+    order = _Order(graph_module.graph, starts)
+    return in_order(graph_module, order.from_the_head() if by is None else order.ahead(by))
+
+
+@dataclass(slots=True)
+class _Order:
+    """The nodes of a graph in another order.
+
+    Args:
+        graph: the graph.
+        starts: the collectives that move.
+        moving: these, and what they need, which is put where it is needed.
+        depths: of each node, how many of `starts` follow each other in what it is computed from.
+        placed: nodes that have their place.
+    """
+
+    graph: fx.Graph
+    starts: Sequence[fx.Node]
+    moving: set[fx.Node] = field(init=False)
+    depths: dict[fx.Node, int] = field(init=False)
+    placed: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.moving = {node for node in _needed_by(self.starts) if node.op == "call_function"}
+        self.depths = _depths(self.graph, frozenset(self.starts))
+        self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
+
+    def from_the_head(self) -> Iterator[fx.Node]:
+        """All starts first: those of what the phase is given, then those of what these give, and so on."""
+        yield from self._placeholders()
+        for start in sorted(self.starts, key=self.depths.__getitem__):
+            yield from self._place(start, {})
+        yield from self._rest({})
+
+    def ahead(self, by: int) -> Iterator[fx.Node]:
+        """Each start right before the wait for the one that is `by` before it among those of its group and depth."""
+        yield from self._placeholders()
+        queues = defaultdict[object, list[fx.Node]](list)
+        for start in self.starts:
+            queues[start.args[-1], self.depths[start]].append(start)
+        behind = {start: queue[place : place + by] for queue in queues.values() for place, start in enumerate(queue, 1)}
+        for queue in queues.values() if by else ():
+            if self.depths[queue[0]] == 1:
+                yield from self._place(queue[0], behind)
+        yield from self._rest(behind)
+
+    def _placeholders(self) -> Iterator[fx.Node]:
+        for node in self.graph.find_nodes(op="placeholder"):
+            self.placed.add(node)
+            yield node
+
+    def _rest(self, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
+        for node in self.graph.nodes:
+            if node not in self.moving:
+                yield from self._place(node, behind)
+
+    def _place(self, node: fx.Node, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
+        """A node behind what it needs, unless it has its place; a wait also behind the starts `behind` its own."""
+        if node in self.placed:
+            return
+        for operand in node.all_input_nodes:
+            yield from self._place(operand, behind)
+        if is_wait(node):
+            for start in behind.get(node.all_input_nodes[0], ()):
+                yield from self._place(start, behind)
+        self.placed.add(node)
+        yield node
+
+
+def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that they are computed from."""
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        operands = set(stack.pop().all_input_nodes) - found
+        found |= operands
+        stack += operands
+    return found
+
+
+def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """The place of each node; of one that moves, that of the first that does not and reads what is made of it."""
+    first: dict[fx.Node, int] = {}
+    for place, node in reversed(list(enumerate(graph.nodes))):
+        first[node] = min((first[user] for user in node.users), default=place) if node in moving else place
+    return first
+
+
+def _depths(graph: fx.Graph, starts: frozenset[fx.Node]) -> dict[fx.Node, int]:
+    """See `_Order`; a start counts itself."""
+    depths: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = (node in starts) + max((depths[operand] for operand in node.all_input_nodes), default=0)
+    return depths
