@@ -11,6 +11,9 @@
 #   make mutants               200 changes of the source on purpose, drawn by a seed, each with the tests near it: which of
 #                              them the tests notice; goes on where the last run stopped (build/mutants);
 #                              installs cosmic-ray, which nothing else needs
+#   make campaigns             wrong programs beside the verifier, by a seed: 5,000 of what compiling makes, 2,000 of buckets,
+#                              late waits and updates in place, 6,000 of orders of pipelines; fails where one that computes
+#                              another number, or hangs, is accepted; goes on where the last run stopped (build/*_campaign)
 #   make gpu-bench             each Triton kernel and a block beside torch.compile, Liger-Kernel and eager, on a GPU
 #   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
 #   make lint | make format    check the style | put it right
@@ -22,7 +25,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all nightly zoo mutants gpu-bench kernel-table lint format types pytest clean
+.PHONY: help demo test test-all nightly zoo mutants campaigns gpu-bench kernel-table lint format types pytest clean
 
 VENV := .venv
 PIP_FLAGS ?=
@@ -87,6 +90,11 @@ zoo: $(ZOO_READY)
 
 mutants: $(MUTANTS_READY)
 	$(PYTHON) -m tests.mutants
+
+campaigns: $(READY)
+	$(PYTHON) -m tests.benchmarks.mutation_campaign --jobs $(WORKERS)
+	$(PYTHON) -m tests.benchmarks.overlap_campaign --jobs $(WORKERS)
+	$(PYTHON) -m tests.benchmarks.schedule_campaign
 
 gpu-bench: $(READY)
 	$(PYTHON) -m tests.benchmarks.gpu_kernels

@@ -2,9 +2,9 @@
 
 The graph is walked with a memory in which every value has a place, shared with all that may alias it, and the number
 that it has in the functional graph (`number_values`). Writing gives the written value a new number and makes
-all others in its place stale. No stale value may be read or returned, what a collective sends may not be written before
-it is waited for, no call may be made that the functional graph
-does not make, the results must have the functional ones' numbers, and only the inputs that are meant to be are
+all others in its place stale. No stale value may be read or returned. What a collective sends may not be written before
+it is waited for: an all-reduce sends views too, over three Gloo ranks or more. No call may be made that the functional
+graph does not make, the results must have the functional ones' numbers, and only the inputs that are meant to be are
 written. That a twin in place computes what its functional operator does is what the kernels' tests show. Placeholders
 are taken not to alias each other: they are parameters, state and values of one program. Buckets of updates are written
 out as these first (`passes.lowering.bucket_updates`).
@@ -23,9 +23,10 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.ir.aliases import aliased_operands
-from autoshard.ir.collectives import holds_operand, is_wait
+from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.preparation.number_values import Numbering, call_key
+from passes.verification.check_computed import check_computed
 from passes.verification.expand_buckets import expand_buckets
 
 _aten = torch.ops.aten
@@ -45,6 +46,7 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
         VerificationError: a value is read after it was written over, a result is another value or lies elsewhere, or an
             input is written that nothing should be; the message names the node.
     """
+    check_computed(after.graph)
     _Memory(before, expand_buckets(after), written).run()
 
 
@@ -101,7 +103,7 @@ class _Memory:
         for operand in node.all_input_nodes:
             if operand is not overwritten:
                 self._check_fresh(operand, node)
-        if holds_operand(node):
+        if is_collective(node):
             places = frozenset[fx.Node]().union(*(self.places[operand] for operand in node.all_input_nodes))
             self.sent[node] = {place: self.writes[place] for place in places}
         elif is_wait(node):

@@ -31,6 +31,7 @@ from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import TRANSFERS, to_host
 from passes.preparation.number_values import Numbering, draws_numbers, number_graph
 from passes.preparation.rewriting import with_groups, with_targets
+from passes.verification.check_computed import check_computed
 from passes.verification.expand_biases import expand_biases
 from passes.verification.expand_collectives import expand_collectives
 from passes.verification.verify_offload import verify_offload
@@ -96,7 +97,7 @@ def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]
 
 def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph without buckets, narrowed gradients, purposes, and kernels, for which alone triton is imported."""
-    _check_computed(graph_module.graph)
+    check_computed(graph_module.graph)
     graph_module = widen_reductions(expand_collectives(with_targets(graph_module, SEMANTIC)))
     graph_module = _without_purposes(expand_biases(graph_module))
     if not any(str(node.target).startswith(_KERNEL_PREFIXES) for node in graph_module.graph.nodes):
@@ -109,15 +110,6 @@ def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _without_purposes(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph with one communicator for each axis; what is sent over it does not depend on its name."""
     return with_groups(graph_module, lambda node: without_purpose(str(node.args[-1])))
-
-
-def _check_computed(graph: fx.Graph) -> None:
-    computed: set[fx.Node] = set()
-    for node in graph.nodes:
-        missing = [operand for operand in node.all_input_nodes if operand not in computed]
-        if missing:
-            raise VerificationError(f"{node.format_node()} reads {missing[0].name!r} before it is computed.")
-        computed.add(node)
 
 
 def _check_parts(phased: PhasedProgram) -> None:

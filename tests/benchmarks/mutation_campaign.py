@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -42,20 +43,43 @@ from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, phased_of, program_of
-from tests.passes.mutants import Mutant, Run, draw_mutant, mutate_order, run_of
+from tests.passes.mutant_runs import Run, run_of
+from tests.passes.mutants import Mutant, draw_mutant, mutate_order
 
-RESULTS = "tests/benchmarks/results/mutation_campaign.md"
+Proven = tuple[PhasedProgram, Program, Run]
+"""A right program, its trace, and what it computes of generic inputs."""
+
 SAMPLED = 10
 """Of refused mutants one in so many is run."""
 
 ORDERS = 20
 """Of the mutants of a whole step one in so many runs its micro-batches otherwise."""
 
-DRAWN_ELSEWHERE = {
-    "a bucket split wrong": "only processes run with buckets (tests/passes/lowering/test_bucket_updates.py)",
-    "sends and receives out of order": "no program has pipeline stages yet (tests.benchmarks.schedule_campaign)",
-}
-"""Mistakes that the verifier is asked to find and that none of the programs here can contain."""
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """Programs, and how mutants are drawn of them.
+
+    Args:
+        name: of the module that runs it, and of its page.
+        title: of the page.
+        count: mutants in all, if nothing is said.
+        sampled: of refused mutants one in so many is run.
+        families, layouts: each family under each layout is a program.
+        prove: makes such a program, which is proven.
+        draw: a mutant of a family under a layout, and its number.
+        elsewhere: mistakes that the verifier is asked to find and that none of the programs can contain, and why.
+    """
+
+    name: str
+    title: str
+    count: int
+    sampled: int
+    families: Sequence[str]
+    layouts: Sequence[str]
+    prove: Callable[[str, str], Proven]
+    draw: Callable[[str, str, int, Random], Mutant]
+    elsewhere: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -90,20 +114,31 @@ class Part:
             self.holes.append(f"{name}: {kind}: {mutant.what}")
 
 
-def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0, sampled: int = SAMPLED) -> Part:
+def attack(
+    family: str,
+    layout: str,
+    count: int,
+    seed: int,
+    *,
+    first: int = 0,
+    sampled: int | None = None,
+    campaign: Campaign | None = None,
+) -> Part:
     """Draw mutants `first` to `first + count` of one program; the right program must be accepted.
 
-    Of refused mutants one in `sampled` is run.
+    Of refused mutants one in `sampled` is run, or as many as the campaign says.
 
     Raises:
         VerificationError: the right program was refused.
     """
-    phased, traced, run = prove(family, layout)
+    campaign = campaign or OF_COMPILING
+    sampled = sampled or campaign.sampled
+    phased, traced, run = campaign.prove(family, layout)
     part, forms = Part(family, layout, len(phased.lowered.graph_module.graph.nodes)), LocalForms(phased.lowered.mesh)
     start = time.perf_counter()
     for number in range(first, first + count):
         name = f"{seed}, {family}, {layout}, {number}"
-        mutant = _draw(phased, number, Random(name))
+        mutant = campaign.draw(family, layout, number, Random(name))
         refused = mutant.is_refused(traced, forms)
         is_run = not refused or number % sampled == 0
         part.add(mutant, name, refused, run.is_changed_by(mutant) if is_run else None)
@@ -111,15 +146,20 @@ def attack(family: str, layout: str, count: int, seed: int, *, first: int = 0, s
     return part
 
 
-def _draw(phased: PhasedProgram, number: int, random: Random) -> Mutant:
+def _draw(family: str, layout: str, number: int, random: Random) -> Mutant:
     """A mutant of a program; of one with an update one in so many is of the order of its micro-batches."""
+    phased = phased_of(family, layout)
     of_order = mutate_order(phased, random) if number % ORDERS == ORDERS - 1 else None
     return of_order or draw_mutant(phased, random)
 
 
-def prove(family: str, layout: str) -> tuple[PhasedProgram, Program, Run]:
+def prove(family: str, layout: str) -> Proven:
     """A right program, which is proven, with its trace and what it computes of generic inputs."""
-    phased, traced = phased_of(family, layout), program_of(family, layout)
+    return proven(family, phased_of(family, layout), program_of(family, layout))
+
+
+def proven(family: str, phased: PhasedProgram, traced: Program) -> Proven:
+    """The same of any program of a family."""
     verify_preparation(traced, phased.lowered.traced)
     verify_program(phased.lowered.traced, phased.lowered, phased.carried)
     verify_phases(phased)
@@ -128,14 +168,30 @@ def prove(family: str, layout: str) -> tuple[PhasedProgram, Program, Run]:
     return phased, traced, run_of(phased, examples)
 
 
-def main(arguments: list[str]) -> int:
-    """Run the campaign; 0 if there is no hole."""
-    options = _parser().parse_args(arguments)
-    layouts = options.layout or list(LAYOUTS)
-    parts = [(family, layout) for family, layout in product(FAMILIES, layouts) if options.family in ("", family)]
+OF_COMPILING = Campaign(
+    name="mutation_campaign",
+    title="Mutants beside the verifier",
+    count=5000,
+    sampled=SAMPLED,
+    families=tuple(FAMILIES),
+    layouts=tuple(LAYOUTS),
+    prove=prove,
+    draw=_draw,
+    elsewhere={
+        "buckets, late waits and writes in place": "few of these programs have any (tests.benchmarks.overlap_campaign)",
+        "sends and receives out of order": "no program has pipeline stages yet (tests.benchmarks.schedule_campaign)",
+    },
+)
+
+
+def main(arguments: list[str], campaign: Campaign = OF_COMPILING) -> int:
+    """Run a campaign; 0 if there is no hole."""
+    options = _parser(campaign).parse_args(arguments)
+    families = [family for family in campaign.families if options.family in ("", family)]
+    parts = list(product(families, options.layout or campaign.layouts))
     counts = [options.count // len(parts) + (index < options.count % len(parts)) for index in range(len(parts))]
     options.folder.mkdir(parents=True, exist_ok=True)
-    work = partial(_attack_or_read, seed=options.seed, folder=options.folder)
+    work = partial(_attack_or_read, seed=options.seed, folder=options.folder, campaign=campaign)
     if options.kept:
         found = [_read(path) for path in sorted(options.folder.glob("*.json"))]
     else:
@@ -144,20 +200,22 @@ def main(arguments: list[str]) -> int:
             found = list(pool.map(work, *tasks))
     Console(width=120).print(_by_kind(found), *(hole for part in found for hole in part.holes), sep="\n")
     if options.out is not None:
-        options.out.write_text(report(found, options.seed))
+        options.out.write_text(report(found, options.seed, campaign))
     return int(any(part.holes for part in found))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(campaign: Campaign) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=5000, help="mutants in all")
+    page = f"tests/benchmarks/results/{campaign.name}.md"
+    folder = Path(f"build/{campaign.name}")
+    parser.add_argument("--count", type=int, default=campaign.count, help="mutants in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--family", default="", choices=("", *FAMILIES), help="only this one")
-    parser.add_argument("--layout", nargs="*", choices=LAYOUTS, help="only these")
+    parser.add_argument("--family", default="", choices=("", *campaign.families), help="only this one")
+    parser.add_argument("--layout", nargs="*", choices=campaign.layouts, help="only these")
     parser.add_argument("--kept", action="store_true", help="of all that is in the folder: draw no more")
-    parser.add_argument("--out", type=Path, help=f"write a page, e.g. {RESULTS}")
-    parser.add_argument("--folder", type=Path, default=Path("build/mutation_campaign"), help="where parts are kept")
+    parser.add_argument("--out", type=Path, help=f"write a page, e.g. {page}")
+    parser.add_argument("--folder", type=Path, default=folder, help="where parts are kept")
     return parser
 
 
@@ -165,11 +223,13 @@ def _path(folder: Path, family: str, layout: str, count: int, seed: int) -> Path
     return folder / f"{family}, {layout}, {count}, {seed}.json"
 
 
-def _attack_or_read(family: str, layout: str, count: int, *, seed: int, folder: Path) -> Part:
+def _attack_or_read(
+    family: str, layout: str, count: int, *, seed: int, folder: Path, campaign: Campaign = OF_COMPILING
+) -> Part:
     torch.set_num_threads(1)
     path = _path(folder, family, layout, count, seed)
     if not path.exists():
-        part = attack(family, layout, count, seed)
+        part = attack(family, layout, count, seed, campaign=campaign)
         path.write_text(json.dumps({item.name: getattr(part, item.name) for item in fields(Part)}, indent=1))
     found = _read(path)
     Console().print(f"{family}, {layout}: {count} in {found.seconds:.0f} s, {len(found.holes)} holes")
@@ -186,15 +246,15 @@ def _read(path: Path) -> Part:
 _COUNTED = ("drawn", "accepted", "run", "changing")
 
 
-def report(parts: list[Part], seed: int) -> str:
+def report(parts: list[Part], seed: int, campaign: Campaign) -> str:
     """The page of results."""
     total = {name: sum((getattr(part, name) for part in parts), Counter()) for name in _COUNTED}
     sums = {name: sum(counts.values()) for name, counts in total.items()}
     holes = [hole for part in parts for hole in part.holes]
     lines = [
-        "# Mutants beside the verifier",
+        f"# {campaign.title}",
         "",
-        f"`python -m tests.benchmarks.mutation_campaign`, seed {seed}, {time.strftime('%Y-%m-%d')}, torch "
+        f"`python -m tests.benchmarks.{campaign.name}`, seed {seed}, {time.strftime('%Y-%m-%d')}, torch "
         f"{torch.__version__}.",
         "",
         f"{sums['drawn']} mutants of {len(parts)} programs ({len({part.family for part in parts})} families under "
@@ -209,7 +269,7 @@ def report(parts: list[Part], seed: int) -> str:
         "| mutation of | kind | drawn | refused | accepted, same numbers | refused ones run | of these changing |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| {kind.partition(' ')[0]} | {kind.partition(' ')[2].replace('_', ' ')} | {count} | "
+            f"| {kind.rpartition(' ')[0]} | {kind.rpartition(' ')[2].replace('_', ' ')} | {count} | "
             f"{count - total['accepted'][kind]} | {total['accepted'][kind]} | {total['run'][kind]} | "
             f"{total['changing'][kind]} |"
             for kind, count in sorted(total["drawn"].items())
@@ -225,7 +285,7 @@ def report(parts: list[Part], seed: int) -> str:
         "",
         "Drawn elsewhere, because none of these programs can have it:",
         "",
-        *(f"* {name}: {why}" for name, why in DRAWN_ELSEWHERE.items()),
+        *(f"* {name}: {why}" for name, why in campaign.elsewhere.items()),
         "",
     ]
     return "\n".join(lines)

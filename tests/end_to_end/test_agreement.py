@@ -12,18 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 import autoshard
 from autoshard import LostRankError, Mesh, PlanMismatchError, RankMismatchError
+from autoshard.ir.lowered import PhasedProgram
 from autoshard.planner import Planner
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.testing.decided_plans import most_recomputed_plan, most_split_plan
 from autoshard.tracing import trace
+from passes import pipeline
 from passes.lowering.lower import Lower
+from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.training import assert_equal, train
 from tests.passes.mutations import copy_of, scale_value
+from tests.passes.overlap_mutants import start_earlier
 from tests.runtime.processes import report, run_checks
 
 PAIR = Mesh({"data": 2})
@@ -107,6 +111,25 @@ def check_programs_that_differ(folder: Path) -> None:
         with_lowering(scaled, partial(compile_with, folder, NAMES[0], verify=False))
 
 
+def check_collectives_in_another_order(folder: Path) -> None:
+    """One rank starts a collective ahead of another: proven on its own, it would leave the other rank waiting."""
+    right = pipeline.overlapped
+
+    def reordered(phased: PhasedProgram, on_pass: Any = None) -> PhasedProgram:
+        made = right(phased, on_pass)
+        module = copy_of(made.backward)
+        assert any(start_earlier(module.graph, Random(seed), PAIR) for seed in range(9))
+        wrong = replace(made, backward=fx.GraphModule(module, module.graph))
+        verify_phases(wrong)
+        return wrong
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(pipeline, "overlapped", reordered)
+        with pytest.raises(RankMismatchError, match="Ranks disagree about compiled program"):
+            compile_with(folder, NAMES[2])
+
+
 def with_lowering(lower: Callable[[Lower, Any], Any], run: Callable[[], Any]) -> None:
     """Run with another lowering on the last rank."""
     with pytest.MonkeyPatch.context() as patch:
@@ -131,6 +154,7 @@ CHECKS = {
     "the first plan": check_the_first_plan_is_everyones,
     "cannot lower": check_a_rank_that_cannot_lower,
     "programs differ": check_programs_that_differ,
+    "orders differ": check_collectives_in_another_order,
 }
 
 

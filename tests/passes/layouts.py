@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,9 @@ from passes.strategies.price import Prices
 from tests.passes.families import FAMILIES
 
 MESH = Mesh({"data": 2, "model": 2})
-_NODE = node_type("cpu_laptop")
+_MEASURED = node_type("cpu_laptop")
+_NODE = replace(_MEASURED, intra=replace(_MEASURED.intra, reduce_scatter_phases=1.8))
+"""A layout is the same whatever is measured next: an all-reduce moves less than a reduce-scatter and a gather."""
 _LAPTOP = Cluster(_NODE, nodes=1, devices_per_node=4)
 _WITH_HOST = Cluster(
     _NODE.with_device(replace(_NODE.device, host_link=HostLink(1e10, 1e10))), nodes=1, devices_per_node=4
@@ -178,18 +181,24 @@ def planning_of(family: str, layout: str) -> PlanningProblem:
 
 
 def lowered_under(
-    layout: Layout, program: Program, planning: PlanningProblem | None = None, *, with_overlap: bool = True
+    layout: Layout,
+    program: Program,
+    planning: PlanningProblem | None = None,
+    *,
+    with_overlap: bool = True,
+    reduce_dtype: torch.dtype | None = None,
 ) -> PhasedProgram:
     """The lowered program of any trace under a layout; `planning` is its problem, if it is known.
 
     That of a whole step is one of two micro-batches, which share what parameters decide alone.
     """
-    return _lowered(layout, program, _roomy(plan_under(layout, planning or _planning(program))), with_overlap)
+    plan = _roomy(plan_under(layout, planning or _planning(program)))
+    return _lowered(layout, program, plan, with_overlap=with_overlap, reduce_dtype=reduce_dtype)
 
 
-def _lowered(layout: Layout, program: Program, plan: Plan, with_overlap: bool = True) -> PhasedProgram:
+def _lowered(layout: Layout, program: Program, plan: Plan, **options: Any) -> PhasedProgram:
     parts = 2 if layout.updates else 1
-    return lower_program(program, plan, with_kernels=layout.kernels, with_overlap=with_overlap, micro_batches=parts)
+    return lower_program(program, plan, with_kernels=layout.kernels, micro_batches=parts, **options)
 
 
 def _roomy(plan: Plan) -> Plan:
@@ -223,10 +232,14 @@ def _planning_of(family: str, updates: bool, dtype: torch.dtype, precision: str 
 
 
 def _planning(program: Program) -> PlanningProblem:
-    """The planning problem of a program, with a variable of its own for every site."""
-    space = EnumerateStrategies(MESH)(prepare(program))
+    return planning_on(MESH, program)
+
+
+def planning_on(mesh: Mesh, program: Program) -> PlanningProblem:
+    """The planning problem of a program on a mesh, with a variable of its own for every site."""
+    space = EnumerateStrategies(mesh)(prepare(program))
     alone = {name: name for name in space.sites}
-    return build_problem(space, Prices(_WITH_HOST, MESH), find_lifetimes(space, 0.0), alone)
+    return build_problem(space, Prices(_WITH_HOST, mesh), find_lifetimes(space, 0.0), alone)
 
 
 def _placed(planning: PlanningProblem, layout: Layout) -> dict[int, np.ndarray]:

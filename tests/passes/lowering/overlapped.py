@@ -13,14 +13,23 @@ from autoshard.ir.spec import P
 from passes.pipeline import PlanOptions, lower_program, plan_program
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.families import FAMILIES
-from tests.passes.layouts import LAYOUTS, lowered_under, planning_of, program_of
-from tests.passes.mutants import Place, run_of
+from tests.passes.layouts import LAYOUTS, MESH, lowered_under, planning_of, planning_on, program_of
+from tests.passes.mutant_runs import run_of
+from tests.passes.mutants import Place
 
 
 @cache
 def plain(family: str, layout: str) -> PhasedProgram:
     """The program of a family under a layout, with every collective waited for where it stands."""
     return lowered_under(LAYOUTS[layout], program_of(family, layout), planning_of(family, layout), with_overlap=False)
+
+
+@cache
+def plain_on(mesh: Mesh, layout: str, family: str, reduce_dtype: torch.dtype | None = None) -> PhasedProgram:
+    """`plain` on another mesh, with gradients of float32 sent in a type if there is one."""
+    program = program_of(family, layout)
+    planning = planning_of(family, layout) if mesh == MESH else planning_on(mesh, program)
+    return lowered_under(LAYOUTS[layout], program, planning, with_overlap=False, reduce_dtype=reduce_dtype)
 
 
 @cache

@@ -21,7 +21,8 @@ from passes.verification.verify_phases import verify_phases
 from tests.passes.families import FAMILIES
 from tests.passes.hoist_mutations import hoist_what_differs
 from tests.passes.layouts import MESH, phased_of, plan_of, program_of
-from tests.passes.mutants import Place, run_of
+from tests.passes.mutant_runs import run_of
+from tests.passes.mutants import Place
 from tests.passes.mutations import copy_of
 
 LLAMA, SHARDED = "llama", "ZeRO-3"

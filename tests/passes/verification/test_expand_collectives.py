@@ -17,14 +17,21 @@ from tests.passes.bucket_mutations import BUCKET_MUTATIONS
 from tests.passes.lowering.overlapped import fully_sharded, plain
 from tests.passes.mutations import Mutation, copy_of
 
-SEEDS = 12
+SEEDS = 5
 LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 
 
-@pytest.mark.parametrize("source", [lambda: plain("gpt", "tensor"), fully_sharded], ids=["reduced", "scattered"])
+SOURCES = {
+    "reduced": lambda: plain("gpt", "tensor"),
+    "scattered": fully_sharded,
+    "gathered": lambda: plain("gpt", "data"),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("mutation", BUCKET_MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_every_mutant_is_refused(mutation: Mutation, source: Callable[[], PhasedProgram]) -> None:
-    """Of buckets of several members, all-reduced and scattered."""
+    """Of buckets of several members, all-reduced, scattered and gathered."""
     phased = LARGE(WaitLate()(source()))
     verify_phases(phased)
     for seed in range(SEEDS):

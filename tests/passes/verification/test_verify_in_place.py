@@ -14,6 +14,7 @@ import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.errors import VerificationError
 from autoshard.runtime.write_in_place import write_in_place
 from passes.verification.verify_in_place import verify_in_place
+from tests.passes.in_place import written_of
 from tests.passes.layouts import phased_of
 from tests.passes.mutations import copy_of
 from tests.runtime.test_write_in_place import BUILDERS, HYPER, _graph
@@ -42,13 +43,7 @@ def test_updates_of_lowered_programs_are_proven(family: str, layout: str) -> Non
     """As torch.distributed runs them."""
     phased = phased_of(family, layout)
     assert phased.update is not None
-    places = {(slot.slot.kind, slot.slot.name): i for i, slot in enumerate(phased.lowered.inputs)}
-    order = [*range(len(phased.carried)), *phased.update_inputs]
-    written = {}
-    for index, result in enumerate(phased.update_outputs):
-        slot = phased.lowered.outputs[result].slot
-        place = places[slot.kind.removesuffix("_update"), slot.name]
-        written[index] = len(phased.carried) + order[len(phased.carried) :].index(place)
+    written = written_of(phased)
     verify_in_place(phased.update, write_in_place(phased.update, written), written)
 
 
@@ -139,22 +134,33 @@ def observe(graph_module: fx.GraphModule, kind: str) -> list[list[float]] | str:
     return [item.flatten().tolist() for item in (*results, *values)]
 
 
+_C10D = torch.ops._c10d_functional
+_SENDING = {
+    "gathered": (_C10D.all_gather_into_tensor.default, 2, "data"),
+    "reduced": (_C10D.all_reduce.default, "sum", "data"),
+}
+
+
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_is_sent_is_not_written_over_before_it_arrived(is_late: bool) -> None:
-    """A parameter is gathered as it was, and updated: the update comes behind the wait."""
-    collectives = torch.ops._c10d_functional
+@pytest.mark.parametrize("sending", _SENDING)
+def test_what_is_sent_is_not_written_over_before_it_arrived(sending: str, is_late: bool) -> None:
+    """A parameter is sent as it was, and updated: the update comes behind the wait.
+
+    Of an all-reduce too, although torch's sends a copy: on three Gloo ranks or more it is an all-to-all of views.
+    """
+    target, *rest = _SENDING[sending]
 
     def build(writes: bool) -> fx.GraphModule:
         graph = fx.Graph()
         p, g = (graph.placeholder(name) for name in "pg")
-        sent = graph.call_function(collectives.all_gather_into_tensor.default, (p, 2, "data"))
+        sent = graph.call_function(target, (p, *rest))
         if not is_late:
-            found = graph.call_function(collectives.wait_tensor.default, (sent,))
+            found = graph.call_function(_C10D.wait_tensor.default, (sent,))
         result = graph.call_function(aten.add.Tensor, (p, g))
         if writes:
             graph.call_function(aten.copy_.default, (p, result))
         if is_late:
-            found = graph.call_function(collectives.wait_tensor.default, (sent,))
+            found = graph.call_function(_C10D.wait_tensor.default, (sent,))
         graph.output((p if writes else result, found))
         return fx.GraphModule({}, graph)
 
@@ -163,3 +169,13 @@ def test_what_is_sent_is_not_written_over_before_it_arrived(is_late: bool) -> No
             verify_in_place(build(writes=False), build(writes=True), {0: 0})
     else:
         verify_in_place(build(writes=False), build(writes=True), {0: 0})
+
+
+def test_a_value_read_before_it_is_computed_is_named() -> None:
+    """Before buckets of updates are written out, which copies the graph in its order."""
+    functional, writing = in_place("read later")
+    wrong = copy_of(writing)
+    call = next(node for node in wrong.graph.nodes if node.op == "call_function" and node.users)
+    next(iter(call.users)).append(call)
+    with pytest.raises(VerificationError, match="before it is computed"):
+        verify_in_place(functional, wrong, WRITTEN)

@@ -18,7 +18,8 @@ from autoshard.tracing import trace
 from passes.pipeline import lower_program
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
-from tests.passes.mutants import Place, mutate, run_of
+from tests.passes.mutant_runs import run_of
+from tests.passes.mutants import Place, mutate
 
 PAIR = Mesh({"data": 2})
 CLIPPED = WholeStep(partial(torch.optim.AdamW, lr=0.1), max_grad_norm=0.01)

@@ -9,6 +9,7 @@ from itertools import product
 from random import Random
 
 import pytest
+from torch import Tensor
 
 from tests.benchmarks.mutation_campaign import attack, prove
 from tests.passes.families import FAMILIES
@@ -58,9 +59,9 @@ def test_mutants_of_every_program_are_refused(family: str, layout: str) -> None:
 def test_a_right_program_has_numbers_to_be_held_beside() -> None:
     """All results are finite, and ranks that should hold copies do, with NaN in all padding."""
     phased, _, run = prove("lstm", "ZeRO-1")
-    for place in Place:
+    for place in set(Place) - {Place.ONE_RANK}:
         numbers = run.numbers(place, phased, phased.lowered.traced)
-        assert all(value.isfinite().all() for value in numbers)
+        assert all(isinstance(value, Tensor) and value.isfinite().all() for value in numbers)
         assert len(numbers) >= len(phased.lowered.outputs)
 
 

@@ -30,7 +30,8 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import Program
 from tests.passes.families import LENGTH, VOCABULARY, WIDTH, language_loss, tokens
 from tests.passes.layouts import LAYOUTS, lowered_under, traced_of
-from tests.passes.mutants import Mutant, Place, Run, run_of
+from tests.passes.mutant_runs import Run, run_of
+from tests.passes.mutants import Mutant, Place
 from tests.passes.mutations import REDUCING, alike, copy_of, insert
 
 aten = torch.ops.aten

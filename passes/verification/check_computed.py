@@ -1,0 +1,21 @@
+"""Check that a graph computes each value before it reads it: what rewrites a graph node by node relies on it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.errors import VerificationError
+
+
+def check_computed(graph: fx.Graph) -> None:
+    """Check the order of a graph.
+
+    Raises:
+        VerificationError: a node reads a value before it is computed; the message names both.
+    """
+    computed: set[fx.Node] = set()
+    for node in graph.nodes:
+        missing = [operand for operand in node.all_input_nodes if operand not in computed]
+        if missing:
+            raise VerificationError(f"{node.format_node()} reads {missing[0].name!r} before it is computed.")
+        computed.add(node)

@@ -1,0 +1,33 @@
+"""The update of a lowered program as processes run it: written over parameters and state, many in one call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import fx
+
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.runtime.write_in_place import write_in_place
+from passes.lowering.bucket_updates import bucket_updates
+
+
+def written_of(phased: PhasedProgram) -> dict[int, int]:
+    """The index of each result of the update to that of the placeholder whose place it takes."""
+    inputs, outputs, first = phased.lowered.inputs, phased.lowered.outputs, len(phased.carried)
+    read = [inputs[index].slot for index in phased.update_inputs]
+    places = {(slot.kind, slot.name): first + place for place, slot in enumerate(read)}
+    slots = [outputs[index].slot for index in phased.update_outputs]
+    return {index: places[slot.kind.removesuffix("_update"), slot.name] for index, slot in enumerate(slots)}  # type: ignore[index]
+
+
+def in_place(phased: PhasedProgram) -> PhasedProgram:
+    """The program with its update as processes run it."""
+    assert phased.update is not None, "only whole steps have an update"
+    return replace(phased, update=_writing(phased.update, tuple(written_of(phased).items())))
+
+
+@lru_cache(maxsize=1)
+def _writing(update: fx.GraphModule, written: tuple[tuple[int, int], ...]) -> fx.GraphModule:
+    """An update that writes in place, in buckets."""
+    return bucket_updates(write_in_place(update, dict(written)))

@@ -1,0 +1,286 @@
+"""Mutants run on the simulator beside the right program: whether one computes another number, or ranks would hang."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from autoshard.errors import AutoshardError
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.step_order import Action, StepOrder
+from autoshard.runtime.boundary import shard_all, unshard
+from autoshard.runtime.simulator import simulate
+from tests.passes.in_flight import InFlight
+from tests.passes.in_place import in_place
+from tests.passes.mutants import RIGHT_ORDER, Mutant, Place
+
+HYPER = torch.tensor([0.05, 0.9, 0.99, 1e-8, 0.1, 2.0], dtype=torch.float64)
+"""Learning rate, both decays, epsilon, weight decay and step of AdamW."""
+
+TOLERANCE = 1e-8
+"""A relative difference of numbers in float64 that no order of summation makes."""
+
+_ONE = Mesh({"one": 1})
+_FAILURES = (
+    AutoshardError, RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError, AssertionError,
+    MemoryError, SystemError,
+)  # fmt: skip
+"""How a program that cannot run shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the right program computes, beside which mutants are held.
+
+    Args:
+        phased: the right program.
+        batches: global values of the inputs of two micro-batches, by slot.
+    """
+
+    phased: PhasedProgram
+    batches: tuple[Sequence[Tensor], Sequence[Tensor]]
+    _expected: dict[Place, list[Tensor | str]] = field(default_factory=dict)
+
+    def is_changed_by(self, mutant: Mutant) -> bool:
+        """Whether a mutant computes another number, on some rank, or cannot run."""
+        if mutant.place not in self._expected:
+            right = in_place(self.phased) if mutant.place is Place.IN_PLACE else self.phased
+            self._expected[mutant.place] = self.numbers(mutant.place, right, self.phased.lowered.traced)
+        expected = self._expected[mutant.place]
+
+        def is_changed() -> bool:
+            try:
+                with np.errstate(all="ignore"):  # Triton's interpreter is numpy's, and a mutant's numbers may overflow
+                    found = self.numbers(mutant.place, mutant.phased, mutant.prepared, mutant.order)
+            except _FAILURES:
+                return True
+            return len(found) != len(expected) or not all(map(_is_close, found, expected))
+
+        return _ask_child(is_changed)
+
+    def numbers(
+        self, place: Place, phased: PhasedProgram, prepared: Program, order: StepOrder = RIGHT_ORDER
+    ) -> list[Tensor | str]:
+        """All results; of every rank, if they should hold copies. Of one rank alone, what it sends."""
+        if place is Place.PREPARATION:
+            values = [[value] for value in self.batches[0]]
+            return [ranks[0] for ranks in simulate(prepared.graph_module, _ONE, values)]
+        lowered = phased.lowered
+        given = [self._laid_out(lowered, batch) for batch in self.batches]
+        run = _Simulated(lowered.mesh)
+        match place:
+            case Place.PHASES | Place.MICRO_BATCHES:
+                return _numbers_of(lowered, _run_step(phased, given, order, run))
+            case Place.IN_PLACE:
+                run.is_written = phased.update
+                return [*_numbers_of(lowered, _run_step(phased, given, order, run)), *run.left]
+            case Place.ONE_RANK:
+                run.sending = _Sending(lowered.mesh.size - 1)
+                _run_step(phased, given, order, run)
+                return run.sending.everything()
+            case _:
+                return _numbers_of(lowered, run(lowered.graph_module, given[0]))
+
+    def _laid_out(self, lowered: LoweredProgram, batch: Sequence[Tensor]) -> list[list[Tensor]]:
+        names = {
+            (slot.slot.kind, slot.slot.name): value
+            for slot, value in zip(self.phased.lowered.inputs, batch, strict=True)
+        }
+        return [
+            shard_all(names[slot.slot.kind, slot.slot.name], slot.spec, lowered.mesh, padding=_poison(slot))
+            for slot in lowered.inputs
+        ]
+
+
+def _ask_child(question: Callable[[], bool]) -> bool:
+    """The answer of a process of its own; yes if that is killed: with wrong sizes operators write where they must not.
+
+    Raises:
+        RuntimeError: the question was not answered; its traceback is printed.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(int(question()))
+        except BaseException:  # noqa: BLE001  (the child must not go on as the parent)
+            traceback.print_exc()
+            os._exit(2)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status > 1:
+        raise RuntimeError("a mutant could not be held beside the right program; see the traceback above")
+    return status != 0
+
+
+def _poison(slot: LocalSlot) -> float:
+    """What nobody may read: padding of floating values."""
+    return float("nan") if slot.dtype.is_floating_point else 0
+
+
+def draw_batch(lowered: LoweredProgram, examples: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Generic values for all placeholders: normal numbers; integers are those of the examples, turned round."""
+    numbers = torch.Generator().manual_seed(seed)
+    found = []
+    for slot in lowered.inputs:
+        value = torch.randn(slot.shape, generator=numbers, dtype=torch.float64)
+        match slot.slot.kind:
+            case InputKind.HYPER:
+                value = HYPER
+            case InputKind.SEED:
+                value = torch.full(slot.shape, 12345 + seed)
+            case InputKind.STATE:
+                value = value.abs()
+            case InputKind.BUFFER if "var" in slot.slot.name or "num" in slot.slot.name:
+                value = value.abs() + 1
+            case InputKind.INPUT if not slot.dtype.is_floating_point:
+                value = examples[int(slot.slot.name.partition(":")[2])].roll(seed, 0)
+        found.append(value.to(slot.dtype))
+    return found
+
+
+def run_of(phased: PhasedProgram, examples: Sequence[Tensor]) -> Run:
+    """The right program with two batches that differ in their inputs and their seeds alone."""
+    first, second = (draw_batch(phased.lowered, examples, seed) for seed in (0, 1))
+    own = (InputKind.INPUT, InputKind.SEED)
+    kinds = [slot.slot.kind for slot in phased.lowered.inputs]
+    second = [theirs if kind in own else ours for kind, ours, theirs in zip(kinds, first, second, strict=True)]
+    return Run(phased, (first, second))
+
+
+@dataclass(slots=True)
+class _Simulated:
+    """Runs a graph on all ranks, with nothing touched in flight.
+
+    Args:
+        mesh: the ranks.
+        is_written: the graph that writes over its inputs, if one does; `left` is what it leaves in them.
+        sending: told what is sent, if anybody is.
+    """
+
+    mesh: Mesh
+    is_written: fx.GraphModule | None = None
+    left: list[Tensor] = field(default_factory=list)
+    sending: _Sending | None = None
+
+    def __call__(self, graph_module: fx.GraphModule, values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        if graph_module is self.is_written:
+            values = [[value.clone() for value in ranks] for ranks in values]
+            self.left = [value for ranks in values for value in ranks]
+        in_flight, sending = InFlight(), self.sending
+
+        def on_values(node: fx.Node, found: Any) -> None:
+            if sending is not None:
+                sending.see(node, found)
+            in_flight(node, found)
+
+        return simulate(graph_module, self.mesh, values, on_values=on_values)
+
+
+@dataclass(slots=True)
+class _Sending:
+    """What one rank sends, by communicator: what two ranks send there in the same turn must fit together."""
+
+    rank: int
+    values: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
+    sent: defaultdict[str, list[Tensor | str]] = field(default_factory=lambda: defaultdict(list))
+
+    def see(self, node: fx.Node, values: Sequence[Any]) -> None:
+        """A node has been evaluated."""
+        self.values[node] = values
+        if is_collective(node):
+            operands = [self.values[operand][self.rank] for operand in node.all_input_nodes]
+            self.sent[str(node.args[-1])] += [f"{node.target} {node.args[1:]}", *operands]
+
+    def everything(self) -> list[Tensor | str]:
+        """All that was sent, one communicator after the other."""
+        return [item for name in sorted(self.sent) for item in (name, *self.sent[name])]
+
+
+def _run_step(
+    phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: StepOrder, run: _Simulated
+) -> list[list[Tensor]]:
+    """Results in the order of the joint program's slots, outputs and gradients added over micro-batches.
+
+    As `TracedStep` does it: what is hoisted runs before the first forward; the first forward that runs draws the first
+    seed, and each reads the buffers that the one before it wrote.
+    """
+    inputs, outputs = phased.lowered.inputs, phased.lowered.outputs
+    results: list[Any] = [None] * len(outputs)
+    places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(inputs)}
+    buffers: dict[int, list[Tensor]] = {}
+    seeds = [index for index, slot in enumerate(inputs) if slot.slot.kind is InputKind.SEED]
+    saved: dict[int | None, list[list[Tensor]]] = {}
+    carried: list[list[Tensor]] | None = None
+    held: list[list[Tensor]] | None = None
+    drawn = 0
+    for task in order.tasks:
+        match task.action:
+            case Action.FORWARD:
+                batch = dict(enumerate(batches[task.micro_batch or 0])) | buffers
+                batch |= {index: batches[drawn % len(batches)][index] for index in seeds}
+                drawn += 1
+                if held is None and phased.hoisted is not None:
+                    held = run(phased.hoisted, [batch[index] for index in phased.hoisted_inputs])
+                found = run(phased.forward, [*(batch[index] for index in phased.forward_inputs), *(held or ())])
+                for index, ranks in zip(phased.forward_outputs, found, strict=False):
+                    if outputs[index].slot.kind is OutputKind.BUFFER_UPDATE:
+                        buffers[places[InputKind.BUFFER, outputs[index].slot.name]] = ranks
+                    results[index] = ranks
+                saved[task.micro_batch] = found[len(phased.forward_outputs) :]
+            case Action.BACKWARD:
+                tangents = [batches[task.micro_batch or 0][index] for index in phased.backward_inputs]
+                shares = [[value / order.divisor for value in ranks] for ranks in tangents]
+                found = run(phased.backward, [*saved[task.micro_batch], *shares])
+                _put(results, phased.backward_outputs, found)
+                gradients = found[len(phased.backward_outputs) :]
+                carried = (
+                    gradients if carried is None else [_add(*pair) for pair in zip(carried, gradients, strict=True)]
+                )
+            case Action.UPDATE if phased.update is not None and carried is not None:
+                taken = [*carried, *(batches[0][index] for index in phased.update_inputs)]
+                _put(results, phased.update_outputs, run(phased.update, taken))
+    return results
+
+
+def _put(results: list[Any], indices: Sequence[int], found: Sequence[list[Tensor]]) -> None:
+    for index, ranks in zip(indices, found, strict=False):
+        results[index] = ranks
+
+
+def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    return [mine + theirs for mine, theirs in zip(left, right, strict=True)]
+
+
+def _numbers_of(lowered: LoweredProgram, results: Sequence[list[Tensor]]) -> list[Tensor | str]:
+    """Each result as a whole, and whether what each rank holds of it, but for padding, is of that whole."""
+    numbers: list[Tensor | str] = []
+    for slot, ranks in zip(lowered.outputs, results, strict=True):
+        whole = unshard(ranks, slot.spec, lowered.mesh, slot.shape)
+        numbers.append(whole)
+        if not slot.spec.partial:
+            due = shard_all(whole, slot.spec, lowered.mesh)
+            real = shard_all(torch.ones(slot.shape, dtype=torch.bool), slot.spec, lowered.mesh, padding=False)
+            held = [torch.where(mask, value, 0) for value, mask in zip(ranks, real, strict=True)]
+            numbers.append(torch.tensor([_is_close(*pair) for pair in zip(held, due, strict=True)]))
+    return numbers
+
+
+def _is_close(left: Tensor | str, right: Tensor | str) -> bool:
+    if isinstance(left, str) or isinstance(right, str):
+        return isinstance(left, str) and left == right
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if not left.is_floating_point():
+        return torch.equal(left, right)
+    scale = float(right.abs().nan_to_num(0, 0, 0).max()) if right.numel() else 0.0
+    return torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)

@@ -1,0 +1,259 @@
+"""Wrong programs of the passes that let ranks communicate while they compute: buckets, late waits, writes in place.
+
+They are drawn of programs whose collectives lie in as few buckets as there can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.collectives import is_collective, is_wait
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from passes.lowering.bucket_collectives import BucketCollectives
+from passes.lowering.wait_late import WaitLate
+from passes.verification.verify_in_place import written_operands
+from tests.passes import bucket_mutations, mutations, training_mutations
+from tests.passes.bucket_mutations import BUCKET_MUTATIONS, FLIGHT_MUTATIONS, ancestors
+from tests.passes.hoist_mutations import HOIST_MUTATIONS
+from tests.passes.in_place import in_place
+from tests.passes.mutants import (
+    Found,
+    Kinds,
+    Mutant,
+    Mutate,
+    Place,
+    exchange_kept,
+    exchange_places,
+    in_phase,
+    mutate,
+    of_steps,
+)
+from tests.passes.mutations import Mutation, alike, copy_of, is_tensor, pick
+
+_aten = torch.ops.aten
+LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
+"""Buckets without a limit."""
+
+_TRIES = 5
+
+
+def in_buckets(phased: PhasedProgram) -> PhasedProgram:
+    """A program without overlap, with all that the passes of overlap can do, whatever memory it takes."""
+    return LARGE(WaitLate()(phased))
+
+
+def draw_overlap_mutant(plain: PhasedProgram, phased: PhasedProgram, random: Random) -> Mutant:
+    """A mutant of `phased`, which is `in_buckets(plain)`; kinds are equally likely, where the program has them."""
+    kinds = overlap_kinds(plain)
+    while True:
+        place, kind = random.choice(list(kinds))
+        for _ in range(_TRIES):
+            found = mutate(phased, place, kind, random, kinds)
+            if found is not None:
+                return found
+
+
+# The update, as it is written in place.
+
+
+def _in_update(mutation: Mutation) -> Mutate:
+    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+        if phased.update is None:
+            return None
+        wrong = in_place(phased)
+        assert wrong.update is not None
+        module = copy_of(wrong.update)
+        what = mutation(module.graph, random, phased.lowered.mesh)
+        return None if what is None else (what, replace(wrong, update=module), phased.lowered.traced)
+
+    return mutate
+
+
+def _is_writing(node: fx.Node) -> bool:
+    return any(written_operands(node)) or _is_many(node)
+
+
+def _is_many(node: fx.Node) -> bool:
+    """Whether a call updates many parameters."""
+    return "_updates_" in str(node.target)
+
+
+def hoist_gather(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A collective, with what it is made of, ahead of a call that writes."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    pairs = [
+        (writer, node)
+        for writer in graph.nodes
+        for node in graph.nodes
+        if _is_writing(writer) and is_collective(node) and places[writer] < places[node]
+    ]
+    if not pairs:
+        return None
+    writer, gather = random.choice(pairs)
+    for node in sorted(ancestors(gather) | {gather}, key=places.__getitem__):
+        if places[node] > places[writer]:
+            writer.prepend(node)
+    return f"{gather} ahead of {writer}"
+
+
+def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A wait behind a call that writes, with all that reads it."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    pairs = [
+        (wait, writer)
+        for wait in graph.nodes
+        for writer in graph.nodes
+        if is_wait(wait) and _is_writing(writer) and places[wait] < places[writer]
+    ]
+    pairs = [(wait, writer) for wait, writer in pairs if wait not in ancestors(writer)]
+    if not pairs:
+        return None
+    wait, writer = random.choice(pairs)
+    behind = writer
+    for node in list(graph.nodes)[places[wait] : places[writer]]:
+        if node is wait or wait in ancestors(node):
+            behind.append(node)
+            behind = node
+    return f"{wait} behind {writer}"
+
+
+def _of_updates(change: Callable[[list[list[Any]], Random], bool]) -> Mutation:
+    """What changes the lists of parameters, gradients and state of a call that updates many."""
+
+    def mutation(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+        node: Any = pick(graph, random, _is_many)
+        if node is None:
+            return None
+        lists = [list(item) for item in node.args if isinstance(item, (list, tuple))]
+        if not change(lists, random):
+            return None
+        node.args = (*lists, *node.args[len(lists) :])
+        return f"{node} updates otherwise"
+
+    mutation.__name__ = getattr(change, "__name__", "")
+    return mutation
+
+
+def exchange_updated(lists: list[list[Any]], random: Random) -> bool:
+    """Two parameters that take each other's gradient, or moment."""
+    if len(lists[0]) < 2:
+        return False
+    items = random.choice(lists)
+    first, second = random.sample(range(len(items)), 2)
+    items[first], items[second] = items[second], items[first]
+    return True
+
+
+def leave_updated_out(lists: list[list[Any]], random: Random) -> bool:
+    """A parameter that is not updated."""
+    index = random.randrange(len(lists[0]))
+    for items in lists:
+        del items[index]
+    return True
+
+
+def update_twice(lists: list[list[Any]], random: Random) -> bool:
+    """A parameter that is updated twice."""
+    index = random.randrange(len(lists[0]))
+    for items in lists:
+        items.append(items[index])
+    return True
+
+
+def skip_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A copy less: of a value that is read later, or into the input whose place a result takes."""
+    node: Any = pick(graph, random, lambda node: node.target in (_aten.clone.default, _aten.copy_.default))
+    if node is None:
+        return None
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    return f"without {node}"
+
+
+def copy_into_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A result that takes the place of another input."""
+    node: Any = pick(graph, random, lambda node: node.target is _aten.copy_.default)
+    if node is None:
+        return None
+    inputs = [item for item in graph.nodes if item.op == "placeholder" and is_tensor(item)]
+    others = [item for item in inputs if item is not node.args[0] and alike(item, node.args[0])]
+    if not others:
+        return None
+    node.args = (random.choice(others), node.args[1])
+    return f"{node} over {node.args[0]}"
+
+
+# What one rank does otherwise.
+
+
+def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A collective that starts ahead of another, with what it is made of."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    started = [node for node in graph.nodes if is_collective(node)]
+    if len(started) < 2:
+        return None
+    first, second = sorted(random.sample(started, 2), key=places.__getitem__)
+    if first in ancestors(second):
+        return None
+    for node in sorted(ancestors(second) | {second}, key=places.__getitem__):
+        if places[node] > places[first]:
+            first.prepend(node)
+    return f"{second} ahead of {first}"
+
+
+def _passes_otherwise(plain: PhasedProgram) -> Mutate:
+    """One rank whose passes had other limits: of its buckets, or of what is in flight."""
+    choices: Sequence[Callable[[PhasedProgram], PhasedProgram]] = (
+        WaitLate(),
+        *(lambda given, size=size: _limited(size)(WaitLate()(given)) for size in (64, 256, 1024, 4096)),
+    )
+
+    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+        index = random.randrange(len(choices))
+        return f"passes of choice {index}", choices[index](plain), phased.lowered.traced
+
+    return mutate
+
+
+def _limited(size: int) -> BucketCollectives:
+    return BucketCollectives(first_bytes=size, least_bytes=size, most_bytes=size)
+
+
+# All of them.
+
+_ANY = (
+    mutations.drop_collective, mutations.double_collective, mutations.move_collective_to_other_axis,
+    mutations.change_reduction, mutations.change_group_size, mutations.reverse_ranks, mutations.remove_wait,
+    mutations.replace_operand, mutations.scale_value, mutations.change_literal, mutations.skip_node,
+    training_mutations.change_nested_literal,
+)  # fmt: skip
+"""Mistakes of any pass that rewrites collectives."""
+
+_IN_UPDATE = (
+    hoist_gather, lower_wait, *map(_of_updates, (exchange_updated, leave_updated_out, update_twice)), skip_copy,
+    copy_into_other, mutations.replace_operand, mutations.swap_results, *BUCKET_MUTATIONS,
+    bucket_mutations.write_in_flight, bucket_mutations.wait_for_other, bucket_mutations.move_call,
+)  # fmt: skip
+
+_OF_ONE_RANK = (
+    start_earlier, bucket_mutations.move_call, bucket_mutations.change_communicator, bucket_mutations.exchange_members,
+)  # fmt: skip
+
+
+def overlap_kinds(plain: PhasedProgram) -> Kinds:
+    """Mistakes of the passes of overlap, in programs of which `plain` is the form without them."""
+    return {
+        **{(Place.PHASES, item.__name__): in_phase(item) for item in (*BUCKET_MUTATIONS, *FLIGHT_MUTATIONS, *_ANY)},
+        **{(Place.PHASES, item.__name__): item for item in (exchange_kept, exchange_places)},
+        **{(Place.PHASES, item.__name__): of_steps(item) for item in HOIST_MUTATIONS},
+        **{(Place.IN_PLACE, item.__name__): _in_update(item) for item in _IN_UPDATE},
+        **{(Place.ONE_RANK, item.__name__): in_phase(item) for item in _OF_ONE_RANK},
+        (Place.ONE_RANK, "pass_otherwise"): _passes_otherwise(plain),
+    }
