@@ -1,9 +1,9 @@
 """Turn a priced search space into an assignment problem over classes of alike nodes.
 
-One variable per class; its options are the strategies of the class. A node's time counts once per member. Links between
-the same places of two classes become one edge, whose costs count once per link; links within one class become costs of
-its variable. What runs in kernels is priced so (`kernel_prices`). Memory rows are made for single program points, on
-demand.
+One variable per class; its options are the strategies of the class. A node's time counts as often as its members run in
+a step (`runs`). Links between the same places of two classes become one edge, whose costs count likewise; links within
+one class become costs of its variable. What runs in kernels is priced so (`kernel_prices`). Memory rows are made for
+single program points, on demand.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from passes.memory.memory_usage import Item, MemoryUsage, Table
 from passes.memory.transients import Transients
 from passes.planning.copy_prices import Taken
 from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, Seam, copies_table, part_times, seam_table
+from passes.planning.runs import link_runs, site_runs
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
 from passes.strategies.enumerate_strategies import (
@@ -80,6 +81,14 @@ class PlanningProblem:
         """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
         return self.elided.site_counts()
 
+    def site_runs(self) -> Mapping[str, int]:
+        """Site to how often it runs in a step."""
+        return site_runs(self.space, self.elided, self.liveness.micro_batches)
+
+    def link_runs(self) -> Sequence[int]:
+        """How often the reshard on each link runs in a step."""
+        return link_runs(self.space, self.elided, self.liveness.micro_batches)
+
     def usage(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes in use on each rank at every program point."""
         return self._memory_usage()(choice)
@@ -133,17 +142,18 @@ def build_problem(
 ) -> PlanningProblem:
     """The assignment problem of a search space whose alike sites are tied; `fusion` has calls priced within kernels."""
     representatives = tie(representatives, elided)
-    counts = elided.site_counts()
+    runs = site_runs(space, elided, liveness.micro_batches)
     numbers: dict[str, int] = {}
     classes = {name: numbers.setdefault(representatives[name], len(numbers)) for name in space.sites}
     members: list[list[str]] = [[] for _ in numbers]
     for name, number in classes.items():
         members[number].append(name)
     sites = space.sites
-    costs = [_call_times(group, sites, counts, prices, fusion) for group in members]
+    costs = [_call_times(group, sites, runs, prices, fusion) for group in members]
     tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
-    for key, (link, terms) in _alike_links(space, classes, elided, fusion).items():
+    alike = _alike_links(space, classes, link_runs(space, elided, liveness.micro_batches), fusion)
+    for key, (link, terms) in alike.items():
         places = (_places_of(sites[link.tail], sites[link.head], link), *terms.items())
         if places not in tables:
             tables[places] = _link_table(space, prices, link, terms)
@@ -160,7 +170,7 @@ def build_problem(
 
 
 def _call_times(
-    group: Sequence[str], sites: Mapping[str, Site], counts: Mapping[str, int], prices: Prices, fusion: Fusion
+    group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[str, int], prices: Prices, fusion: Fusion
 ) -> Floats:
     """Seconds of all calls of a variable by its option."""
     times = []
@@ -171,7 +181,7 @@ def _call_times(
             once = part_times(site, part, site.strategies, prices, within)
         else:
             once = prices.call_times(site, site.strategies) - (0.0 if within is None else within)
-        times.append(once * sum(counts.get(name, 1) for name in names))
+        times.append(once * sum(runs[name] for name in names))
     return np.sum(times, axis=0)
 
 
@@ -189,14 +199,13 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site], fusion: Fusion) ->
 
 
 def _alike_links(
-    space: SearchSpace, classes: Mapping[str, int], elided: Elided, fusion: Fusion
+    space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int], fusion: Fusion
 ) -> dict[_EdgeKey, tuple[Link, Counter[_Terms]]]:
-    """One link for each pair of places that links join, and how many there are, by what kernels do there."""
-    counts = elided.link_counts()
+    """One link for each pair of places that links join, and how often such run, by what kernels do there."""
     found: dict[_EdgeKey, tuple[Link, Counter[_Terms]]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
-        found.setdefault(key, (link, Counter()))[1][fusion.at(link)] += counts.get(index, 1)
+        found.setdefault(key, (link, Counter()))[1][fusion.at(link)] += runs[index]
     return found
 
 
@@ -208,7 +217,7 @@ def _places_of(tail: Site, head: Site, link: Link) -> _Places:
 
 
 def _link_table(space: SearchSpace, prices: Prices, link: Link, terms: Mapping[_Terms, int]) -> Floats:
-    """Seconds of all links between two places; `terms` says how many there are by what kernels do there."""
+    """Seconds of all links between two places; `terms` says how often they run by what kernels do there."""
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
     times = prices.reshard_table(tail.results[link.result], sources, targets)

@@ -19,7 +19,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
         choice: one option per variable.
     """
     reshards = _reshard_times(planning, choice)
-    counts = planning.counts()
+    runs = planning.site_runs()
     found: dict[tuple[str, str, bool, bool], list[tuple[int, float, float]]] = {}
     for name, site in planning.space.sites.items():
         node = site.node
@@ -28,7 +28,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
         strategy = planning.strategy(name, choice)
         is_split = any(item is not None for item in strategy.choices)
         key = (operator_name(node), node.meta.get("source", ""), site.rule is not None, is_split)
-        calls = counts.get(name, 1)
+        calls = runs[name]
         call_s = calls * planning.prices.call_time(site, strategy)
         found.setdefault(key, []).append((calls, call_s, reshards.get(name, 0.0)))
     rows = [OperatorCoverage(*key, *map(sum, zip(*parts, strict=True))) for key, parts in found.items()]
@@ -38,12 +38,12 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
 def _reshard_times(planning: PlanningProblem, choice: Sequence[int]) -> dict[str, float]:
     """Seconds that it takes to bring the operands of each site into the specs it reads."""
     space, times = planning.space, dict[str, float]()
-    counts = planning.elided.link_counts()
+    runs = planning.link_runs()
     for index, link in enumerate(space.links):
         tail, head = space.sites[link.tail], space.sites[link.head]
         source = planning.strategy(link.tail, choice).outputs[link.result]
         target = needs_of(head, link)[choice[planning.classes[link.head]]]
         if source != target:
             table = planning.prices.reshard_table(tail.results[link.result], (source,), (target,))
-            times[link.head] = times.get(link.head, 0.0) + counts.get(index, 1) * float(table[0, 0])
+            times[link.head] = times.get(link.head, 0.0) + runs[index] * float(table[0, 0])
     return times

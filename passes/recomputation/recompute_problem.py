@@ -201,12 +201,12 @@ class _Building:
 
     def _copy_times(self, variable: int) -> Floats:
         """Seconds of the copies to the host and back of all values of a variable, [options]."""
-        total = np.zeros(len(self.planning.assignment.costs[variable]))
+        total, runs = np.zeros(len(self.planning.assignment.costs[variable])), self.planning.liveness.micro_batches
         for name in self.planning.members[variable]:
             site = self.planning.space.sites[name]
             for result in self.read_again[name]:
                 sizes = local_bytes_of(site.results[result], specs_of(site, result), self.planning.space.mesh)
-                total += self.planning.prices.host_times(sizes)
+                total += runs * self.planning.prices.host_times(sizes)
         return total
 
     @cached_property
