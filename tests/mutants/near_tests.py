@@ -2,7 +2,7 @@
 
 1. The file's own doctests, and the tests that mirror it (`tests/passes/test_a.py`, `test_a_more.py` of `passes/a.py`).
 2. Tests that import its module.
-3. Tests that mirror or import what imports its module.
+3. Tests that mirror or import what imports its module, or, where there are none, what imports that, and so on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str]]:
     importers = _importers(root)
     direct = [name for name in importers.get(module, ()) if name.startswith("tests/")]
     sources = [name for name in importers.get(module, ()) if not name.startswith("tests/")]
-    far = [test for source in sources for test in _mirrored(root, source)]
-    far += [test for source in sources for test in importers.get(_module(source), ()) if test.startswith("tests/")]
+    far: list[str] = []
+    known = {path}
+    while sources and not far:
+        known.update(sources)
+        far = [test for source in sources for test in _mirrored(root, source)]
+        users = [user for source in sources for user in importers.get(_module(source), ())]
+        far += [user for user in users if user.startswith("tests/")]
+        sources = [user for user in dict.fromkeys(users) if not user.startswith("tests/") and user not in known]
     own = [path] if ">>>" in (root / path).read_text(encoding="utf-8") else []
     first = list(dict.fromkeys([*own, *mirrored, *_narrow(root, direct)]))
     second = [test for test in _narrow(root, far, 2 * MOST_FILES) if test not in first]

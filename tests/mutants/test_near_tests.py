@@ -24,6 +24,7 @@ def test_what_nothing_imports_directly_is_met_by_way_of_its_users() -> None:
     assert "tests/rules/test_hub.py" in first
     assert set(first).isdisjoint(second)
     assert second
+    assert any(near_tests(ROOT, "passes/recipe_search/bound_islands.py"))
 
 
 def test_every_file_has_tests() -> None:
