@@ -1,7 +1,8 @@
 """Changes of the source, drawn by a seed: Cosmic Ray's operators at lines of any file of the packages.
 
-Left out: what changes no meaning (annotations, which are never evaluated), identity for equality (the same for small
-numbers and enumerations), and whole decorators and types of exceptions, which fail at import or are about speed.
+Left out: what changes no meaning (annotations, which are never evaluated; whether a zip is strict), identity for
+equality (the same for small numbers and enumerations), and whole decorators and types of exceptions, which fail at
+import or are about speed.
 Cosmic Ray is imported where it is used: only `make mutants` installs it.
 """
 
@@ -103,7 +104,15 @@ def _mutated(source: str, name: str, occurrence: int) -> str | None:
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes annotations out: `from __future__ import annotations` leaves them as text."""
+    """Takes out annotations, which `from __future__ import annotations` leaves as text, and whether a zip is strict.
+
+    That it is strict asserts what holds: without, nothing changes.
+    """
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        if node.arg == "strict":
+            node.value = ast.Constant(True)
+        return self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None

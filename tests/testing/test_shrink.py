@@ -93,6 +93,7 @@ def test_a_failure_is_printed_as_a_few_calls(tmp_path: Path) -> None:
     calls = [line.strip() for line in code.splitlines() if "torch.ops." in line]
     assert len(calls) == 1
     assert "torch.ops.autoshard_tests.turned.default(" in calls[0]
+    assert "# import here" not in code
     with pytest.raises(VerificationError, match="A part of the program that differs by itself"):
         report.raise_if_different()
     (tmp_path / "small.py").write_text(code)

@@ -36,3 +36,11 @@ def test_what_is_offloaded_lies_on_the_hosts_of_its_island() -> None:
     for short, culprit in ((joined(6 * kept - 1, kept), "h100_sxm"), (joined(6 * kept, kept - 1), "a100_sxm_80gb")):
         with pytest.raises(RecipeError, match=f"for each device of {culprit}:1x1, of which it has"):
             predict_recipe(PRICED.counted, RECIPE, short)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_sends_of_a_pipeline_that_overlap_are_no_part_of_the_step(overlaps: bool) -> None:
+    """The breakdown names them only where they take time of their own."""
+    recipe = replace(RECIPE, offload="none", overlap_pipeline=overlaps)
+    breakdown = predict_recipe(PRICED.counted, recipe, joined(10**9, 10**9)).breakdown
+    assert ("communication over pipeline" in breakdown) == (not overlaps)
