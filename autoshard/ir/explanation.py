@@ -33,6 +33,7 @@ class Outcome:
         step_time_s: predicted time of a step.
         peak_memory_bytes: predicted peak per rank.
         breakdown: parts of the step time by name, seconds.
+        hidden: communication that takes none of it, by name, seconds.
         smallest_bytes: where nothing fits for want of memory, the smallest limit that would do, bytes.
         recipe: of plans of recipes, the best one, or the one that needs the least memory, for `autoshard.price`.
     """
@@ -43,6 +44,7 @@ class Outcome:
     step_time_s: float | None = None
     peak_memory_bytes: int | None = None
     breakdown: Mapping[str, float] | None = None
+    hidden: Mapping[str, float] = field(default_factory=dict)
     smallest_bytes: int | None = None
     recipe: Recipe | None = None
 
@@ -268,7 +270,7 @@ def _cells(item: Outcome, chosen: Outcome) -> list[str]:
         format_time(item.step_time_s),
         difference(item.step_time_s, chosen.step_time_s),
         format_bytes(item.peak_memory_bytes),
-        _largest_differences(item.breakdown, chosen.breakdown),
+        _largest_differences({**item.breakdown, **item.hidden}, {**chosen.breakdown, **chosen.hidden}),
     ]
 
 
@@ -279,6 +281,7 @@ class Comparison:
     Args:
         step_time_s, peak_memory_bytes: of the first and of the second.
         breakdown, memory_breakdown: part to what each spends on it, seconds and bytes; 0 where it has no such part.
+        hidden: the same of communication that takes none of the step's time, seconds.
         parameters: parameters whose specs differ, to both; None where a plan has no such parameter.
         outputs: the same of results of the program ("gradient w", "output output:0").
         meshes: both meshes as text.
@@ -289,6 +292,7 @@ class Comparison:
     step_time_s: tuple[float, float]
     peak_memory_bytes: tuple[int, int]
     breakdown: Mapping[str, tuple[float, float]]
+    hidden: Mapping[str, tuple[float, float]]
     memory_breakdown: Mapping[str, tuple[int, int]]
     parameters: Mapping[str, tuple[PartitionSpec | None, PartitionSpec | None]]
     outputs: Mapping[str, tuple[PartitionSpec | None, PartitionSpec | None]]
@@ -316,7 +320,7 @@ class Comparison:
         mine, others = self.tokens_per_s
         if mine is not None and others is not None:
             costs.add_row("tokens per second", f"{mine:,.0f}", f"{others:,.0f}", difference(others, mine))
-        for name, (first, second) in self.breakdown.items():
+        for name, (first, second) in {**self.breakdown, **self.hidden}.items():
             costs.add_row(f"  {name}", format_time(first), format_time(second), _signed(second - first, format_time))
         first, second = self.peak_memory_bytes
         costs.add_row("peak memory", format_bytes(first), format_bytes(second), difference(second, first))
@@ -346,6 +350,7 @@ def compare(first: Plan, second: Plan) -> Comparison:
         step_time_s=(mine.step_time_s, others.step_time_s),
         peak_memory_bytes=(mine.peak_memory_bytes, others.peak_memory_bytes),
         breakdown=_side_by_side(mine.breakdown, others.breakdown, 0.0),
+        hidden=_side_by_side(mine.hidden, others.hidden, 0.0),
         memory_breakdown=_side_by_side(mine.memory_breakdown, others.memory_breakdown, 0),
         parameters=_differing(*specs),
         outputs=_differing(first.outputs, second.outputs),
@@ -367,7 +372,7 @@ def _differing(
 
 
 def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
-    """The two parts of the step time that differ most: `communication over data +1.2 ms`."""
+    """The two parts that differ most: `communication over data +1.2 ms`."""
     changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
     return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)

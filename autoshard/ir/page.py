@@ -60,7 +60,7 @@ def render_page(plan: Plan) -> str:
         time=_bar(predicted.breakdown, format_time),
         memory=_bar(predicted.memory_breakdown, format_bytes),
         lanes=[] if predicted.timeline is None else lanes(predicted.timeline),
-        figures=figure_rows(plan),
+        figures=[*((name, format_time(seconds)) for name, seconds in predicted.hidden.items()), *figure_rows(plan)],
         baselines=_baselines(plan),
         parameters=parameter_rows(plan.parameters),
         operators=[_operator_row(item) for item in plan.operators[:_MOST_OPERATORS]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.spec import PartitionSpec
@@ -74,6 +74,22 @@ class OperatorCoverage:
     reshard_time_s: float
 
 
+class Communication(NamedTuple):
+    """Communication of a step over one mesh axis.
+
+    Args:
+        exposed_s: seconds that computation waits for it.
+        hidden_s: seconds in which it runs beside computation.
+    """
+
+    exposed_s: float
+    hidden_s: float
+
+
+_OVER = "communication over "
+"""How the part of a step is named that waits for communication over a mesh axis."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What the cost models say of a plan, from a simulation of its step on one rank of each kind.
@@ -112,6 +128,26 @@ class Prediction:
     timeline: Trace | None = field(default=None, repr=False)
     launches: int = 0
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def communication(self) -> Mapping[str, Communication]:
+        """Mesh axis to the time of what is sent over it, exposed (a part of the step) and hidden.
+
+        Example:
+            >>> parts = {"forward compute": 2.0, "communication over x": 1.0}
+            >>> Prediction(3.0, 0, parts, {}, overlapped={"x": 0.5}).communication
+            {'x': Communication(exposed_s=1.0, hidden_s=0.5)}
+        """
+        exposed = {name.removeprefix(_OVER): time for name, time in self.breakdown.items() if name.startswith(_OVER)}
+        return {
+            axis: Communication(exposed.get(axis, 0.0), self.overlapped.get(axis, 0.0))
+            for axis in {**exposed, **self.overlapped}
+        }
+
+    @property
+    def hidden(self) -> Mapping[str, float]:
+        """Communication that takes none of the step's time, in seconds, named as parts of the step are."""
+        return {f"hidden: {_OVER}{axis}": seconds for axis, seconds in self.overlapped.items()}
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data, without the timeline."""

@@ -125,7 +125,7 @@ def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, s
 
 def _cost_table(plan: Plan) -> Table:
     table = Table("predicted", "value", title="Cost of one step", title_justify="left")
-    for name, seconds in plan.predicted.breakdown.items():
+    for name, seconds in {**plan.predicted.breakdown, **plan.predicted.hidden}.items():
         table.add_row(name, format_time(seconds))
     for name, size in plan.predicted.memory_breakdown.items():
         table.add_row(f"memory: {name}", format_bytes(size))
@@ -135,12 +135,9 @@ def _cost_table(plan: Plan) -> Table:
 
 
 def figure_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What is predicted beside time and memory: hidden communication, throughput, utilisation, layouts."""
+    """What is predicted beside time and memory: throughput, utilisation, layouts."""
     predicted, total = plan.predicted, sum(plan.layouts.values())
-    rows = [
-        (f"beside computation: communication over {axis}", format_time(seconds))
-        for axis, seconds in predicted.overlapped.items()
-    ]
+    rows: list[tuple[str, str]] = []
     if predicted.tokens_per_s is not None:
         rows.append(("tokens/s", f"{predicted.tokens_per_s:,.0f}"))
     if predicted.mfu is not None:

@@ -50,6 +50,7 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
         step_time_s=predicted.step_time_s,
         peak_memory_bytes=predicted.peak_memory_bytes,
         breakdown=predicted.breakdown,
+        hidden=predicted.hidden,
     )
 
 
@@ -62,6 +63,7 @@ def outcome_of(plan: Plan) -> Outcome:
         step_time_s=plan.predicted.step_time_s,
         peak_memory_bytes=plan.predicted.peak_memory_bytes,
         breakdown=plan.predicted.breakdown,
+        hidden=plan.predicted.hidden,
         recipe=plan.recipe,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,6 +32,22 @@ def test_differences_are_both_plans_figures() -> None:
         assert {name: pair[index] for name, pair in found.breakdown.items() if pair[index]} == {
             name: seconds for name, seconds in plan.predicted.breakdown.items() if seconds
         }
+
+
+def test_what_is_hidden_stands_beside_what_is_exposed() -> None:
+    """Reductions of wide gradients run beside the backward, a row for each axis; the step's parts are as they were."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3)))
+        inputs = (torch.zeros(65536, 2048),)
+    rows = {"input:0": P("data"), "*.weight": P(), "*.bias": P()}
+    one = autoshard.plan(model, CLUSTER, mesh=Mesh({"data": 4}), example_inputs=inputs, constraints=rows)
+    other = autoshard.plan(model, Cluster("cpu_laptop", nodes=1, devices_per_node=1), example_inputs=inputs)
+    found = one.compare(other)
+    hidden_s = one.predicted.communication["data"].hidden_s
+    assert hidden_s > 0
+    assert found.hidden == {"hidden: communication over data": (hidden_s, 0.0)}
+    assert sum(first for first, _ in found.breakdown.values()) == pytest.approx(one.predicted.step_time_s)
+    assert "hidden: communication over data" in str(found)
 
 
 def test_a_plan_differs_from_itself_in_nothing() -> None:

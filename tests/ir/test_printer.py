@@ -29,7 +29,7 @@ def test_what_is_not_known_is_not_printed() -> None:
     text = render_plan(plan_with(TODAY))
     assert "step 2 ms, peak memory 1.00 GiB" in text
     assert "forecast" not in text
-    assert "beside computation" not in text
+    assert "hidden" not in text
     assert "tokens" not in text
 
 
@@ -41,8 +41,23 @@ def test_a_forecast_says_so() -> None:
     text = render_plan(plan_with(predicted))
     assert "step 2 ms (90%: 1.8 ms to 2.2 ms)" in text
     assert "A forecast: communication runs beside computation." in text
-    for row in ("beside computation: communication over x │ 1 ms", "model FLOPs utilisation", "50.0%", "60.0%"):
+    for row in ("hidden: communication over x │ 1 ms", "model FLOPs utilisation", "50.0%", "60.0%"):
         assert row in " ".join(text.split())
+
+
+def test_communication_has_an_exposed_and_a_hidden_part() -> None:
+    """By mesh axis; the exposed one is a part of the step, and stands before the hidden one."""
+    parts = {"forward compute": 1.5e-3, "communication over x": 5e-4}
+    predicted = replace(TODAY, breakdown=parts, overlapped={"x": 1e-3, "y": 2e-3})
+    assert predicted.communication == {"x": (5e-4, 1e-3), "y": (0.0, 2e-3)}
+    assert predicted.communication["x"].hidden_s == 1e-3
+    assert sum(predicted.breakdown.values()) == predicted.step_time_s
+    rows = " ".join(render_plan(plan_with(predicted)).split())
+    places = [rows.index(f"{name} over {axis} │") for name, axis in (
+        ("communication", "x"), ("hidden: communication", "x"), ("hidden: communication", "y")
+    )]  # fmt: skip
+    assert places == sorted(places)
+    assert not TODAY.communication
 
 
 def test_baselines_stand_beside_the_objective() -> None:
