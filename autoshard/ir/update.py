@@ -93,3 +93,8 @@ def names_state(pattern: str) -> bool:
 def hyper_slot(group: int) -> str:
     """The name of the slot of a group's hyper-parameters."""
     return f"hyper:{group}"
+
+
+def group_of(slot_name: str) -> int:
+    """The group whose hyper-parameters a slot has."""
+    return int(slot_name.partition(":")[2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,9 @@ from autoshard.runtime.agreement import ControlGroup, Facts
 from autoshard.runtime.boundary import pad_local, unpad_local
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import NOTHING, Loaded
+from autoshard.runtime.fold_views import fold_views
+from autoshard.runtime.freed_memory import keep_freed_memory
+from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layout, Layouts
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import swap_parameter, take_over_parameters
@@ -75,6 +79,8 @@ class DistributedEngine:
         self._finish_in_place = finish_in_place
         self._reshard_loaded = lru_cache(_MOST_RESHARDS)(self._load_reshard)
         self._layouts = Layouts(self.groups.mesh, self.groups.rank)
+        if self.groups.on_cpu:
+            keep_freed_memory()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedEngine:
         """The engine itself: copies of a model run on the same ranks."""
@@ -105,6 +111,8 @@ class DistributedEngine:
         bound = bind(self._in_place(graph_module, written) if written else graph_module, self.groups)
         if wrap is None:
             reduce_in_place(bound)
+        if wrap is None and not written:
+            fold_views(bound)
         run_bound = taking_from_a_list(bound) if wrap is None else _spread(wrap(bound))
         coordinates = self.groups.coordinates
 
@@ -148,6 +156,14 @@ class DistributedEngine:
             value, spec = tensor.detach().contiguous(), REPLICATED
         return self._reshard(value, spec, slot.spec, slot)
 
+    def reader(self, slots: Sequence[LocalSlot]) -> Reader:
+        """See `Engine`."""
+        return Reader(slots, self.read)
+
+    def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
+        """See `Engine`."""
+        return LikeWriter(slots, self.write_like)
+
     def write(self, value: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
         return self._reshard(value, slot.spec, REPLICATED, slot)
@@ -162,18 +178,26 @@ class DistributedEngine:
             return self.write(value, slot)
         return self._put_in(value, slot, self._layouts.of(like.placements, slot.shape))
 
-    def store(self, tensor: torch.Tensor, value: torch.Tensor, slot: LocalSlot) -> None:
+    def store(
+        self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: Sequence[LocalSlot]
+    ) -> None:
         """See `Engine`: where the program wrote over the tensor's own memory, it is done."""
-        if not isinstance(tensor, DTensor):
-            tensor.copy_(self.write(value, slot))
+        if are_dtensors(tensors) and all(map(is_, map(local_of, tensors), values)):
             return
-        local = _local_of(tensor)
-        if _is_same_memory(value, local):
+        for tensor, value, slot in zip(tensors, values, slots, strict=True):
+            if isinstance(tensor, DTensor):
+                self._store_local(tensor, value, slot)
+            else:
+                tensor.copy_(self.write(value, slot))
+
+    def _store_local(self, tensor: DTensor, value: torch.Tensor, slot: LocalSlot) -> None:
+        local = tensor._local_tensor
+        if is_same_memory(value, local):
             return
         found = self.write_like(value, slot, tensor)
         assert isinstance(found, DTensor), "a value that is written like a DTensor is one"
-        if not _is_same_memory(found.to_local(), local):
-            local.copy_(found.to_local())
+        if not is_same_memory(found._local_tensor, local):
+            local.copy_(found._local_tensor)
 
     def zeros(self, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
@@ -257,7 +281,7 @@ class DistributedEngine:
         layout = self._layouts.of(tensor.placements, tensor.shape)
         if not layout.is_cut_alike:
             return whole(tensor), REPLICATED
-        local = _local_of(tensor).detach().contiguous()
+        local = tensor._local_tensor.detach().contiguous()
         is_padded = tuple(local.shape) == layout.padded
         return local if is_padded else pad_local(local, layout.spec, self.mesh, layout.shape), layout.spec
 
@@ -314,19 +338,6 @@ def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Te
         return function(*inputs)
 
     return run
-
-
-def _local_of(tensor: DTensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, without gradient; the callers in a step forbid gradients once."""
-    if not torch.is_grad_enabled():
-        return tensor.to_local()
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def _is_same_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same elements in the same places."""
-    return (value.data_ptr(), value.shape, value.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 def reshard_program(

@@ -36,6 +36,12 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
 """A graph made ready to run: local values of its placeholders to local values of its results."""
 
+Reader = Callable[[Sequence[torch.Tensor]], list[LocalValue]]
+"""What users hold to local values, in the order of some slots."""
+
+LikeWriter = Callable[[Sequence[LocalValue], Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
+"""Local values, in the order of some slots, to tensors that are as others; None where there is no other."""
+
 
 class Engine(Protocol):
     """Where programs run. Every method that communicates is called by all ranks, in the same order."""
@@ -67,8 +73,8 @@ class Engine(Protocol):
         """
         ...
 
-    def store(self, tensor: torch.Tensor, value: LocalValue, slot: LocalSlot) -> None:
-        """Give `tensor`, which a user holds, the local value that stands for what `slot` says; in place."""
+    def store(self, tensors: Sequence[torch.Tensor], values: Sequence[LocalValue], slots: Sequence[LocalSlot]) -> None:
+        """Give each tensor, which a user holds, the local value that stands for what its slot says; in place."""
         ...
 
     def zeros(self, slot: LocalSlot) -> torch.Tensor:
@@ -96,6 +102,14 @@ class Engine(Protocol):
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
         """The local value of what a user holds: a global tensor, or a DTensor."""
+        ...
+
+    def reader(self, slots: Sequence[LocalSlot]) -> Reader:
+        """A function that does `read` for each slot; a value may be the very tensor that a DTensor holds."""
+        ...
+
+    def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
+        """A function that does `write_like` for each slot; None for a value that is like none."""
         ...
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
@@ -163,6 +177,17 @@ class SimulatorEngine:
             raise MeshError(f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}.")
         return shard_all(tensor.detach(), slot.spec, self.mesh)
 
+    def reader(self, slots: Sequence[LocalSlot]) -> Reader:
+        """See `Engine`."""
+        return lambda tensors: [self.read(tensor, slot) for tensor, slot in zip(tensors, slots, strict=True)]
+
+    def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
+        """See `Engine`."""
+        return lambda values, likes: [
+            None if like is None else self.write_like(value, slot, like)
+            for value, slot, like in zip(values, slots, likes, strict=True)
+        ]
+
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
         return unshard(value, slot.spec, self.mesh, slot.shape)
@@ -176,9 +201,10 @@ class SimulatorEngine:
         return self.write(value, slot)
 
     @torch.no_grad()
-    def store(self, tensor: torch.Tensor, value: LocalValue, slot: LocalSlot) -> None:
+    def store(self, tensors: Sequence[torch.Tensor], values: Sequence[LocalValue], slots: Sequence[LocalSlot]) -> None:
         """See `Engine`."""
-        tensor.copy_(self.write(value, slot))
+        for tensor, value, slot in zip(tensors, values, slots, strict=True):
+            tensor.copy_(self.write(value, slot))
 
     def zeros(self, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""

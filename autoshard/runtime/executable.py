@@ -14,8 +14,8 @@ from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
 from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
-from autoshard.ir.update import Update
-from autoshard.runtime.engine import Engine, Loaded, LocalValue
+from autoshard.ir.update import Update, group_of
+from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
 from autoshard.runtime.idle_attributes import IdleAttributes, Trace
 from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.versions import Key, inputs_behind_gradients
@@ -74,6 +74,7 @@ class Executable:
     engine: Engine
     python_guards: list[PythonGuards] = field(default_factory=list)
     idle: IdleAttributes = field(default_factory=IdleAttributes)
+    _served: list[Update] = field(default_factory=list)
 
     @property
     def phased(self) -> PhasedProgram:
@@ -87,7 +88,11 @@ class Executable:
     def does(self, update: Update | None) -> bool:
         """Whether the program updates parameters as is asked for."""
         mine = self.compiled.update
-        return update is None or mine is None or mine.serves(update, self.updated_parameters)
+        if update is None or mine is None or any(update is item for item in self._served):
+            return True
+        serves = mine.serves(update, self.updated_parameters)
+        self._served[:] = [update] if serves else self._served
+        return serves
 
     def serves_state(self) -> bool:
         """Whether the program is the one of the model's Python as it is now."""
@@ -137,6 +142,11 @@ class Executable:
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.forward_inputs)
 
     @cached_property
+    def input_names(self) -> tuple[Key, ...]:
+        """Kind and name of what a forward call takes, in order."""
+        return tuple((InputKind(slot.slot.kind), slot.slot.name) for slot in self.inputs)
+
+    @cached_property
     def outputs(self) -> tuple[LocalSlot, ...]:
         """The slots that a forward call yields, in order: outputs and buffer updates."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.forward_outputs)
@@ -179,6 +189,18 @@ class Executable:
         return owned_results(self.phased.backward.graph)[len(self.gradients) :]
 
     @cached_property
+    def _read_inputs(self) -> Reader:
+        return self.engine.reader(self.inputs)
+
+    @cached_property
+    def _read_held(self) -> Reader:
+        return self.engine.reader(self.read_by_update)
+
+    @cached_property
+    def _write_gradients(self) -> LikeWriter:
+        return self.engine.like_writer(self.gradients)
+
+    @cached_property
     def updated(self) -> tuple[LocalSlot, ...]:
         """The slots that an update yields, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.update_outputs)
@@ -187,6 +209,18 @@ class Executable:
     def read_by_update(self) -> tuple[LocalSlot, ...]:
         """The slots that an update takes besides what the backward carries into it, in order."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.update_inputs)
+
+    @cached_property
+    def options_by_update(self) -> tuple[tuple[int, int], ...]:
+        """Where an update takes the options of a group, and the number of the group."""
+        slots = enumerate(slot.slot for slot in self.read_by_update)
+        return tuple((index, group_of(slot.name)) for index, slot in slots if slot.kind is InputKind.HYPER)
+
+    @cached_property
+    def _places_of_updated(self) -> tuple[int, ...]:
+        """Of each slot that an update yields, the place in `read_by_update` of what it takes the place of."""
+        places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.read_by_update)}
+        return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self.updated)
 
     @cached_property
     def updated_parameters(self) -> frozenset[str]:
@@ -198,9 +232,8 @@ class Executable:
     def _update(self) -> Loaded:
         assert self.phased.update is not None, "only the program of a whole training step updates"
         first = len(self.phased.carried)
-        places = {(slot.slot.kind, slot.slot.name): first + i for i, slot in enumerate(self.read_by_update)}
-        owners = [(OWNERS[OutputKind(slot.slot.kind)], slot.slot.name) for slot in self.updated]
-        return self.engine.load(self.phased.update, {index: places[owner] for index, owner in enumerate(owners)})
+        written = {index: first + place for index, place in enumerate(self._places_of_updated)}
+        return self.engine.load(self.phased.update, written)
 
     def load(self) -> None:
         """Load all phases now; they may bind process groups, which all ranks do together."""
@@ -230,10 +263,11 @@ class Executable:
             tensors: the global inputs, in the order of `inputs`.
             held: what `run_hoisted` gave in this step.
         """
-        values = [self.engine.read(tensor, slot) for tensor, slot in zip(tensors, self.inputs, strict=True)]
-        results = list(self._forward([*values, *held]))
+        values = [*self._read_inputs(tensors), *held]
+        given = set(map(id, values))
+        results = list(self._forward(values))
         count = len(self.outputs)
-        return results[:count], results[count:]
+        return [_apart(value) if id(value) in given else value for value in results[:count]], results[count:]
 
     def run_backward(
         self,
@@ -250,11 +284,12 @@ class Executable:
         """
         values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
         saved.clear()
-        results = self._backward(values)
+        results = self._backward(values)[: len(self.gradients)]
+        wanted = [likes.get(slot.slot.name) for slot in self.gradients]
         return {
-            slot.slot.name: self.engine.write_like(value, slot, likes[slot.slot.name])
-            for value, slot in zip(results, self.gradients, strict=True)
-            if slot.slot.name in likes
+            slot.slot.name: gradient
+            for gradient, slot in zip(self._write_gradients(results, wanted), self.gradients, strict=True)
+            if gradient is not None
         }
 
     def run_to_gradients(self, saved: list[LocalValue], tangents: Mapping[str, torch.Tensor]) -> list[LocalValue]:
@@ -269,19 +304,17 @@ class Executable:
         return list(self._backward(values))[len(self.gradients) :]
 
     @torch.no_grad()
-    def run_update(self, carried: list[LocalValue], held: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    def run_update(self, carried: list[LocalValue], held: Sequence[torch.Tensor]) -> None:
         """Update what users hold, in place.
 
         Args:
             carried: what `run_to_gradients` gave; emptied.
-            held: parameters, optimizer state and hyper-parameters by kind and name.
+            held: parameters, optimizer state and hyper-parameters, in the order of `read_by_update`.
         """
-        slots = self.read_by_update
-        values = [*carried, *(self.engine.read(held[slot.slot.kind, slot.slot.name], slot) for slot in slots)]
+        values = [*carried, *self._read_held(held)]
         carried.clear()
         results = self._update(values)
-        for value, slot in zip(results, self.updated, strict=True):
-            self.engine.store(held[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name], value, slot)
+        self.engine.store([held[place] for place in self._places_of_updated], results, self.updated)
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
         """An output as it is handed out: as it lies, or whole."""
@@ -294,3 +327,8 @@ class Executable:
         if tangent is None:
             tangent = torch.zeros(slot.shape, dtype=slot.dtype, device=self.engine.device)
         return self.engine.read(tangent, slot)
+
+
+def _apart(value: LocalValue) -> LocalValue:
+    """A tensor object of its own for what may be the very object in a user's DTensor: autograd marks results."""
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -97,16 +97,6 @@ def refuse_new_parameters(model: nn.Module, has_adopted: Callable[[torch.Tensor]
         )
 
 
-def find_parameter(model: nn.Module, name: str) -> nn.Parameter:
-    """The parameter of a qualified name, as `nn.Module.get_parameter` finds it, which looks for attributes too."""
-    *path, leaf = name.split(".")
-    module: nn.Module | None = model
-    for part in path:
-        module = module._modules.get(part) if module is not None else None
-    found = module._parameters.get(leaf) if module is not None else None
-    return model.get_parameter(name) if found is None else found
-
-
 def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
     if value is like:
         return like

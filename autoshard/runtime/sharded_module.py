@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import MethodType
@@ -39,10 +39,11 @@ from autoshard.runtime.executable import CompiledProgram, Executable, check_stat
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
+from autoshard.runtime.members import Members
 from autoshard.runtime.own_code import whole_parameters
-from autoshard.runtime.parameters import find_parameter, lent_parameters, outlined_parameters, refuse_new_parameters
+from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
 from autoshard.runtime.seeds import SeedSequence
-from autoshard.runtime.signature import FlatCall, describe_call, signature_of
+from autoshard.runtime.signature import FlatCall, describe_call, key_of
 from autoshard.runtime.state import lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
 
@@ -82,9 +83,10 @@ class ShardedModule(nn.Module):
         self._outputs = outputs
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
+        self._members: Members | None = None
         self._notes: set[str] = set()
         self.seeds = SeedSequence()
-        self.agreement = StepAgreement(engine.control, check)
+        self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
         self.training = model.training
         self._share_members(model)
 
@@ -92,6 +94,12 @@ class ShardedModule(nn.Module):
         """Have the members of `model`, also those that it is given or loses later."""
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
+
+    def members(self) -> Members:
+        """Modules, parameters and buffers of the model as they are now."""
+        if self._members is None or not self._members.are_unchanged():
+            self._members = Members(self._original[0])
+        return self._members
 
     @property
     def mesh(self) -> Mesh:
@@ -162,12 +170,12 @@ class ShardedModule(nn.Module):
         if self._last is not None:
             memo[id(self._last)] = self._last.for_a_copy()
         memo[id(self)] = result = type(self).__new__(type(self))
-        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        result.__dict__.update(copy.deepcopy({**self.__dict__, "_members": None}, memo))
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the programs, which are compiled anew where the module is loaded."""
-        return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None}
+        return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None, "_members": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `nn.Module`; random numbers go on from where they were."""
@@ -203,7 +211,7 @@ class ShardedModule(nn.Module):
         return self._lengths.cut(outputs, length)
 
     def _run(self, call: FlatCall) -> Any:
-        executable, call = self._find(call)
+        executable, call = self._find(call, self.members())
         tensors = self.gather_inputs(executable, call)
         seed = _seed_among(executable, tensors)
         result = self.hand_out(executable, run(self._call_of(executable, call, seed), tensors))
@@ -256,26 +264,27 @@ class ShardedModule(nn.Module):
         return self._compile_for(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _compile_for(self, call: FlatCall) -> Plan | None:
-        executable, _ = self._find(self._padded(call)[0], runs=False)
+        executable, _ = self._find(self._padded(call)[0], self.members(), runs=False)
         return executable.compiled.plan
 
-    def _wants_grad(self, call: FlatCall) -> bool:
+    def _wants_grad(self, call: FlatCall, members: Members) -> bool:
         return torch.is_grad_enabled() and (
-            any(tensor.requires_grad for tensor in self.parameters())
-            or any(tensor.requires_grad for tensor in call.tensors.values())
+            members.has_trainable or any(tensor.requires_grad for tensor in call.tensors.values())
         )
 
     def find_step(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, *, runs: bool = True
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, members: Members, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
         """The program of a whole training step, compiled now if there is none; `runs`: ranks compare its inputs."""
         with torch.enable_grad():
-            return self._find(self._padded(FlatCall.of(args, kwargs, Outputs.LOSS))[0], update, runs=runs)
+            return self._find(self._padded(FlatCall.of(args, kwargs, Outputs.LOSS))[0], members, update, runs=runs)
 
-    def _find(self, call: FlatCall, update: Update | None = None, *, runs: bool = True) -> tuple[Executable, FlatCall]:
+    def _find(
+        self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
+    ) -> tuple[Executable, FlatCall]:
         """The program for a call, compiled now if there is none, and the call as the program flattens it."""
-        grad = self._wants_grad(call)
-        key = self._key(call, grad, update=update)
+        grad = self._wants_grad(call, members)
+        key = key_of(call, members, grad=grad, updates=update is not None)
         self.agreement.enter(key, call.tensors if runs else {}, lambda: self._describe(call, grad))
         executable = self._known.find(key, lambda known: self._serves(known, call, update))
         self.agreement.post(executable, self.seeds)
@@ -285,7 +294,7 @@ class ShardedModule(nn.Module):
             with self.agreement.working():
                 executable = self._compile(call, grad, all_tangents=False, update=update)
             call = call.flattened_again()  # tracing may have made more types known to pytrees
-            self._known.add(self._key(call, grad, update=update), executable)
+            self._known.add(key_of(call, self.members(), grad=grad, updates=update is not None), executable)
         self._last = executable
         return executable, call
 
@@ -293,7 +302,7 @@ class ShardedModule(nn.Module):
         self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> Executable:
         """The program for a call in which each output has a tangent; `seed` is what the call drew."""
-        key = self._key(call, grad=True, all_tangents=True, derivatives=derivatives)
+        key = key_of(call, self.members(), grad=True, all_tangents=True, derivatives=derivatives)
         self.agreement.enter(key, {}, lambda: self._describe(call, grad=True))
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
         self.agreement.post(executable, self.seeds)
@@ -303,16 +312,6 @@ class ShardedModule(nn.Module):
                 executable = self._compile(call, grad=True, all_tangents=True, seed=seed, derivatives=derivatives)
             self._known.add(key, executable)
         return executable
-
-    def _key(
-        self,
-        call: FlatCall,
-        grad: bool,
-        all_tangents: bool = False,
-        update: Update | None = None,
-        derivatives: Derivatives = (),
-    ) -> Hashable:
-        return (signature_of(call, self._original[0], grad=grad), all_tangents, update is not None, derivatives)
 
     def _serves(
         self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
@@ -353,7 +352,10 @@ class ShardedModule(nn.Module):
         """
         refuse_new_parameters(self._original[0], self._engine.has_adopted)
         signature = self._describe(call, grad)
-        key = self._key(call, grad, all_tangents, update, derivatives)
+        of_step = update is not None
+        key = key_of(
+            call, self.members(), grad=grad, updates=of_step, all_tangents=all_tangents, derivatives=derivatives
+        )
         known = [item for item in self._known.of(key) if item.does(update)]
         if self._last is not None:
             changes = dict.fromkeys(name for item in known for name in item.state_changes())
@@ -421,19 +423,16 @@ class ShardedModule(nn.Module):
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
         """What the program takes, in order, once the ranks agreed on the call."""
-        given = call.tensors
+        assert self._members is not None, "the call's program is found"
+        given, parameters = call.tensors, self._members.parameters
         result = []
-        for slot in executable.inputs:
-            name = slot.slot.name
-            match slot.slot.kind:
-                case InputKind.PARAMETER:
-                    result.append(find_parameter(self, name))
-                case InputKind.BUFFER:
-                    result.append(self._buffer(name, copied=name in executable.updated_buffers))
-                case InputKind.SEED:
-                    result.append(self._next_seed())
-                case _:
-                    result.append(given[name])
+        for kind, name in executable.input_names:
+            if kind is InputKind.PARAMETER:
+                result.append(parameters[name] if name in parameters else self.get_parameter(name))
+            elif kind is InputKind.BUFFER:
+                result.append(self._buffer(name, copied=name in executable.updated_buffers))
+            else:
+                result.append(self._next_seed() if kind is InputKind.SEED else given[name])
         self.agreement.settle()
         if executable.draws_seed:
             self.seeds.draw()

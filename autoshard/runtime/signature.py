@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.ir.derivative import Derivatives
 from autoshard.ir.outputs import Outputs
+from autoshard.runtime.members import Members
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,41 +49,36 @@ class FlatCall:
         return pytree.tree_unflatten(list(leaves), self.tree)
 
 
-def signature_of(call: FlatCall, model: nn.Module, *, grad: bool) -> Hashable:
+def key_of(
+    call: FlatCall,
+    members: Members,
+    *,
+    grad: bool,
+    updates: bool = False,
+    all_tangents: bool = False,
+    derivatives: Derivatives = (),
+) -> Hashable:
     """What a program depends on besides the values of tensors and what it read in the model's Python.
 
     Shapes, types, other leaves of the call, modes, and the model's parameters and buffers: their names, types, which
     are the same tensor, and which are frozen.
+
+    Args:
+        call: what the program is called with.
+        members: the model's.
+        grad: whether gradients are wanted.
+        updates: whether it is the program of a whole training step.
+        all_tangents, derivatives: as a `Request` has them.
     """
     return (
+        (updates, all_tangents, derivatives),
         grad,
         call.outputs,
         repr(call.tree),
         tuple(_leaf_signature(leaf, grad=grad) for leaf in call.leaves),
-        _members(model, grad=grad),
+        members.with_gradients if grad else members.without_gradients,
         tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
     )
-
-
-def _members(model: nn.Module, *, grad: bool) -> Hashable:
-    """Modes, parameters and buffers of the modules of a model, in order; each module and each tensor is told once."""
-    numbers: dict[int, int] = {}
-    found: list[Any] = []
-    modules, seen = [model], {id(model)}
-    while modules:
-        module = modules.pop()
-        found.append(module.training)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None:
-                found.append(name)
-                continue
-            number = numbers.setdefault(id(tensor), len(numbers))
-            found.append((name, number, tensor.dtype, tensor.shape, grad and tensor.requires_grad))
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                modules.append(child)
-    return tuple(found)
 
 
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,15 +20,16 @@ from autoshard.ir.program import InputKind
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
+from autoshard.runtime.known_state import Held, KnownState
+from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import check_parameters
+from autoshard.runtime.steps_taken import StepsTaken
 
 _LOGGER = logging.getLogger(__name__)
 
-Held = dict[tuple[str, str], torch.Tensor]
-"""What a user holds of a program's inputs, by kind and name."""
-
 _SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 _ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+_NEED_GRADIENTS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -52,48 +55,15 @@ def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str,
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{type(optimizer).__name__} has hooks on its step"
+    named = list(named)
+    if all(map(is_, chain.from_iterable(map(_NEED_GRADIENTS, (item for _, item in named))), repeat(None))):
+        return None
     for name, parameter in named:
         if parameter.grad is not None:
             return f"parameter {name!r} has a gradient already, to which those of the step are added"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"parameter {name!r} has hooks on its gradient"
     return None
-
-
-class StepsTaken:
-    """Steps that the state of each parameter has seen; of SGD, 0 before the first and 1 after it.
-
-    A count on an accelerator is read once, which waits for the device, and followed from then on.
-
-    Args:
-        optimizer: one that is traced.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._read: dict[torch.Tensor, tuple[torch.Tensor, int, float]] = {}
-
-    def of(self, parameter: torch.Tensor) -> float:
-        """The steps of a parameter."""
-        state = self._optimizer.state.get(parameter, {})
-        if isinstance(self._optimizer, torch.optim.SGD):
-            return float(state.get("momentum_buffer") is not None)
-        step = state.get("step", 0.0)
-        if not isinstance(step, torch.Tensor) or step.device.type == "cpu":
-            return float(step)
-        read, version, steps = self._read.get(parameter, (None, 0, 0.0))
-        return steps if read is step and version == step._version else self._remember(parameter, step, float(step))
-
-    def count(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Count one step more, as torch's optimizers do; `options` are those of the parameter's group."""
-        steps, state = self.of(parameter) + 1.0, self._optimizer.state[parameter]
-        state["step"] = step = _counted(state.get("step"), options, parameter)
-        if step.device.type != "cpu":
-            self._remember(parameter, step, steps)
-
-    def _remember(self, parameter: torch.Tensor, step: torch.Tensor, steps: float) -> float:
-        self._read[parameter] = (step, step._version, steps)
-        return steps
 
 
 def describe_update(
@@ -148,50 +118,77 @@ class TracedState:
     """The state of an optimizer as the inputs and outputs of programs.
 
     Args:
-        optimizer: one that is traced, over parameters of `model`.
-        model: whose parameters are named, now and as it may be changed.
+        optimizer: one that is traced, over parameters of the model.
         engine: where the programs run.
+        max_grad_norm: see `Update`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, engine: Engine) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
         self.optimizer = optimizer
-        self.steps_taken = StepsTaken(optimizer)
-        self._model = model
+        self._steps_taken = StepsTaken(optimizer)
         self._engine = engine
+        self._max_grad_norm = max_grad_norm
+        self._known: KnownState | None = None
 
-    def hold(self, executable: Executable) -> Held:
-        """What an update takes: parameters, state laid out as the program says (zeros if new), hyper-parameters."""
-        held: Held = {}
-        parameters = self._parameters()
-        for slot in executable.read_by_update:
-            name = slot.slot.name
-            match slot.slot.kind:
-                case InputKind.PARAMETER:
-                    held[InputKind.PARAMETER, name] = parameters[name]
-                case InputKind.STATE:
-                    state_name, _, owner = name.partition(":")
-                    known = self.optimizer.state.get(parameters[owner], {}).get(state_name)
-                    tensor = self._engine.zeros(slot) if known is None else self._engine.lay_out(known, slot)
-                    held[InputKind.STATE, name] = tensor
-                case _:
-                    held[InputKind.HYPER, name] = self._hyper(executable, int(name.partition(":")[2]))
-        return held
+    def update(self, members: Members) -> Update:
+        """What the optimizer does at the step that begins; `members` are the model's."""
+        known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
+        if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
+            known = self._known = KnownState(self.optimizer, members)
+        if known.update is not None and known.rules == rules:
+            return known.update
+        update = describe_update(self.optimizer, members.names, self._max_grad_norm, self._steps_taken)
+        known.rules = rules
+        known.update = update if self._steps_taken.are_counted_together(known.parameters) else None
+        return update
 
-    def keep(self, executable: Executable, held: Held) -> None:
+    def hold(self, executable: Executable) -> list[torch.Tensor]:
+        """What an update takes, in order: parameters, state laid out as the program says (zeros if new), options."""
+        known = self._present
+        held = known.held_by(executable)
+        tensors = self._find(executable) if held is None else held.tensors
+        for index, group in executable.options_by_update:
+            tensors[index] = self._hyper(executable, group)
+        return tensors
+
+    def keep(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> None:
         """Put what an update has written into the optimizer, and count the step."""
-        parameters = self._parameters()
-        if not isinstance(self.optimizer, torch.optim.SGD):
-            options = {id(item): group for group in self.optimizer.param_groups for item in group["params"]}
-            for parameter in map(parameters.__getitem__, sorted(executable.updated_parameters)):
-                self.steps_taken.count(parameter, options[id(parameter)])
-        for (kind, name), tensor in held.items():
-            if kind == InputKind.STATE:
-                state_name, _, owner = name.partition(":")
+        held, parameters = self._present.held_by(executable), self._present.members.parameters
+        if held is not None and held.are_counted_together:
+            self._steps_taken.count_again()
+        else:
+            self._steps_taken.count([parameters[name] for name in sorted(executable.updated_parameters)])
+        if held is not None:
+            return
+        for slot, tensor in zip(executable.read_by_update, tensors, strict=True):
+            if slot.slot.kind is InputKind.STATE:
+                state_name, _, owner = slot.slot.name.partition(":")
                 self.optimizer.state[parameters[owner]][state_name] = tensor
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by each of their names: one walk, which costs less than to look each of them up."""
-        return dict(self._model.named_parameters(remove_duplicate=False))
+    @property
+    def _present(self) -> KnownState:
+        assert self._known is not None, "a step begins with `update`"
+        return self._known
+
+    def _find(self, executable: Executable) -> list[torch.Tensor]:
+        """What an update takes, looked up; known from now on if the optimizer and the model hold all of it."""
+        known, parameters = self._present, self._present.members.parameters
+        tensors, are_all_held = [], True
+        for slot in executable.read_by_update:
+            match slot.slot.kind:
+                case InputKind.PARAMETER:
+                    tensors.append(parameters[slot.slot.name])
+                case InputKind.STATE:
+                    state_name, _, owner = slot.slot.name.partition(":")
+                    found = self.optimizer.state.get(parameters[owner], {}).get(state_name)
+                    tensors.append(self._engine.zeros(slot) if found is None else self._engine.lay_out(found, slot))
+                    are_all_held &= tensors[-1] is found
+                case _:
+                    tensors.append(_NO_OPTIONS)
+        if are_all_held:
+            updated = [parameters[name] for name in executable.updated_parameters]
+            known.remember(Held(executable, tensors, self._steps_taken.are_counted_together(updated)))
+        return tensors
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
         """The vector of a group of the program: the options of its parameters, now."""
@@ -199,9 +196,9 @@ class TracedState:
         assert update is not None, "a program with hyper-parameters was traced for an update"
         group = update.groups[number]
         name = next(name for name in group.parameters if name in executable.updated_parameters)
-        parameter = self._model.get_parameter(name)
+        parameter = self._present.members.parameters[name]
         options = dict(self._options(parameter))
-        steps = self.steps_taken.of(parameter)
+        steps = self._steps_taken.of(parameter)
         if isinstance(self.optimizer, torch.optim.SGD):
             options["first"] = float(steps == 0)
         else:
@@ -214,14 +211,8 @@ class TracedState:
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 
 
-def _counted(step: Any, options: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """One step more, as torch's optimizers count: a scalar tensor, on the CPU but for capturable and fused ones."""
-    if isinstance(step, torch.Tensor):
-        return step.add_(1)
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    on_device = bool(options.get("capturable") or options.get("fused"))
-    device = parameter.device if on_device else torch.device("cpu")
-    return torch.full((), 1.0 if step is None else float(step) + 1.0, dtype=dtype, device=device)
+_NO_OPTIONS = torch.empty(0)
+"""In the place of a vector of options, until a step has its own."""
 
 
 def update_of(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.spec import Reduction
 from autoshard.ir.step_order import Action, StepOrder, Task
-from autoshard.ir.update import Update
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import CompiledProgram, Executable
+from autoshard.runtime.members import Members
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
-from autoshard.runtime.traced_optimizer import TracedState, describe_update, names_of
+from autoshard.runtime.traced_optimizer import TracedState
 
 Part = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a micro-batch."""
+
+Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
+"""The program of a step for a micro-batch, and the call as it flattens it."""
 
 
 @dataclass(slots=True)
@@ -60,23 +64,24 @@ class TracedStep:
     ) -> None:
         self._sharded = sharded
         self._order = order
-        self._state = TracedState(optimizer, sharded, sharded.engine)
-        self._max_grad_norm = max_grad_norm
+        self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
         """Compile the program for a call now; returns its plan."""
-        executable, _ = self._sharded.find_step(args, kwargs, self._update(), runs=False)
+        members = self._sharded.members()
+        executable, _ = self._sharded.find_step(args, kwargs, self._state.update(members), members, runs=False)
         return executable.compiled.plan
 
     @torch.no_grad()
-    def run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """One step on micro-batches; the sum of their shares of the loss."""
-        update, running = self._update(), _Running()
-        running.weights = self._weights(parts, update)
+    def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
+        """One step on micro-batches, with the model's members as they are now; the sum of their shares of the loss."""
+        find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
+        running = _Running()
+        running.weights = self._weights(parts, find)
         for task in self._order.tasks:
             match task.action:
                 case Action.FORWARD:
-                    self._run_forward_of(parts, task, update, running)
+                    self._run_forward_of(parts, task, find, running)
                 case Action.BACKWARD:
                     self._run_backward_of(task, running)
                 case Action.UPDATE:
@@ -84,21 +89,17 @@ class TracedStep:
         losses = running.losses
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _weights(self, parts: Sequence[Part], update: Update) -> list[float]:
+    def _weights(self, parts: Sequence[Part], find: Find) -> list[float]:
         """What each micro-batch counts in the loss."""
         if len(parts) == 1:
             return [1.0]
-        executable, _ = self._sharded.find_step(*parts[0], update)
+        executable, _ = find(*parts[0])
         return weights_of(self._sharded, executable.compiled, parts, self._order)
 
-    def _update(self) -> Update:
-        names = names_of(self._sharded.named_parameters())
-        return describe_update(self._state.optimizer, names, self._max_grad_norm, self._state.steps_taken)
-
-    def _run_forward_of(self, parts: Sequence[Part], task: Task, update: Update, running: _Running) -> None:
+    def _run_forward_of(self, parts: Sequence[Part], task: Task, find: Find, running: _Running) -> None:
         """Keep a micro-batch's share of the loss, and what its backward needs."""
         assert task.micro_batch is not None, "a forward is of a micro-batch"
-        executable, call = self._sharded.find_step(*parts[task.micro_batch], update)
+        executable, call = find(*parts[task.micro_batch])
         if len(parts) > 1:
             _check_sums(executable)
         _check_alike(running.executable or executable, executable)
@@ -133,8 +134,7 @@ class TracedStep:
             held = self._state.hold(executable)
             executable.run_update(carried, held)
             self._state.keep(executable, held)
-        self._state.optimizer.zero_grad(set_to_none=True)
-        self._state.optimizer.step()  # without gradients it only tells its schedulers and hooks
+        self._state.optimizer.step()  # no parameter has a gradient, so it only tells its schedulers
 
     def _run_forward(
         self, executable: Executable, call: FlatCall, running: _Running

@@ -19,6 +19,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
+from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import describe_hyperparameters
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_optimizer import why_by_autograd
@@ -75,8 +76,9 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
-        if self._traced is not None and not self._needs_gradients():
-            return self._traced.run(self._parts(args, kwargs))
+        members = self.sharded.members()
+        if self._traced is not None and not self._needs_gradients(members):
+            return self._traced.run(self._parts(args, kwargs), members)
         return self._run(self._parts(args, kwargs))
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
@@ -96,9 +98,9 @@ class TrainStep:
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _needs_gradients(self) -> bool:
+    def _needs_gradients(self, members: Members) -> bool:
         """Whether this step's gradients must be in `.grad`; the first time, say why."""
-        reason = why_by_autograd(self.optimizer, self.sharded.named_parameters())
+        reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
             _LOGGER.warning(

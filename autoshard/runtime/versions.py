@@ -28,8 +28,7 @@ def version_of(tensor: torch.Tensor) -> Version:
     if tensor.is_inference():
         return None
     if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            return tensor._version, tensor.to_local()._version
+        return tensor._version, tensor._local_tensor._version
     return (tensor._version,)
 
 

@@ -23,7 +23,7 @@ from autoshard.runtime.layouts import Layouts
 from tests.runtime.processes import report, run_checks
 
 FEW, MANY = 4, 10
-CALLS_OF_A_STEP, CALLS_OF_A_CALL = 150, 140
+CALLS_OF_A_STEP, CALLS_OF_A_CALL = 20, 50
 """Python functions that may be called for each parameter (of a layer of two, its operators included): in a traced step,
 and in a call with a backward."""
 

@@ -1,0 +1,117 @@
+"""DTensors at the boundary of a program that lie as at the call before, taken out and made without asking how they lie.
+
+How a DTensor lies is said by its spec, an object that torch replaces and never changes. For each slot of a program the
+spec is remembered under which the local tensor itself is the value; a DTensor of another spec goes the whole way.
+Nothing of a tensor is remembered, so nothing is kept alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.program import InputKind
+
+_LASTING = (InputKind.PARAMETER, InputKind.STATE)
+"""Kinds of inputs that are the same tensors at each call."""
+
+Read = Callable[[torch.Tensor, LocalSlot], torch.Tensor]
+WriteLike = Callable[[torch.Tensor, LocalSlot, torch.Tensor], torch.Tensor]
+
+
+class Reader:
+    """The values of a program's inputs.
+
+    Args:
+        slots: what the program takes, in order.
+        read: the value of a tensor, the whole way.
+    """
+
+    def __init__(self, slots: Sequence[LocalSlot], read: Read) -> None:
+        self._slots = slots
+        self._read = read
+        self._lasting = {index for index, slot in enumerate(slots) if slot.slot.kind in _LASTING}
+        self._specs: dict[int, Any] = {}
+        self._others = range(len(slots))
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values, in the order of the slots."""
+        found = self._locals_of([tensors[index] for index in self._specs])
+        if found is None:
+            self._specs, self._others, found = {}, range(len(self._slots)), []
+        for index in self._others:
+            found.insert(index, self._read(tensors[index], self._slots[index]))
+        if not self._specs:
+            self._learn(tensors, found)
+        return found
+
+    def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
+        """What DTensors hold, if that is their value: they lie as is known, in order, and are not on their way."""
+        if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
+            return None
+        found = [*map(local_of, tensors)]
+        are_there = set(map(type, found)) <= {torch.Tensor} and all(map(torch.Tensor.is_contiguous, found))
+        return found if are_there else None
+
+    def _learn(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        pairs = enumerate(zip(tensors, values, strict=True))
+        alike = {i: tensor for i, (tensor, value) in pairs if i in self._lasting and _has_memory(tensor, value)}
+        self._specs = {index: _spec_of(tensor) for index, tensor in alike.items()}
+        self._others = [index for index in range(len(tensors)) if index not in alike]
+
+
+class LikeWriter:
+    """What users get of a program's results: DTensors that lie as others do.
+
+    Args:
+        slots: what the program gives, in order.
+        write_like: the tensor of a value that is as another, the whole way.
+    """
+
+    def __init__(self, slots: Sequence[LocalSlot], write_like: WriteLike) -> None:
+        self._slots = slots
+        self._write_like = write_like
+        self._specs: list[tuple[Any, Any]] = [(None, None)] * len(slots)
+
+    def __call__(self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor | None]) -> list[Any]:
+        """The tensors, in the order of the slots; None where nothing is like it."""
+        found: list[Any] = []
+        for index, (value, like) in enumerate(zip(values, likes, strict=True)):
+            spec, made = self._specs[index]
+            if like is None:
+                found.append(None)
+            elif isinstance(like, DTensor) and like._spec is spec and value.is_contiguous():
+                found.append(DTensor.__new__(DTensor, value, made, requires_grad=False))  # `__init__` does nothing
+            else:
+                found.append(self._write_anew(value, like, index))
+        return found
+
+    def _write_anew(self, value: torch.Tensor, like: torch.Tensor, index: int) -> torch.Tensor:
+        written = self._write_like(value, self._slots[index], like)
+        if isinstance(written, DTensor) and isinstance(like, DTensor) and is_same_memory(value, written._local_tensor):
+            self._specs[index] = like._spec, written._spec
+        return written
+
+
+def is_same_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same elements in the same places."""
+    return (value.data_ptr(), value.shape, value.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def are_dtensors(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are DTensors: parameters that are of this type, too."""
+    return set(map(type, tensors)) <= {DTensor}
+
+
+local_of = attrgetter("_local_tensor")
+"""What this rank holds of a DTensor."""
+_spec_of = attrgetter("_spec")
+
+
+def _has_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return type(tensor) is DTensor and is_same_memory(value, tensor._local_tensor)

@@ -1,0 +1,105 @@
+"""Where the state of an optimizer was found, which need not be looked up again while the same objects hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+
+from autoshard.ir.update import Update, UpdateRule
+from autoshard.runtime.executable import Executable
+from autoshard.runtime.members import Members
+
+_MOST = 64
+"""Programs of which it is known what they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the update of a program takes.
+
+    Args:
+        executable: the program.
+        tensors: parameters and state, in its order; of options, those of an earlier step.
+        are_counted_together: whether the parameters that it updates, and no other, were those counted last.
+    """
+
+    executable: Executable
+    tensors: list[torch.Tensor]
+    are_counted_together: bool
+
+
+@dataclass(slots=True)
+class KnownState:
+    """What an optimizer holds now.
+
+    Args:
+        optimizer: the optimizer.
+        members: the members of the model whose parameters it updates.
+        rules: how each of its groups updates.
+        update: what it does, where that is the same at each step.
+    """
+
+    optimizer: torch.optim.Optimizer
+    members: Members
+    rules: list[UpdateRule] = field(default_factory=list)
+    update: Update | None = None
+    _groups: list[Any] = field(init=False)
+    _parameters: list[torch.Tensor] = field(init=False)
+    _state: Any = field(init=False)
+    _entries: list[Any] = field(init=False)
+    _tensors: list[Any] = field(init=False)
+    _held: dict[int, Held] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._groups = [*self.optimizer.param_groups]
+        self._parameters = [*_parameters_of(self._groups)]
+        self._state = self.optimizer.state
+        self._entries = [*self._state.keys(), *self._state.values()]
+        self._tensors = [*_tensors_in(self._state)]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the optimizer, by groups."""
+        return self._parameters
+
+    def is_current(self, members: Members) -> bool:
+        """Whether the optimizer holds the same objects in the same places, for the same members of the model."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        return (
+            members is self.members
+            and state is self._state
+            and _are_same(groups, self._groups)
+            and _are_same([*_parameters_of(groups)], self._parameters)
+            and _are_same([*state.keys(), *state.values()], self._entries)
+            and _are_same([*_tensors_in(state)], self._tensors)
+        )
+
+    def held_by(self, executable: Executable) -> Held | None:
+        """What the update of a program takes, if it is known."""
+        return self._held.get(id(executable))
+
+    def remember(self, held: Held) -> None:
+        """Know what the update of a program takes: objects that the optimizer and the model hold."""
+        if len(self._held) >= _MOST:
+            self._held.clear()
+        self._held[id(held.executable)] = held
+
+
+_parameters_in = itemgetter("params")
+
+
+def _parameters_of(groups: Any) -> chain[Any]:
+    return chain.from_iterable(map(_parameters_in, groups))
+
+
+def _tensors_in(state: Any) -> chain[Any]:
+    """Names and what is held under them, of the state of each parameter."""
+    return chain.from_iterable(chain.from_iterable(map(dict.items, state.values())))
+
+
+def _are_same(found: list[Any], known: list[Any]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))

@@ -1,0 +1,128 @@
+"""The modules, parameters and buffers of a model: walked once, and compared by identity at later calls."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_FLAGS = attrgetter("training", "_parameters", "_buffers", "_modules")
+_TRAITS = attrgetter("dtype", "shape", "requires_grad")
+_SPEC_TRAITS = attrgetter("_spec", "requires_grad")
+"""Of a DTensor: torch replaces its spec where its type or shape changes."""
+
+
+@dataclass(frozen=True)
+class MembersSignature:
+    """What calls that share a program have in common in the model: its hash is found once.
+
+    Args:
+        content: modes of modules; names of tensors, which are the same, their types and shapes, which are frozen.
+    """
+
+    content: tuple[Any, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Members:
+    """The members of a model now.
+
+    Args:
+        model: the model. Each module and each tensor of it is told once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = _modules_of(model)
+        self._flags = _flat(map(_FLAGS, self._modules))
+        self._dicts = [held for module in self._modules for held in _FLAGS(module)[1:]]
+        self._sizes = [*map(len, self._dicts)]
+        self._names = _flat(self._dicts)
+        self._values = _flat(map(_VALUES, self._dicts))
+        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._dtensors = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        self._spec_traits = _flat(map(_SPEC_TRAITS, self._dtensors))
+        self._tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        self._traits = [*map(_TRAITS, self._tensors)]
+        self._model = model
+
+    def are_unchanged(self) -> bool:
+        """Whether a walk would find the same objects in the same places, of the same types and shapes."""
+        return (
+            all(map(is_, _chained(map(_FLAGS, self._modules)), self._flags))
+            and [*map(len, self._dicts)] == self._sizes
+            and _flat(self._dicts) == self._names
+            and all(map(is_, _chained(map(_VALUES, self._dicts)), self._values))
+            and all(map(is_, _chained(map(_SPEC_TRAITS, self._dtensors)), self._spec_traits))
+            and [*map(_TRAITS, self._tensors)] == self._traits
+        )
+
+    @cached_property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters by each of their qualified names."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def names(self) -> Mapping[int, str]:
+        """The first qualified name of each parameter, by its `id`."""
+        return {id(parameter): name for name, parameter in reversed([*self.parameters.items()])}
+
+    @cached_property
+    def has_trainable(self) -> bool:
+        """Whether a parameter wants a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters.values())
+
+    @cached_property
+    def with_gradients(self) -> MembersSignature:
+        """The signature for calls that want gradients: frozen parameters are told apart."""
+        return MembersSignature(tuple(self._signature(grad=True)))
+
+    @cached_property
+    def without_gradients(self) -> MembersSignature:
+        """The signature for other calls."""
+        return MembersSignature(tuple(self._signature(grad=False)))
+
+    def _signature(self, *, grad: bool) -> Iterable[Hashable]:
+        numbers: dict[int, int] = {}
+        for module in self._modules:
+            yield module.training
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    yield name
+                    continue
+                number = numbers.setdefault(id(tensor), len(numbers))
+                yield name, number, tensor.dtype, tensor.shape, grad and tensor.requires_grad
+
+
+_VALUES = methodcaller("values")
+_chained = chain.from_iterable
+
+
+def _flat(items: Iterable[Iterable[Any]]) -> list[Any]:
+    return [*_chained(items)]
+
+
+def _modules_of(model: nn.Module) -> list[nn.Module]:
+    """Each module once, in a steady order."""
+    found: list[nn.Module] = []
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        module = waiting.pop()
+        found.append(module)
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found

@@ -1,0 +1,90 @@
+"""How many steps each parameter of an optimizer has taken, counted as torch's optimizers count."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class StepsTaken:
+    """Steps that the state of each parameter has seen; of SGD, 0 before the first and 1 after it.
+
+    Counts that go up together are elements of one tensor, so that a step is counted by one addition. What they are is
+    read once, which waits for an accelerator, and followed from then on, until somebody else writes to them.
+
+    Args:
+        optimizer: one that is traced.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_sgd = isinstance(optimizer, torch.optim.SGD)
+        self._read: dict[torch.Tensor, float] = {}
+        self._counts: dict[torch.Tensor, torch.Tensor] = {}
+        self._joined: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._more = 0.0
+
+    def of(self, parameter: torch.Tensor) -> float:
+        """The steps of a parameter."""
+        state = self._optimizer.state.get(parameter, {})
+        if self._is_sgd:
+            return float(state.get("momentum_buffer") is not None)
+        step = state.get("step", 0.0)
+        if isinstance(step, torch.Tensor) and self._counts.get(parameter) is step and self.are_as_counted():
+            return self._read[parameter] + self._more
+        return float(step)
+
+    def are_as_counted(self) -> bool:
+        """Whether nobody else wrote to the counts."""
+        return [joined._version for joined in self._joined] == self._versions
+
+    def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
+        """Whether all these parameters, and no others, were counted last, and nobody else wrote to their counts."""
+        if self._is_sgd:
+            return True
+        state = self._optimizer.state
+        are_held = all(state.get(parameter, {}).get("step") is count for parameter, count in self._counts.items())
+        return are_held and self.are_as_counted() and self._counts.keys() == set(parameters)
+
+    def count_again(self) -> None:
+        """Count one step more of the parameters that were counted last."""
+        for joined in self._joined:
+            joined.add_(1)
+        self._more += 1.0
+        self._versions = [joined._version for joined in self._joined]
+
+    def count(self, parameters: Collection[torch.Tensor]) -> None:
+        """Count one step more of some parameters, in tensors that they share from then on."""
+        if self._is_sgd:
+            return
+        options = {id(item): group for group in self._optimizer.param_groups for item in group["params"]}
+        self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in parameters})
+
+    def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
+        """Where the steps of a parameter are counted: on the CPU but for capturable and fused optimizers."""
+        step = self._optimizer.state[parameter].get("step")
+        if isinstance(step, torch.Tensor):
+            return step.dtype, step.device
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        on_device = bool(options.get("capturable") or options.get("fused"))
+        return dtype, parameter.device if on_device else torch.device("cpu")
+
+    def _join(self, counted: Mapping[torch.Tensor, tuple[float, torch.dtype, torch.device]]) -> None:
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter, (_, dtype, device) in counted.items():
+            alike.setdefault((dtype, device), []).append(parameter)
+        self._read = {parameter: steps for parameter, (steps, *_) in counted.items()}
+        self._more = 0.0
+        self._joined = [self._put(members, dtype, device) for (dtype, device), members in alike.items()]
+        self._versions = [joined._version for joined in self._joined]
+        self._counts = {parameter: self._optimizer.state[parameter]["step"] for parameter in counted}
+
+    def _put(self, members: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Let the state of parameters have elements of one new tensor."""
+        joined = torch.tensor([self._read[parameter] for parameter in members], dtype=dtype, device=device)
+        for parameter, count in zip(members, joined.unbind(), strict=True):
+            self._optimizer.state[parameter]["step"] = count
+        return joined

@@ -1,0 +1,51 @@
+"""Prints the page faults of a compiled step on one process; started by `test_freed_memory`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autoshard
+
+WIDTH, LAYERS, ROWS = 256, 6, 2048
+"""Activations of 2 MiB, 12 of them kept for the backward."""
+STEPS = 6
+
+
+class Chain(nn.Module):
+    """Layers and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(item for _ in range(LAYERS) for item in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mean of the squares."""
+        return self.body(x).square().mean()
+
+
+def main() -> None:
+    """Run a few steps, then count."""
+    torch.set_num_threads(1)
+    store = Path(tempfile.mkdtemp()) / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+    model, x = Chain(), torch.randn(ROWS, WIDTH)
+    step = autoshard.compile(model, mesh, optimizer=torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        step(x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(STEPS):
+        step(x)
+    sys.stdout.write(str((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / STEPS))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
