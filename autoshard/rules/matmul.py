@@ -6,6 +6,7 @@ A product is linear in either operand; its contracted factor is reduced by a sum
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -161,16 +162,31 @@ def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
 # Products of groups of rows with a matrix each: mixtures of experts.
 
 
-@sharding_rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+_ALIGNED_BYTES = 16
+"""Rows of the operands of `aten._grouped_mm` begin at multiples of so many."""
+
+
+@sharding_rule(aten._grouped_mm.default)
 def grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any, **__: Any
 ) -> Rule | None:
-    """Rows up to offsets[e] belong to expert e; experts are blocked."""
+    """Rows up to offsets[e] belong to expert e; experts are blocked. Pieces of rows are of whole `_ALIGNED_BYTES`."""
     if offsets is None or x.dim() != 2 or weight.dim() != 3:
         return None
-    return Rule(
-        "s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped, padding={}, even=("s",)
+    count = _ALIGNED_BYTES // x.element_size()
+    return replace(
+        _GROUPED,
+        notation="s (k K), _ (k K) (n N), _ -> s (n N)",
+        reduce={"k": "sum", "K": "sum"},
+        sizes={name: count if size % count == 0 else 1 for name, size in zip("KN", weight.shape[1:], strict=True)},
+        blocked=("K", "N"),
     )
+
+
+@sharding_rule("transformers.grouped_mm_fallback.default")
+def grouped_mm_fallback(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> Rule:
+    """As `aten._grouped_mm`, whose alignment it does not need."""
+    return _GROUPED
 
 
 @sharding_rule("transformers.grouped_mm_fallback_backward.default")
@@ -187,3 +203,9 @@ def _local_grouped(context: LocalContext, x: Any, weight: Any, offsets: Any, *re
         shifted = context.call(aten.sub.Tensor, offsets, context.offset("s"))
         offsets = context.call(aten.clamp.default, shifted, 0, context.local_size("s"))
     return context.default(x, weight, offsets, *rest, **kwargs)
+
+
+_GROUPED = Rule(
+    "s k, _ k n, _ -> s n", reduce={"k": "sum"}, linear=_PRODUCT, local=_local_grouped, padding={}, even=("s",)
+)
+"""Products of groups of rows with a matrix each."""

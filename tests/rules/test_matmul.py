@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
 from autoshard.rules.matmul import scaled_mm
+from autoshard.rules.registry import bound_rule
 from tests.rules.recording import MESH_PAIRS, check_database, check_splits, tensor
 
 aten = torch.ops.aten
@@ -65,6 +66,17 @@ def test_grouped_products(rows: list[int]) -> None:
     x, weight, offsets, grad = tensor(8, 4), tensor(3, 4, 2), torch.tensor(rows, dtype=torch.int32), tensor(8, 2)
     check_splits(ops.grouped_mm_fallback.default, x, weight, offsets)
     check_splits(ops.grouped_mm_fallback_backward.default, x, weight, offsets, grad)
+
+
+def test_rows_of_grouped_products_stay_aligned() -> None:
+    """The kernel takes rows that begin at multiples of 16 bytes: eight elements of bfloat16."""
+    x, weight = tensor(16, 48).bfloat16(), tensor(3, 48, 16).bfloat16()
+    offsets = torch.tensor([4, 9, 16], dtype=torch.int32)
+    result = torch.empty(16, 16, dtype=torch.bfloat16)
+    bound = bound_rule(aten._grouped_mm.default, (x, weight, offsets), {}, [result])
+    assert bound is not None
+    assert {name: size for name, size in bound.sizes.items() if name in bound.splittable} == {"s": 16, "k": 6, "n": 2}
+    check_splits(aten._grouped_mm.default, x, weight, offsets)
 
 
 def test_addends_of_integers() -> None:
