@@ -77,6 +77,8 @@ def _bucket_of(split: fx.Node) -> _Bucket | None:
     if flat is None or any(len(node.users) != 1 for node in inner):
         return None
     values = [node.args[0] for node in flat]
+    if is_gathered and any(value.meta["val"].dim() == 0 for value in values):
+        return None
     sizes = [value.meta["val"].numel() // math.prod(rows) for value in values]
     if split.args[1:] != (sizes, *_dims([1] if is_gathered else rows)):
         return None

@@ -17,7 +17,9 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.lowering.wait_late import WaitLate
+from passes.lowering.start_ahead import StartAhead
+from passes.lowering.wait_in_turn import WaitInTurn
+from passes.overlap import APART, OVERLAP, Pass
 from passes.verification.verify_in_place import written_operands
 from tests.passes import bucket_mutations, mutations, training_mutations
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS, FLIGHT_MUTATIONS, ancestors
@@ -42,18 +44,27 @@ LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30
 """Buckets without a limit."""
 
 _TRIES = 5
+_RARE, _RARELY = ("hoist_gather", "lower_wait", "gather_before_update", "hoist_what_differs"), 0.1
+"""Kinds that few programs have, and the share of draws that are of these alone: without, there would be a handful."""
 
 
 def in_buckets(phased: PhasedProgram) -> PhasedProgram:
     """A program without overlap, with all that the passes of overlap can do, whatever memory it takes."""
-    return LARGE(WaitLate()(phased))
+    return _after((*APART, LARGE, StartAhead(), WaitInTurn()), phased)
+
+
+def _after(passes: Sequence[Pass], phased: PhasedProgram) -> PhasedProgram:
+    for rewrite in passes:
+        phased = rewrite(phased)
+    return phased
 
 
 def draw_overlap_mutant(plain: PhasedProgram, phased: PhasedProgram, random: Random) -> Mutant:
     """A mutant of `phased`, which is `in_buckets(plain)`; kinds are equally likely, where the program has them."""
     kinds = overlap_kinds(plain)
+    rare = [kind for kind in kinds if kind[1] in _RARE]
     while True:
-        place, kind = random.choice(list(kinds))
+        place, kind = random.choice(rare if random.random() < _RARELY else list(kinds))
         for _ in range(_TRIES):
             found = mutate(phased, place, kind, random, kinds)
             if found is not None:
@@ -210,14 +221,12 @@ def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 def _passes_otherwise(plain: PhasedProgram) -> Mutate:
     """One rank whose passes had other limits: of its buckets, or of what is in flight."""
-    choices: Sequence[Callable[[PhasedProgram], PhasedProgram]] = (
-        WaitLate(),
-        *(lambda given, size=size: _limited(size)(WaitLate()(given)) for size in (64, 256, 1024, 4096)),
-    )
+    sizes = (64, 256, 1024, 4096)
+    choices: Sequence[Sequence[Pass]] = (*OVERLAP, *((_limited(size), StartAhead(), WaitInTurn()) for size in sizes))
 
     def mutate(phased: PhasedProgram, random: Random) -> Found | None:
         index = random.randrange(len(choices))
-        return f"passes of choice {index}", choices[index](plain), phased.lowered.traced
+        return f"passes of choice {index}", _after((*APART, *choices[index]), plain), phased.lowered.traced
 
     return mutate
 
