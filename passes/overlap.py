@@ -9,35 +9,35 @@ from typing import Any
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
 from passes.lowering.start_ahead import StartAhead
+from passes.lowering.start_soon import StartSoon
 from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
 
 Pass = Callable[[PhasedProgram], PhasedProgram]
 
-APART: Sequence[Pass] = (WaitLate(), StartAhead(by=None))
-"""What brings starts before waits, and waits behind starts, so that collectives may come together; in order."""
+APART: Sequence[Pass] = (WaitLate(), StartSoon(), StartAhead(by=None))
+"""What brings starts before what they do not need, and waits behind it, so that collectives come together."""
 
 OVERLAP: Sequence[Sequence[Pass]] = (
-    (BucketCollectives(), StartAhead(), WaitInTurn()),
-    (BucketCollectives(), StartAhead(), WaitInTurn(most_held=2)),
-    (BucketCollectives(most_bytes=4 * MIB), StartAhead(), WaitInTurn(most_held=2)),
-    (BucketCollectives(most_bytes=MIB), StartAhead(), WaitInTurn(most_held=2)),
-    (StartAhead(), WaitInTurn(most_held=2)),
-    (StartAhead(by=0), WaitInTurn(most_held=1)),
+    (*APART, BucketCollectives(), StartAhead(), WaitInTurn()),
+    (*APART, BucketCollectives(), StartAhead(), WaitInTurn(most_held=2)),
+    (*APART, BucketCollectives(most_bytes=4 * MIB), StartAhead(), WaitInTurn(most_held=2)),
+    (*APART, BucketCollectives(most_bytes=MIB), StartAhead(), WaitInTurn(most_held=2)),
+    (WaitLate(), StartAhead(), WaitInTurn(most_held=2)),
+    (WaitLate(), StartAhead(by=0), WaitInTurn(most_held=1)),
 )
-"""What follows: for each phase the first of these rows with which memory stays within the program's peak, if any."""
+"""Passes in order: for each phase the first row with which memory stays within the program's peak, if there is one."""
 
 
 def overlapped(
     phased: PhasedProgram, on_pass: Callable[[Any, Any, Any], None] | None = None, micro_batches: int = 1
 ) -> PhasedProgram:
-    """The phases after `APART` and rows of `OVERLAP`; `on_pass` sees what each pass was given and made."""
+    """The phases after rows of `OVERLAP`; `on_pass` sees what each pass was given and made."""
     limit = peak_bytes(phased, micro_batches=micro_batches)
-    apart = list(_run(APART, phased))
     made, left = phased, list(phased.phases)
     for row in OVERLAP:
-        steps = [*apart, *_run(row, apart[-1][-1])]
+        steps = list(_run(row, phased))
         tried = {name: _with_phases(phased, steps[-1][-1], [name]) for name in left}
         fitting = [name for name in left if peak_bytes(tried[name], micro_batches=micro_batches) <= limit]
         if fitting and on_pass is not None:

@@ -125,6 +125,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         "JoinBiases",
         "NameCommunicators",
         "WaitLate",
+        "StartSoon",
         "StartAhead",
         "BucketCollectives",
         "StartAhead",

@@ -1,0 +1,65 @@
+"""Start a collective of values as soon as what it sends is computed, so that what needs neither computes beside it.
+
+Before → after, of a product in a backward under tensor parallelism: `w = x.t() @ dy; dx = dy @ weight.t();
+c = all_reduce(dx); z = f(wait(c))` → `dx = ...; c = all_reduce(dx); w = x.t() @ dy; z = f(wait(c))`: the gradient of
+the weight, which nobody waits for, is computed while that of the input is under way. Calls pass each other only between
+two waits for such collectives, so a value is held at most until the next one. Collectives of gradients and of
+parameters, which have communicators of their own, are moved by other passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autoshard.ir.collectives import is_collective, is_wait
+from autoshard.ir.communicators import without_purpose
+from autoshard.ir.lowered import PhasedProgram
+from passes.preparation.rewriting import in_order
+
+
+@dataclass(frozen=True, slots=True)
+class StartSoon:
+    """See the module's docstring."""
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with collectives of values in the forward and the backward moved up."""
+        return replace(phased, forward=_rewritten(phased.forward), backward=_rewritten(phased.backward))
+
+
+def _rewritten(graph_module: fx.GraphModule) -> fx.GraphModule:
+    if not any(_sends_values(node) for node in graph_module.graph.nodes):
+        return graph_module
+    return in_order(graph_module, _order(graph_module.graph))
+
+
+def _sends_values(node: fx.Node) -> bool:
+    return is_collective(node) and without_purpose(str(node.args[-1])) == node.args[-1]
+
+
+def _order(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes; of those since the last wait, what a start needs comes first, then the start, then the rest."""
+    passed: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            yield node
+        elif node.op == "output" or (is_wait(node) and _sends_values(node.all_input_nodes[0])):
+            yield from (*passed, node)
+            passed = []
+        elif _sends_values(node):
+            needed = _needed(node, passed)
+            yield from (*(item for item in passed if item in needed), node)
+            passed = [item for item in passed if item not in needed]
+        else:
+            passed.append(node)
+
+
+def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:
+    """Which of some nodes, in order, a start is computed from."""
+    needed = set(start.all_input_nodes)
+    for node in reversed(among):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return needed

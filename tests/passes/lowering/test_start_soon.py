@@ -1,0 +1,50 @@
+"""Collectives of values start as soon as what they send is computed; what needs neither computes meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from torch import fx
+
+from autoshard.ir.collectives import is_collective
+from passes.lowering.start_soon import StartSoon
+from passes.lowering.wait_late import WaitLate
+from passes.memory.lowered_memory import peak_bytes
+from passes.overlap import overlapped
+from passes.verification.verify_phases import verify_phases
+from tests.passes.lowering.overlapped import calls, differ, plain
+
+
+def products_beside(graph_module: fx.GraphModule) -> int:
+    """How many products stand between the start of a collective of values and the wait for it, all in all."""
+    nodes = list(graph_module.graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}
+    products = [place for place, node in enumerate(nodes) if "mm" in str(node.target)]
+    starts = [node for node in nodes if is_collective(node) and "/" not in str(node.args[-1])]
+    spans = [(places[start], min(places[user] for user in start.users)) for start in starts]
+    return sum(first < product < last for first, last in spans for product in products)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "tensor and sequence")])
+def test_gradients_of_weights_are_computed_beside_those_of_inputs(family: str, layout: str) -> None:
+    """Under tensor parallelism; waiting late alone leaves most of these products before the start."""
+    late = WaitLate()(plain(family, layout))
+    made = StartSoon()(late)
+    verify_phases(made)
+    assert differ(family, layout, made) == []
+    assert products_beside(made.backward) > products_beside(late.backward)
+    for before, after in ((late.forward, made.forward), (late.backward, made.backward)):
+        assert sorted(calls(before)) == sorted(calls(after))
+
+
+def test_inputs_of_a_phase_keep_their_order() -> None:
+    """They are taken by place."""
+    phased = WaitLate()(plain("gpt", "tensor"))
+    for before, after in ((item, getattr(StartSoon()(phased), name)) for name, item in phased.phases.items()):
+        names = [[node.name for node in phase.graph.find_nodes(op="placeholder")] for phase in (before, after)]
+        assert names[0] == names[1]
+
+
+def test_memory_stays() -> None:
+    """Values that are held longer count."""
+    phased = plain("gpt", "tensor")
+    assert peak_bytes(overlapped(phased)) <= peak_bytes(phased)
