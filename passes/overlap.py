@@ -1,4 +1,4 @@
-"""The passes by which phases communicate while they compute, in their order, and within the peak of memory."""
+"""The passes by which phases communicate while they compute, in their order, and within a limit of memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,34 @@ APART: Sequence[Pass] = (WaitLate(), StartSoon(), StartAhead(by=None))
 OVERLAP: Sequence[Sequence[Pass]] = (
     (*APART, BucketCollectives(), StartAhead(), WaitInTurn()),
     (*APART, BucketCollectives(), StartAhead(), WaitInTurn(most_held=2)),
-    (*APART, BucketCollectives(most_bytes=4 * MIB), StartAhead(), WaitInTurn(most_held=2)),
-    (*APART, BucketCollectives(most_bytes=MIB), StartAhead(), WaitInTurn(most_held=2)),
+    (*APART, BucketCollectives(most_bytes=2 * MIB), StartAhead(), WaitInTurn(most_held=2)),
+    (*APART, BucketCollectives(most_bytes=MIB // 2), StartAhead(), WaitInTurn(most_held=2)),
     (WaitLate(), StartAhead(), WaitInTurn(most_held=2)),
     (WaitLate(), StartAhead(by=0), WaitInTurn(most_held=1)),
 )
-"""Passes in order: for each phase the first row with which memory stays within the program's peak, if there is one."""
+"""Passes in order: for each phase the first row with which memory stays within the limit, if there is one."""
+
+
+IN_FLIGHT = 0.05
+"""What buckets under way may add to a program's peak, as a share of it, where the memory budget has room for them."""
 
 
 def overlapped(
-    phased: PhasedProgram, on_pass: Callable[[Any, Any, Any], None] | None = None, micro_batches: int = 1
+    phased: PhasedProgram,
+    on_pass: Callable[[Any, Any, Any], None] | None = None,
+    micro_batches: int = 1,
+    memory_bytes: float | None = None,
 ) -> PhasedProgram:
-    """The phases after rows of `OVERLAP`; `on_pass` sees what each pass was given and made."""
-    limit = peak_bytes(phased, micro_batches=micro_batches)
+    """The phases after rows of `OVERLAP`.
+
+    Args:
+        phased: the program.
+        on_pass: sees what each pass was given and made.
+        micro_batches: how many a step has.
+        memory_bytes: the most that each rank may have in use; None: no more than the program has without.
+    """
+    peak = peak_bytes(phased, micro_batches=micro_batches)
+    limit = peak if memory_bytes is None else max(peak, min(memory_bytes, (1 + IN_FLIGHT) * peak))
     made, left = phased, list(phased.phases)
     for row in OVERLAP:
         steps = list(_run(row, phased))

@@ -369,7 +369,7 @@ def lower_prepared(
     hoist = Hoist(micro_batches, NodeTime(plan.mesh, cluster), plan.memory_budget)
     first = (SplitPhases(saves_least), hoist)
     phased = phases_of(lowered, cluster, first, last, with_kernels, with_generated, on_pass)
-    return overlapped(phased, on_pass, micro_batches) if with_overlap else phased
+    return overlapped(phased, on_pass, micro_batches, plan.memory_budget) if with_overlap else phased
 
 
 def plan_of_choice(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,31 @@ class Link:
             )
 
 
+class Clock(Protocol):
+    """The time by which links are delayed."""
+
+    def now_s(self) -> float:
+        """Seconds since some moment."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Return when so much time is over."""
+        ...
+
+
+class _MachineClock:
+    """The time of the machine."""
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+_MACHINE = _MachineClock()
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A collective that was waited for.
@@ -61,7 +86,7 @@ class Transfer:
         operation: of the process group, e.g. "allreduce".
         axes: the axes along which it went.
         sent_bytes: that this rank sent.
-        issued_s, done_s: when it was issued, and when the links had done it (`time.perf_counter`).
+        issued_s, done_s: when it was issued, and when the links had done it, by the mesh's clock.
         duration_s: of it on links that are free.
         waited_s: how long this rank stood still for it: what of it was not hidden.
     """
@@ -78,8 +103,9 @@ class Transfer:
 class _Links:
     """This rank's links, by axis, and who listens to what goes over them."""
 
-    def __init__(self, links: Mapping[str, Link]) -> None:
+    def __init__(self, links: Mapping[str, Link], clock: Clock) -> None:
         self._links = links
+        self.clock = clock
         self._free_at_s = dict.fromkeys(links, 0.0)
         self.listeners: list[list[Transfer]] = []
 
@@ -112,19 +138,20 @@ class _DelayedWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Return when both Gloo and the links are done."""
-        start_s = time.perf_counter()
+        clock = self._links.clock
+        start_s = clock.now_s()
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
-        while (left_s := self._transfer.done_s - time.perf_counter()) > 0:
-            time.sleep(left_s)
+        while (left_s := self._transfer.done_s - clock.now_s()) > 0:
+            clock.sleep(left_s)
         if not self._has_waited:
             self._has_waited = True
-            self._tell(time.perf_counter() - start_s)
+            self._tell(clock.now_s() - start_s)
         return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(work.is_completed() for work in self._works) and time.perf_counter() >= self._transfer.done_s
+        return all(work.is_completed() for work in self._works) and self._links.clock.now_s() >= self._transfer.done_s
 
     def _tell(self, waited_s: float) -> None:
         found = self._transfer
@@ -230,14 +257,14 @@ class DelayedGloo(dist.ProcessGroup):
         return size_bytes * (self.size() - 1) // self.size()
 
     def _delayed(self, operation: str, sent_bytes: int, *works: Any) -> dist.Work:
-        now_s = time.perf_counter()
+        now_s = self.links.clock.now_s()
         done_s = self.links.occupy(self._axes, sent_bytes, now_s)
         duration_s = self.links.duration_s(self._axes, sent_bytes)
         transfer = Transfer(operation, self._axes, sent_bytes, now_s, done_s, duration_s, 0.0)
         return _DelayedWork(works, self.links, transfer)
 
 
-def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link]) -> DeviceMesh:
+def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link], *, clock: Clock = _MACHINE) -> DeviceMesh:
     """Make a mesh of CPU processes whose collectives take the time of given links; see the module.
 
     Called by all processes together, behind `torch.distributed.init_process_group`. All groups that
@@ -246,6 +273,8 @@ def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link]) -> DeviceMe
     Args:
         axes: name to size, major to minor, for all processes of the run.
         links: the link of each axis; an axis without one is not delayed.
+        clock: by what time; the machine's, or one that counts the work of this process, which tells what is hidden
+            exactly, however busy the machine is.
 
     Returns:
         The mesh. `autoshard.testing.record_transfers` says what goes over its links.
@@ -269,7 +298,7 @@ def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link]) -> DeviceMe
             f"delayed_mesh({dict(axes)!r}) needs {mesh.size} processes, found {found}; call "
             "torch.distributed.init_process_group('gloo') first, under torchrun with as many processes."
         )
-    here = _Links({axis: links.get(axis, Link()) for axis in mesh.axis_names})
+    here = _Links({axis: links.get(axis, Link()) for axis in mesh.axis_names}, clock)
     name = f"delayed_gloo_{next(_NUMBERS)}"
 
     def create(options: Any, _: Any) -> DelayedGloo:

@@ -16,13 +16,16 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_collective, is_wait
+from autoshard.ir.communicators import group_axes
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
 from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.rewrite_phases import rewrite_phases
 from passes.strategies.local_tracer import LocalTracer
@@ -35,38 +38,45 @@ MIB = 2**20
 class BucketCollectives:
     """See the module's docstring.
 
+    Sizes are those of one rank's piece of a bucket, which is what a step of a ring sends: so many bytes take longer
+    than the step's latency, whatever the number of ranks.
+
     Args:
-        first_bytes: a first bucket has no more, so that communication begins early.
+        end_bytes: the first and the last bucket, beside which little or nothing computes, have no more than this, and
+            no more than a quarter of what the others may have.
         least_bytes, most_bytes: the others have no more than an eighth of all bytes of their kind, within these: few
-            enough for their latency not to count, enough for all but the last to be hidden.
+            enough for their latency not to count, enough for all but those at the ends to be hidden.
     """
 
-    first_bytes: int = MIB
-    least_bytes: int = MIB
-    most_bytes: int = 25 * MIB
+    end_bytes: int = MIB // 2
+    least_bytes: int = MIB // 2
+    most_bytes: int = 8 * MIB
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with their collectives in buckets."""
-        return rewrite_phases(phased, self._rewrite)
+        return rewrite_phases(phased, lambda graph_module: self._rewrite(graph_module, phased.lowered.mesh))
 
-    def _rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        buckets = [bucket for bucket in self._buckets(graph_module.graph) if len(bucket) > 1]
+    def _rewrite(self, graph_module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
+        buckets = [bucket for bucket in self._buckets(graph_module.graph, mesh) if len(bucket) > 1]
         return _rewritten(graph_module, buckets) if buckets else graph_module
 
-    def _buckets(self, graph: fx.Graph) -> Iterator[tuple[_Member, ...]]:
+    def _buckets(self, graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[_Member, ...]]:
         by_key: defaultdict[tuple[Any, ...], list[_Member]] = defaultdict(list)
-        for member in _members(graph):
+        for member in _members(graph, mesh):
             by_key[member.key].append(member)
         for members in by_key.values():
             share = sum(member.size for member in members) // 8
             yield from self._fill(members, min(self.most_bytes, max(self.least_bytes, share)))
 
     def _fill(self, members: Sequence[_Member], most_bytes: int) -> Iterator[tuple[_Member, ...]]:
+        end_bytes = min(self.end_bytes, most_bytes // 4)
+        left = list(accumulate(member.size for member in reversed(members)))[::-1]
         bucket: list[_Member] = []
-        cap = min(self.first_bytes, most_bytes)
-        for member in members:
+        cap = end_bytes
+        for place, member in enumerate(members):
             is_too_late = any(other.waited_at < member.started_at for other in bucket)
-            if bucket and (is_too_late or sum(other.size for other in (*bucket, member)) > cap):
+            is_last = left[place] <= end_bytes < left[place - 1]
+            if bucket and (is_too_late or is_last or sum(other.size for other in (*bucket, member)) > cap):
                 yield tuple(bucket)
                 bucket, cap = [], most_bytes
             bucket.append(member)
@@ -82,6 +92,7 @@ class _Member:
     wait: fx.Node
     started_at: int
     waited_at: int
+    ranks: int
 
     @property
     def operand(self) -> fx.Node:
@@ -96,9 +107,9 @@ class _Member:
 
     @property
     def size(self) -> int:
-        """Bytes that are sent."""
+        """Bytes of one rank's piece."""
         value = self.operand.meta["val"]
-        return value.numel() * value.element_size()
+        return value.numel() * value.element_size() // (1 if self.start.target is ALL_GATHER else self.ranks)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -107,13 +118,14 @@ class _Member:
         return (self.start.target, *self.start.args[1:], value.dtype, value.device)
 
 
-def _members(graph: fx.Graph) -> Iterator[_Member]:
+def _members(graph: fx.Graph, mesh: Mesh) -> Iterator[_Member]:
     """Reductions and gathers, in order."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
         if _may_be_packed(node) and len(waits) == len(node.users) == 1:
-            yield _Member(node, waits[0], place, places[waits[0]])
+            ranks = mesh.shards(group_axes(str(node.args[-1])))
+            yield _Member(node, waits[0], place, places[waits[0]], ranks)
 
 
 def _may_be_packed(node: fx.Node) -> bool:

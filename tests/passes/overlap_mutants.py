@@ -40,7 +40,7 @@ from tests.passes.mutants import (
 from tests.passes.mutations import Mutation, alike, copy_of, is_tensor, pick
 
 _aten = torch.ops.aten
-LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
+LARGE = BucketCollectives(end_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 """Buckets without a limit."""
 
 _TRIES = 5
@@ -232,7 +232,7 @@ def _passes_otherwise(plain: PhasedProgram) -> Mutate:
 
 
 def _limited(size: int) -> BucketCollectives:
-    return BucketCollectives(first_bytes=size, least_bytes=size, most_bytes=size)
+    return BucketCollectives(end_bytes=size, least_bytes=size, most_bytes=size)
 
 
 # All of them.

@@ -13,7 +13,7 @@ from autoshard.ir.spec import P
 from passes.pipeline import PlanOptions, lower_program, plan_program
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.families import FAMILIES
-from tests.passes.layouts import LAYOUTS, MESH, lowered_under, planning_of, planning_on, program_of
+from tests.passes.layouts import LAYOUTS, MESH, lowered_under, plan_of, planning_of, planning_on, program_of
 from tests.passes.mutant_runs import run_of
 from tests.passes.mutants import Place
 
@@ -30,6 +30,12 @@ def plain_on(mesh: Mesh, layout: str, family: str, reduce_dtype: torch.dtype | N
     program = program_of(family, layout)
     planning = planning_of(family, layout) if mesh == MESH else planning_on(mesh, program)
     return lowered_under(LAYOUTS[layout], program, planning, with_overlap=False, reduce_dtype=reduce_dtype)
+
+
+@cache
+def of_one_batch(family: str, layout: str) -> PhasedProgram:
+    """The same, for a step of one batch: parameters are gathered in its forward and backward."""
+    return lower_program(program_of(family, layout), plan_of(family, layout), with_overlap=False)
 
 
 @cache

@@ -25,8 +25,8 @@ from tests.passes.mutations import copy_of
 
 aten = torch.ops.aten
 FAMILY, LAYOUT = "gpt", "tensor"
-SMALL = BucketCollectives(first_bytes=64, least_bytes=256, most_bytes=1024)
-LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
+SMALL = BucketCollectives(end_bytes=64, least_bytes=256, most_bytes=1024)
+LARGE = BucketCollectives(end_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 
 
 @cache

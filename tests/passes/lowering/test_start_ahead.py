@@ -18,16 +18,16 @@ from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
 from passes.overlap import overlapped
 from passes.verification.verify_phases import verify_phases
-from tests.passes.lowering.overlapped import differ, gathered_blocks, plain
+from tests.passes.lowering.overlapped import differ, gathered_blocks, of_one_batch, plain
 from tests.passes.mutations import copy_of
 
-SMALL = BucketCollectives(first_bytes=64, least_bytes=128, most_bytes=128)
+SMALL = BucketCollectives(end_bytes=64, least_bytes=128, most_bytes=128)
 
 
 @cache
 def ahead(family: str, layout: str, by: int = 1, bucket: BucketCollectives | None = None) -> PhasedProgram:
     """The program with its gathers moved, in buckets or each by itself."""
-    apart = StartAhead(by=None)(WaitLate()(plain(family, layout)))
+    apart = StartAhead(by=None)(WaitLate()(of_one_batch(family, layout)))
     return StartAhead(by=by)(apart if bucket is None else bucket(apart))
 
 
@@ -70,7 +70,7 @@ def test_bits_stay(family: str, layout: str, bucket: BucketCollectives | None) -
 
 def test_gathers_come_into_buckets() -> None:
     """Over each of two axes; without the first step, which brings all starts to the head, next to none do."""
-    plainly, made = plain("llama", "ZeRO-3"), ahead("llama", "ZeRO-3", 1, BucketCollectives())
+    plainly, made = of_one_batch("llama", "ZeRO-3"), ahead("llama", "ZeRO-3", 1, BucketCollectives())
     for before, after in ((plainly.forward, made.forward), (plainly.backward, made.backward)):
         groups = {str(node.args[-1]) for node in gathers(before)}
         assert len(gathers(after)) == len(groups) < len(gathers(before)) / 2

@@ -20,7 +20,7 @@ from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.lowering.overlapped import calls, differ, fully_sharded, plain
 
-SMALL = BucketCollectives(first_bytes=64, least_bytes=128, most_bytes=128)
+SMALL = BucketCollectives(end_bytes=64, least_bytes=128, most_bytes=128)
 
 
 @cache
@@ -51,8 +51,7 @@ def test_all_reductions_of_a_gradient_come_into_buckets() -> None:
     phased = twice_reduced()
     before, after = by_group(phased.backward), by_group(made_of(phased).backward)
     assert set(before) == set(after) == {"x/gradients", "y/gradients"}
-    for group, starts in before.items():
-        assert len(after[group]) <= len(starts) / 2
+    assert all(len(after[group]) < 2 * len(starts) / 3 for group, starts in before.items())
 
 
 def test_what_follows_runs_beside_computation() -> None:

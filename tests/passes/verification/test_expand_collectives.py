@@ -18,7 +18,7 @@ from tests.passes.lowering.overlapped import fully_sharded, plain
 from tests.passes.mutations import Mutation, copy_of
 
 SEEDS = 5
-LARGE = BucketCollectives(first_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
+LARGE = BucketCollectives(end_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 
 
 SOURCES = {

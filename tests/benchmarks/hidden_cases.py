@@ -1,0 +1,57 @@
+"""Four plans of a Llama on two ranks whose communication is to be hidden: what each splits over the axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Mesh, P, PartitionSpec
+from autoshard.runtime.train_step import TrainStep
+from tests.benchmarks.step_tensor_parallel import tensor_specs
+
+AXIS = "model"
+WORDS = 256
+
+
+def llama(layers: int, hidden: int) -> nn.Module:
+    """A Llama with a head of its own, and the same random weights at each call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+    config = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=WORDS, use_cache=False)
+    return LlamaForCausalLM(config).train()
+
+
+def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random words, the same on every rank."""
+    words = torch.randint(0, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": words, "labels": words.clone()}
+
+
+def _all(model: nn.Module, spec: PartitionSpec) -> dict[str, PartitionSpec]:
+    return {name: spec for name, _ in model.named_parameters()}
+
+
+PLANS: Mapping[str, Callable[[nn.Module], Mapping[str, PartitionSpec]]] = {
+    "data parallel": lambda model: {**_all(model, P()), "exp*:*": P(), "input:*": P(AXIS)},
+    "ZeRO-1": lambda model: {**_all(model, P()), "exp*:*": P(AXIS), "input:*": P(AXIS)},
+    "ZeRO-3": lambda model: {**_all(model, P(AXIS)), "exp*:*": P(AXIS), "input:*": P(AXIS)},
+    "tensor parallel": tensor_specs,
+}
+"""Constraints by the plan's name: parameters, the state of AdamW, inputs."""
+
+
+def compiled(name: str, model: nn.Module, mesh: Any = None) -> TrainStep:
+    """The step of AdamW under a plan; on simulated ranks without a mesh."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    step = autoshard.compile(
+        *(model, Mesh({AXIS: 2}) if mesh is None else mesh),
+        optimizer=optimizer, constraints=PLANS[name](model), precision=None, check="off",
+    )  # fmt: skip
+    assert isinstance(step, TrainStep)
+    return step

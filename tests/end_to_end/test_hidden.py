@@ -1,0 +1,82 @@
+"""Communication that can be hidden is hidden: on Gloo processes, by a clock that counts the products that they run.
+
+The clock makes exact what a slow network would show: how long a collective is waited for is a matter of the order in
+which a process issues, computes and waits, whatever the load of the machine.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch import nn
+
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.runtime.train_step import TrainStep
+from autoshard.testing import Link, Transfer, delayed_mesh, record_transfers
+from passes.pipeline import lower_prepared
+from tests.benchmarks.hidden_cases import AXIS, PLANS, batch, compiled, llama
+from tests.end_to_end.work_clock import Rig, WorkClock, products_s, share_hidden, walk
+from tests.runtime.processes import report, run_checks
+
+LAYERS, HIDDEN = 4, 256
+SIZES = {name: (4, 64) if name == "tensor parallel" else (8, 128) for name in PLANS}
+"""Rows and length; of few tokens activations are sent, not weights."""
+RATIO, LEAST = 0.4, 0.85
+"""What communication takes of the time of products, and the share to be hidden of what could be."""
+
+
+def model() -> nn.Module:
+    return llama(LAYERS, HIDDEN)
+
+
+def programs_of(step: TrainStep) -> tuple[PhasedProgram, PhasedProgram]:
+    """The program that a step runs, and the same without overlap."""
+    program, plan = step.sharded.program, step.plan
+    assert program is not None
+    assert plan is not None
+    return program.phased, lower_prepared(program.phased.lowered.traced, plan, with_overlap=False)
+
+
+def rig_of(plain: PhasedProgram) -> Rig:
+    """Links that take `RATIO` seconds for what is sent while products take one."""
+    unit = Rig(1.0, 1.0)
+    return Rig(products_s(plain, unit), sum(item.duration_s for item in walk(plain, unit)) / RATIO)
+
+
+def measured(name: str, rig: Rig) -> list[Transfer]:
+    """What one step on this rank sends, by the clock of its products."""
+    clock = WorkClock(rig.flops_per_s)
+    mesh = delayed_mesh({AXIS: 2}, {AXIS: Link(0.0, rig.bandwidth_bytes_per_s)}, clock=clock)
+    step = compiled(name, model(), mesh)
+    step(**batch(*SIZES[name]))
+    with clock, record_transfers(mesh) as transfers:
+        step(**batch(*SIZES[name], seed=1))
+    return transfers
+
+
+def check(name: str) -> None:
+    """Processes wait as the program says, and it hides what it could."""
+    simulated = compiled(name, model())
+    simulated(**batch(*SIZES[name]))
+    made, plain = programs_of(simulated)
+    rig = rig_of(plain)
+    said, found = walk(made, rig), measured(name, rig)
+    assert [item.sent_bytes for item in said] == [item.sent_bytes for item in found]
+    exposed = [
+        (mine.name, mine.waited_s, theirs.waited_s)
+        for mine, theirs in zip(said, found, strict=True)
+        if abs(mine.waited_s - theirs.waited_s) > 1e-6
+    ]
+    assert not exposed, f"waited for otherwise than the program says: {exposed}"
+    assert sum(item.waited_s == 0.0 for item in said) > len(said) / 3
+    shares = [share_hidden(item, plain, walk(item, rig), rig) for item in (plain, made)]
+    assert shares[1] >= LEAST > shares[0] + 0.5, shares
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "ZeRO-3" else pytest.mark.slow) for name in PLANS]
+)
+def test_what_can_be_hidden_is(name: str) -> None:
+    """Each collective is waited for as long as the order of the program says, and that hides 85 % of what it could."""
+    report(run_checks({name: partial(check, name)}, ranks=2), name)

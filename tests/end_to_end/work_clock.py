@@ -1,0 +1,171 @@
+"""Time that is counted in products of matrices: what communication a program hides, exactly, on a machine of any load.
+
+`WorkClock` goes on by the products that a process runs, and by its waits. `walk` says what the order of a lowered
+program comes to under the same clock, and `hideable_s` what could be hidden in any order that keeps the phases.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.ir.collectives import is_collective, is_wait
+from autoshard.ir.communicators import group_axes
+from autoshard.ir.lowered import PhasedProgram
+from passes.strategies.collective_nodes import collective_of
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+"""Operators, and which operand is the first factor."""
+
+
+def flops(operator: Any, args: Sequence[Any]) -> float:
+    """Of a product of matrices; of all else none."""
+    if operator not in _PRODUCTS:
+        return 0.0
+    left, right = args[_PRODUCTS[operator] : _PRODUCTS[operator] + 2]
+    return 2.0 * left.numel() * right.shape[-1]
+
+
+class WorkClock(TorchDispatchMode):
+    """A clock for `delayed_mesh` that goes on by what runs under it as a mode."""
+
+    def __init__(self, flops_per_s: float) -> None:
+        super().__init__()
+        self._flops_per_s = flops_per_s
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        """Seconds of work and waits so far."""
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Go on."""
+        self._now_s += seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._now_s += flops(func, args) / self._flops_per_s
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective of a program: how long it takes on a free link, and how long it is waited for."""
+
+    name: str
+    sent_bytes: int
+    duration_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Links without latency, all alike, and processes that take time for products alone."""
+
+    flops_per_s: float
+    bandwidth_bytes_per_s: float
+
+    def computed_s(self, node: fx.Node) -> float:
+        """Seconds of a call."""
+        args = fx.map_arg(node.args, lambda operand: operand.meta.get("val"))
+        return flops(node.target, args) / self.flops_per_s
+
+    def sent_s(self, node: fx.Node, phased: PhasedProgram) -> float:
+        """Seconds of a collective."""
+        return collective_of(node, phased.lowered.mesh).sent_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(slots=True)
+class _Walk:
+    rig: Rig
+    now_s: float = 0.0
+    free_at_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    done_at_s: dict[fx.Node, float] = field(default_factory=dict)
+    sent: list[Sent] = field(default_factory=list)
+
+    def run(self, phased: PhasedProgram) -> list[Sent]:
+        for graph_module in phased.phases.values():
+            for node in graph_module.graph.nodes:
+                if is_collective(node):
+                    self._begin(node, phased)
+                elif is_wait(node):
+                    self._wait(node.all_input_nodes[0], phased)
+                else:
+                    self.now_s += self.rig.computed_s(node) if node.op == "call_function" else 0.0
+        return self.sent
+
+    def _begin(self, node: fx.Node, phased: PhasedProgram) -> None:
+        axes = group_axes(str(node.args[-1]))
+        end_s = max([self.now_s, *(self.free_at_s[axis] for axis in axes)]) + self.rig.sent_s(node, phased)
+        self.free_at_s.update(dict.fromkeys(axes, end_s))
+        self.done_at_s[node] = end_s
+
+    def _wait(self, start: fx.Node, phased: PhasedProgram) -> None:
+        waited_s = max(0.0, self.done_at_s[start] - self.now_s)
+        self.now_s += waited_s
+        size = int(collective_of(start, phased.lowered.mesh).sent_bytes)
+        self.sent.append(Sent(start.name, size, self.rig.sent_s(start, phased), waited_s))
+
+
+def walk(phased: PhasedProgram, rig: Rig) -> list[Sent]:
+    """What a program sends, in the order in which it waits for it."""
+    return _Walk(rig).run(phased)
+
+
+def hideable_s(plain: PhasedProgram, rig: Rig) -> float:
+    """Seconds of communication that products of the same phase could hide, in whatever order.
+
+    Of each collective of a program without buckets, as much as there is in products that it neither needs nor feeds;
+    of a phase no more than all of its products take.
+    """
+    return sum(_hideable_s(graph_module.graph, plain, rig) for graph_module in plain.phases.values())
+
+
+def _hideable_s(graph: fx.Graph, plain: PhasedProgram, rig: Rig) -> float:
+    nodes = list(graph.nodes)
+    costs = [rig.computed_s(node) if node.op == "call_function" else 0.0 for node in nodes]
+    places = {node: place for place, node in enumerate(nodes)}
+    before = {
+        place: _reached(place, [[places[item] for item in node.all_input_nodes] for node in nodes])
+        for place in (places[node] for node in nodes if is_collective(node))
+    }
+    behind = {place: _reached(place, [[places[item] for item in node.users] for node in nodes]) for place in before}
+    found_s = 0.0
+    for place in before:
+        free_s = sum(costs) - sum(costs[item] for item in before[place] | behind[place])
+        found_s += min(rig.sent_s(nodes[place], plain), free_s)
+    return min(found_s, sum(costs))
+
+
+def _reached(place: int, edges: Sequence[Sequence[int]]) -> set[int]:
+    found, stack = {place}, [place]
+    while stack:
+        new = [item for item in edges[stack.pop()] if item not in found]
+        found.update(new)
+        stack += new
+    return found
+
+
+def products_s(phased: PhasedProgram, rig: Rig) -> float:
+    """Seconds of all products of a step."""
+    nodes = (node for phase in phased.phases.values() for node in phase.graph.nodes if node.op == "call_function")
+    return sum(map(rig.computed_s, nodes))
+
+
+def share_hidden(phased: PhasedProgram, plain: PhasedProgram, sent: Sequence[Any], rig: Rig) -> float:
+    """How much of what could be hidden is: `sent` is what was sent and waited for, here or on processes."""
+    could_s = hideable_s(plain, rig)
+    total_s = sum(item.duration_s for item in walk(plain, rig))
+    exposed_s = sum(item.waited_s for item in sent)
+    return (total_s - exposed_s) / could_s if could_s else 1.0
+
+
+def as_tensor(values: Sequence[float]) -> Tensor:
+    """For a comparison."""
+    return torch.tensor(values, dtype=torch.float64)
