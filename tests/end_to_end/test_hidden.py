@@ -70,7 +70,7 @@ def check(name: str) -> None:
     ]
     assert not exposed, f"waited for otherwise than the program says: {exposed}"
     assert sum(item.waited_s == 0.0 for item in said) > len(said) / 3
-    shares = [share_hidden(item, plain, walk(item, rig), rig) for item in (plain, made)]
+    shares = [share_hidden(plain, walk(item, rig), rig) for item in (plain, made)]
     assert shares[1] >= LEAST > shares[0] + 0.5, shares
 
 

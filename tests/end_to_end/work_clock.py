@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.ir.collectives import is_collective, is_wait
@@ -158,14 +158,9 @@ def products_s(phased: PhasedProgram, rig: Rig) -> float:
     return sum(map(rig.computed_s, nodes))
 
 
-def share_hidden(phased: PhasedProgram, plain: PhasedProgram, sent: Sequence[Any], rig: Rig) -> float:
+def share_hidden(plain: PhasedProgram, sent: Sequence[Any], rig: Rig) -> float:
     """How much of what could be hidden is: `sent` is what was sent and waited for, here or on processes."""
     could_s = hideable_s(plain, rig)
     total_s = sum(item.duration_s for item in walk(plain, rig))
     exposed_s = sum(item.waited_s for item in sent)
     return (total_s - exposed_s) / could_s if could_s else 1.0
-
-
-def as_tensor(values: Sequence[float]) -> Tensor:
-    """For a comparison."""
-    return torch.tensor(values, dtype=torch.float64)
