@@ -84,7 +84,7 @@ def overlap_of(device: Device) -> Overlap | None:
     On a GPU collectives take some of its processors (`measured_slowdown`). A CPU is kept as busy by communication as by
     computation: 62 ms one after the other were 64 ms beside each other (Gloo on loopback, two cores, 2026-11-23).
     """
-    return Overlap(prefetch=0) if device.dispatch_s else None
+    return Overlap() if device.dispatch_s else None
 
 
 @lru_cache(maxsize=1)

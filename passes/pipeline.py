@@ -24,6 +24,7 @@ from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
+from cost_models.streams import overlap_of
 from passes.lowering.hoist import Hoist
 from passes.lowering.join_biases import JoinBiases
 from passes.lowering.lower import Lower, result_key
@@ -47,6 +48,7 @@ from passes.planning.rewrite_prices import Within
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
+from passes.prediction.segment_step import repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
@@ -383,7 +385,7 @@ def plan_of_choice(
     """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     if not options.with_kernels:
-        walked = _walked(planning, plan, cluster, options) if options.runtime.overlap is None else None
+        walked = _walked(planning, plan, choice, cluster, options) if options.runtime.overlap is None else None
         return replace(plan, predicted=predict(planning, choice, options.runtime, walked=walked, record=True))
     plan = replace(plan, predicted=predict(planning, choice, options.runtime, record=True))
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
@@ -392,10 +394,13 @@ def plan_of_choice(
     return replace(plan, predicted=replace(predicted, kernels=kernels))
 
 
-def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster, options: PlanOptions) -> WalkedStep:
+def _walked(
+    planning: PlanningProblem, plan: Plan, choice: Sequence[int], cluster: Cluster, options: PlanOptions
+) -> WalkedStep:
     """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak.
 
-    A program that leaves out blocks is walked without overlap, and nothing hoisted: what fits is not that of the whole.
+    A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
+    whole. Where communication overlaps, its step is that of the planning problem, as `segment_step` writes it down.
     """
     micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
     phased = lower_prepared(
@@ -403,6 +408,8 @@ def _walked(planning: PlanningProblem, plan: Plan, cluster: Cluster, options: Pl
         micro_batches=micro_batches if is_whole else 1,
     )  # fmt: skip
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
+    if not is_whole and overlap_of(cluster.device) is not None:
+        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches))
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)
 

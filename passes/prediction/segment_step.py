@@ -5,6 +5,7 @@ resharded as soon as it is computed. Segments are the parts of `step_layout`; pa
 
 * A reshard's collectives are communication on the stream of their axis's links ("network" where groups span nodes,
   else "node"); its copies are computation behind them, or before them where the result leaves the program.
+* Nothing waits for a gradient's reduction but the update, which begins when all of them are done.
 * What is resharded of a parameter, or of what is computed from parameters alone, or of an input, is early: it needs
   nothing of the step.
 * Copies to and from the host are computation: what follows waits for them, as `compile` runs them.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from cost_models.streams import Op, Segment
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.step_layout import Part, StepLayout, step_layout
 from passes.prediction.walk_program import COPIES, stream_of
+from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, Site, leaves_program
 from passes.strategies.price import local_bytes
 
@@ -164,10 +166,14 @@ class _Writing:
             self._write_call(self.costs.planning.space.sites[name])
             for link in self.costs.layout.leaving.get(name, ()):
                 self._write_leaving(link)
-        return Segment(self.part.name, tuple(self.ops))
+        return Segment(self.part.name, tuple(self.ops), is_barrier=is_of_update(self.part.name))
 
     def _write_call(self, site: Site) -> None:
         links = self.costs.layout.incoming.get(site.name, ())
+        if is_gradient_hub(site.node):
+            for link in links:
+                self._write_leaving(link)
+            return
         for link in links:
             self._write_reshard(link)
         behind = [self.made[link.tail] for link in links if link.tail in self.made]
@@ -198,7 +204,7 @@ class _Writing:
         self._write_copy(link, reshard, needs)
 
     def _write_leaving(self, link: Link) -> None:
-        """What leaves the program is copied, then sent; nothing waits for it but the end of the step."""
+        """What leaves the program, or the backward, is copied, then sent; nothing there waits for it."""
         reshard = self.costs.reshard(link)
         if reshard.copied_s > 0:
             self._write_copy(link, reshard, ())
@@ -226,6 +232,11 @@ def _label(site: Site) -> str:
     return LABEL if site.node is not None and site.node.target in TRANSFERS else site.phase
 
 
+def is_of_update(name: str) -> bool:
+    """Whether a segment of this name is a part of the update."""
+    return name.startswith("update of ")
+
+
 def segment_step(
     planning: PlanningProblem, choice: Sequence[int], kernels: Kernels = NO_KERNELS, *, shares: bool = True
 ) -> list[Segment]:
@@ -247,3 +258,14 @@ def segment_step(
             made[key] = _Writing(costs, part).segment()
         segments.append(made[key])
     return segments
+
+
+def repeated_step(planning: PlanningProblem, choice: Sequence[int], micro_batches: int) -> tuple[Segment, ...]:
+    """The segments of a whole step: forward and backward for each micro-batch, and the update.
+
+    They hold nothing for communication under way: what runs overlaps within the peak that it has without.
+    """
+    segments = segment_step(planning, choice, shares=False)
+    light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
+    once = [item for item in light if is_of_update(item.name)]
+    return (*[item for item in light if not is_of_update(item.name)] * micro_batches, *once)

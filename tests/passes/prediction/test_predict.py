@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.spec import P, PartitionSpec
+from autoshard.planner import Planner
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
@@ -202,3 +205,39 @@ def test_the_utilisation_of_convolutions() -> None:
     plan = plan_program(trace(model, (torch.ones(4, 4, 8, 8),)), mesh, h100s(mesh), PlanOptions(with_baselines=False))
     assert plan.predicted.mfu is not None
     assert 0 < plan.predicted.mfu <= 1
+
+
+class Wide(nn.Module):
+    """Blocks whose weights take about as long to gather and reduce as to multiply by."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2048, 2048, bias=False), nn.GELU()) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("weight", [P(), P("data")], ids=["data parallel", "ZeRO-3"])
+def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program without its inner blocks as much is hidden as of the whole one, about, and memory is the same."""
+    with torch.device("meta"):
+        model, x = Wide(10), torch.zeros(32768, 2048)
+    cluster, mesh = autoshard.Cluster("h100_sxm", 1, 4), Mesh({"data": 4})
+    asked = {"input:0": P("data"), "*.weight": weight}
+
+    def predicted() -> Prediction:
+        plan = autoshard.plan(model, cluster, mesh=mesh, example_inputs=(x,), optimizer="adamw", constraints=asked)
+        return plan.predicted
+
+    short = predicted()
+    monkeypatch.setattr(Planner, "trace_elided", lambda *_: None)
+    whole = predicted()
+    assert short.step_time_s == pytest.approx(whole.step_time_s, rel=0.08)
+    hidden_s = [item.communication["data"].hidden_s for item in (short, whole)]
+    assert hidden_s[0] == pytest.approx(hidden_s[1], rel=0.25)
+    assert min(hidden_s) > 0.05 * whole.step_time_s
+    assert sum(short.breakdown.values()) == pytest.approx(short.step_time_s)
+    assert short.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.02)

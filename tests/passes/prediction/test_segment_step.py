@@ -21,8 +21,9 @@ from cost_models.streams import Op, Overlap, simulate_streams
 from cost_models.timeline import COMPUTE
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
 from passes.planning.build_assignment import PlanningProblem
-from passes.prediction.segment_step import COPIES, segment_step
+from passes.prediction.segment_step import COPIES, repeated_step, segment_step
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
+from tests.passes.deep import adamw, alike, short_step
 
 MESH = Mesh({"data": 2, "model": 2})
 
@@ -179,3 +180,18 @@ def test_a_faster_link_never_slows_a_plan(seed: int) -> None:
     for faster in (replace(node, intra=node.intra.scaled(2)), replace(node, inter=node.inter.scaled(2))):
         quick = planning_problem(program, MESH, Cluster(faster, nodes=2, devices_per_node=2), PlanOptions())
         assert simulate_streams(segment_step(quick, choice)).total_s <= before * (1 + 1e-12)
+
+
+def test_a_step_repeats_all_but_its_update() -> None:
+    """Micro-batches run forward and backward each; gradients' reductions end before the update, and hold nothing."""
+    model = alike(6)
+    planning = problem_of(short_step(model, adamw(model), 1), Mesh({"x": 2}))
+    choice = drawn_choice(planning, 0)
+    one, two = (repeated_step(planning, choice, count) for count in (1, 2))
+    update = [item for item in one if item.is_barrier]
+    assert update
+    assert one[-len(update) :] == two[-len(update) :] == tuple(update)
+    assert two[: -len(update)] == one[: -len(update)] * 2
+    assert not any(op.held_bytes for item in one for op in item.ops)
+    times = simulate_streams(one)
+    assert times.total_s == pytest.approx(simulate_streams(segment_step(planning, choice)).total_s)
