@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, Program
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.start_soon import StartSoon
@@ -63,6 +65,13 @@ def overlapped(
         if not left:
             break
     return made
+
+
+def room_of(program: Program, plan: Plan) -> float | None:
+    """What a plan's program may have in use on a rank: the budget, without optimizer state that it does not hold."""
+    if plan.memory_budget is None or program.inputs_of(InputKind.STATE):
+        return plan.memory_budget
+    return plan.memory_budget - plan.predicted.memory_breakdown.get("optimizer state", 0)
 
 
 def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[str]) -> PhasedProgram:

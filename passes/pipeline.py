@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
 from passes.memory.lowered_memory import peak_bytes
-from passes.overlap import overlapped
+from passes.overlap import overlapped, room_of
 from passes.phases import OnPass, phases_of, run_passes
 from passes.planning.baselines import solve_baselines
 from passes.planning.build_assignment import PlanningProblem, build_problem
@@ -75,6 +75,9 @@ logger = logging.getLogger(__name__)
 
 PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHubs())
 """What brings a traced program into the form that is planned and lowered, in order."""
+
+_NEAR = 0.1
+"""A known recipe that costs so much more than what the search found is not faster where communication is hidden."""
 
 _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 """Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
@@ -167,17 +170,31 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     logger.debug("enumeration took %.3f s", built - start)
     found = solve(planning, options, allowed_options(planning, options.constraints))
     logger.debug("search took %.3f s", time.monotonic() - built)
-    solution = found.solution
-    plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    plan = min(_candidates(planning, found, cluster, options), key=lambda item: item.predicted.step_time_s)
     costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
     return replace(
         plan,
-        recompute=found.recompute,
-        offload=found.offload,
         baselines=costs,
         search_time_s=time.monotonic() - start,
         was_interrupted=options.control.is_stopped,
     )
+
+
+def _candidates(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> Iterator[Plan]:
+    """The plan of the search, then those of the known recipes that are nearly as cheap, where they could be faster.
+
+    The search adds up what a step does. What runs puts collectives into buckets and hides them, in some plans more than
+    in others, which the prediction of a lowered program knows. A plan made from another one stays what was found.
+    """
+    solution, limit = found.solution, (1 + _NEAR) * found.solution.cost
+    plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    yield replace(plan, recompute=found.recompute, offload=found.offload)
+    if options.before is None and options.runtime.overlap is None and not options.with_kernels:
+        known = [each for each in found.baselines.values() if each is not None and each.cost <= limit]
+        for each in {tuple(item.choice): item for item in known}.values():
+            other = plan_of_choice(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
+            if options.memory_budget is None or other.predicted.peak_memory_bytes <= options.memory_budget:
+                yield other
 
 
 @one_blas_thread()
@@ -368,10 +385,10 @@ def lower_prepared(
     lowered = run_passes((Lower(plan, step_cost),), prepared, on_pass)
     narrow = () if reduce_dtype is None else (NarrowReductions(reduce_dtype),)
     last = (*((SelectKernels(), JoinBiases()) if with_native else ()), NameCommunicators(), *narrow)
-    hoist = Hoist(micro_batches, NodeTime(plan.mesh, cluster), plan.memory_budget)
-    first = (SplitPhases(saves_least), hoist)
+    room = room_of(prepared, plan)
+    first = (SplitPhases(saves_least), Hoist(micro_batches, NodeTime(plan.mesh, cluster), room))
     phased = phases_of(lowered, cluster, first, last, with_kernels, with_generated, on_pass)
-    return overlapped(phased, on_pass, micro_batches, plan.memory_budget) if with_overlap else phased
+    return overlapped(phased, on_pass, micro_batches, room) if with_overlap else phased
 
 
 def plan_of_choice(
@@ -384,10 +401,10 @@ def plan_of_choice(
 ) -> Plan:
     """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
+    plan = replace(plan, predicted=predict(planning, choice, options.runtime, record=options.with_kernels))
     if not options.with_kernels:
         walked = _walked(planning, plan, choice, cluster, options) if options.runtime.overlap is None else None
         return replace(plan, predicted=predict(planning, choice, options.runtime, walked=walked, record=True))
-    plan = replace(plan, predicted=predict(planning, choice, options.runtime, record=True))
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
     predicted = predict(planning, choice, options.runtime, kernels, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)

