@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -170,7 +170,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     logger.debug("enumeration took %.3f s", built - start)
     found = solve(planning, options, allowed_options(planning, options.constraints))
     logger.debug("search took %.3f s", time.monotonic() - built)
-    plan = min(_candidates(planning, found, cluster, options), key=lambda item: item.predicted.step_time_s)
+    plan = fastest(planning, found, cluster, options)
     costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
     return replace(
         plan,
@@ -180,21 +180,22 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     )
 
 
-def _candidates(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> Iterator[Plan]:
-    """The plan of the search, then those of the known recipes that are nearly as cheap, where they could be faster.
+def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> Plan:
+    """The plan of the search, or of a known recipe that is nearly as cheap: which its lowered program says is fastest.
 
     The search adds up what a step does. What runs puts collectives into buckets and hides them, in some plans more than
-    in others, which the prediction of a lowered program knows. A plan made from another one stays what was found.
+    in others. The bound is the search's.
     """
     solution, limit = found.solution, (1 + _NEAR) * found.solution.cost
     plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
-    yield replace(plan, recompute=found.recompute, offload=found.offload)
-    if options.before is None and options.runtime.overlap is None and not options.with_kernels:
-        known = [each for each in found.baselines.values() if each is not None and each.cost <= limit]
+    plans = [replace(plan, recompute=found.recompute, offload=found.offload)]
+    known = [each for each in found.baselines.values() if each is not None and each.cost <= limit]
+    if options.runtime.overlap is None and not options.with_kernels:
         for each in {tuple(item.choice): item for item in known}.values():
             other = plan_of_choice(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
             if options.memory_budget is None or other.predicted.peak_memory_bytes <= options.memory_budget:
-                yield other
+                plans.append(other)
+    return min(plans, key=lambda item: item.predicted.step_time_s)
 
 
 @one_blas_thread()

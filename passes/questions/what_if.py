@@ -19,7 +19,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster, NodeType
 from cost_models.topology import Link
-from passes.pipeline import PlanOptions, plan_of_choice, planning_problem, solve
+from passes.pipeline import PlanOptions, fastest, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.questions.roles import ROLES, Masks, has_role, restrict
@@ -41,17 +41,7 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
         found = solve(planning, options, allowed)
     except DoesNotFitError as error:
         return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
-    cost, bound, cluster = found.solution.cost, found.solution.lower_bound, planning.prices.cluster
-    predicted = plan_of_choice(found.planning, found.solution.choice, cost, bound, cluster, options).predicted
-    return Outcome(
-        fits=True,
-        objective=cost,
-        lower_bound=bound,
-        step_time_s=predicted.step_time_s,
-        peak_memory_bytes=predicted.peak_memory_bytes,
-        breakdown=predicted.breakdown,
-        hidden=predicted.hidden,
-    )
+    return outcome_of(fastest(planning, found, planning.prices.cluster, options))
 
 
 def outcome_of(plan: Plan) -> Outcome:
