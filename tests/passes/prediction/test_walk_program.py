@@ -17,6 +17,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.testing.programs import programs
 from cost_models.streams import Overlap, overlap_of, simulate_streams
+from passes.lowering.rewrite_phases import rewrite_phases
 from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import PlanOptions, lower_prepared, plan_of_choice
 from passes.planning.build_assignment import PlanningProblem
@@ -25,6 +26,7 @@ from passes.planning.search import Search
 from passes.prediction.segment_step import segment_step
 from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.strategies.price_nodes import NodePrices
+from passes.verification.expand_biases import expand_biases
 from tests.passes.blocks import blocks_program, h100s, problem_of, two_nodes
 from tests.passes.deep import adamw, alike, short_step, step
 from tests.passes.prediction.test_segment_step import drawn_choice, program_of
@@ -66,14 +68,15 @@ def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
 def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
     """By the search's objective and by the walk, whatever is resharded where; to 2 % where it is padded.
 
-    Not of programs with calls that nothing reads (statistics of a split norm, without a backward): they are not run.
+    The search prices a bias apart from its product. Calls that nothing reads (statistics of a split norm, without a
+    backward) are not run, and programs with them are not drawn.
     """
     drawn = data.draw(programs(max_blocks=2, uneven=False))
     program = tracing.trace(drawn.model, drawn.inputs)
     mesh, error = data.draw(st.sampled_from([(PAIR, 1e-6), (SQUARE, 0.02)]))
     planning = problem_of(program, mesh)
     choice = drawn_choice(planning, data.draw(st.integers(0, 99)))
-    phased = phased_of(planning, choice)
+    phased = rewrite_phases(phased_of(planning, choice), expand_biases)
     assume(all(node.users for node in phased.lowered.graph_module.graph.nodes if node.op == "call_function"))
     times = simulate_streams(walk(planning, phased).segments)
     assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=error)
