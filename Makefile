@@ -9,8 +9,8 @@
 #   make zoo                   two hundred architectures on a simulated mesh trained beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make mutants               200 changes of the source on purpose, drawn by a seed, each with the tests near it: which of
-#                              them the tests notice; goes on where the last run stopped (build/mutants);
-#                              installs cosmic-ray, which nothing else needs
+#                              them the tests notice; goes on where the last run stopped, here or elsewhere
+#                              (tests/benchmarks/results/mutants.jsonl); installs cosmic-ray, which nothing else needs
 #   make campaigns             wrong programs beside the verifier, by a seed: 5,000 of what compiling makes, 2,000 of buckets,
 #                              late waits and updates in place, 6,000 of orders of pipelines; fails where one that computes
 #                              another number, or hangs, is accepted; goes on where the last run stopped (build/*_campaign)

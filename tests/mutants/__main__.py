@@ -1,81 +1,87 @@
 """Change the source on purpose, one place at a time, and see whether the tests notice.
 
-Run: python -m tests.mutants [--count 200] [--seed 13] [--seconds 300] [--minutes 600] [--folder build/mutants]
+Run: python -m tests.mutants [--count 200] [--seed 13] [--seconds 90] [--minutes 600] [--folder build/mutants]
 
-Each change is made in a copy of the tracked files, with only the tests that can notice it (`near_tests`), without the
-slow ones; it counts as noticed where one of them fails that passes without the change. Results are kept in FOLDER: a
-change that is there is not run again, and a run goes on where the last one stopped. Once the minutes are over no
-further change is run. The table is written behind each run, beside the other results.
+1. The first of all possible changes are drawn; a commit changes the draw only where it changes the source (`draw`).
+2. Each is made in a copy of the committed files, with only the tests that can notice it (`near_tests`), without the
+   slow ones. It counts as noticed where one of them fails, or hangs, that passes without the change.
+3. Outcomes are kept beside the other results, and committed: what was noticed is not run again, what was not is where
+   the tests near it have changed since. A run goes on where the last one stopped, and the table is made of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
-import re
-import resource
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 
-from tests.mutants.draw import Mutant, draw
+from tests.mutants.draw import PACKAGES, Mutant, draw
 from tests.mutants.near_tests import near_tests
+from tests.mutants.run_tests import failed_test, prepare
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "tests" / "benchmarks" / "results" / "mutants.md"
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
-_WAITING = 10
-"""A run may take so many times its limit by the wall's clock: it may wait, and the machine may be busy."""
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+KEPT, PAGE = RESULTS / "mutants.jsonl", RESULTS / "mutants.md"
 
-NOTICED, SURVIVED, OVERTIME, UNSOUND = "noticed", "survived", "over time", "fails without the change too"
+NOTICED, SURVIVED, UNSOUND = "noticed", "survived", "fails without the change too"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a mutant: `verdict`, the test that failed, and the time that tests took."""
+    """What came of a mutant.
+
+    Args:
+        first: the verdict of its first run, before tests were written for it.
+        test: the one that failed.
+        tests: a digest of the tests near it.
+        seconds: by the wall's clock.
+    """
 
     mutant: Mutant
     verdict: str
+    first: str
     test: str
+    tests: str
+    commit: str
     seconds: float
 
 
 def main(arguments: list[str]) -> int:
-    """Run what has not been run, and write the table; 0 if nine of ten were noticed."""
+    """Run what must be, and write the table; 0 if nine of ten were noticed."""
     options = _parser().parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
     tree, console = options.folder / "tree", Console(soft_wrap=True, highlight=False)
-    commit = _git("rev-parse", "--short", "HEAD")
-    kept = options.folder / f"{commit}-{options.seed}.jsonl"
-    outcomes = _read(kept)
-    known = {(item.mutant.path, item.mutant.operator, item.mutant.occurrence) for item in outcomes}
-    _copy(tree)
-    end = time.monotonic() + 60 * options.minutes
-    for number, (mutant, text) in enumerate(draw(tree, options.count, options.seed), 1):
-        if (mutant.path, mutant.operator, mutant.occurrence) in known:
-            continue
+    commit = _copy(tree)
+    known = _read()
+    drawn = {mutant.key: (mutant, text) for mutant, text in draw(tree, options.count, options.seed)}
+    waiting = [key for key in drawn if key not in known]
+    waiting += [key for key in drawn if key in known and _must_run_again(tree, known[key])]
+    trial, end = Trial(tree, commit, options.seconds), time.monotonic() + 60 * options.minutes
+    prepare()
+    for number, key in enumerate(waiting, 1):
         if time.monotonic() > end:
             break
-        outcome = _try(tree, mutant, text, options.seconds)
-        outcomes.append(outcome)
-        with kept.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
-        console.print(f"{number:4}/{options.count} {mutant.path}:{mutant.line} {outcome.verdict}", markup=False)
-    if options.page:
-        PAGE.write_text(_page(outcomes, options, commit), encoding="utf-8")
-    noticed, judged = (sum(item.verdict in kinds for item in outcomes) for kinds in ((NOTICED,), (NOTICED, SURVIVED)))
-    console.print(f"{noticed} of {judged} were noticed; {kept}")
+        outcome = trial.run(*drawn[key])
+        known[key] = replace(outcome, first=known[key].first if key in known else outcome.verdict)
+        _write(known.values())
+        mutant = outcome.mutant
+        console.print(f"{number}/{len(waiting)} {mutant.path}:{mutant.line} {outcome.verdict}", markup=False)
+    outcomes = [replace(known[key], mutant=mutant) for key, (mutant, _) in drawn.items() if key in known]
+    PAGE.write_text(_page(outcomes, options), encoding="utf-8")
+    noticed, judged = _noticed(item.verdict for item in outcomes)
+    console.print(f"{noticed} of {judged} were noticed")
     return 0 if judged and noticed >= 0.9 * judged else 1
 
 
@@ -84,99 +90,110 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=200, help="changes that are drawn")
     parser.add_argument("--seed", type=int, default=13)
     parser.add_argument(
-        "--seconds", type=int, default=300, help="limit of each run of a change's tests, by the processor's clock"
+        "--seconds", type=float, default=90.0, help="of the processor, for the nearest tests and again for the next"
     )
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no further change is run")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
-    parser.add_argument("--no-page", dest="page", action="store_false", help="leave the table as it is")
     return parser
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _copy(tree: Path) -> str:
+    """Bring the tree to the last commit: what is changed meanwhile changes no result."""
+    if not tree.exists():
+        subprocess.run(["git", "clone", "-q", "--no-checkout", str(ROOT), str(tree)], check=True)
+    _git(tree, "fetch", "-q", "origin", "HEAD")
+    _git(tree, "checkout", "-q", "--force", "--detach", "FETCH_HEAD")
+    return _git(tree, "rev-parse", "--short", "HEAD")
 
 
-def _read(kept: Path) -> list[Outcome]:
-    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
-    return [Outcome(**{**data, "mutant": Mutant(**data["mutant"])}) for data in map(json.loads, lines)]
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _copy(tree: Path) -> None:
-    """The committed files: what is changed meanwhile changes no result."""
-    shutil.rmtree(tree, ignore_errors=True)
-    tree.mkdir(parents=True)
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
+def _read() -> dict[tuple[str, str, str], Outcome]:
+    lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
+    found = [Outcome(**{**data, "mutant": Mutant(**data["mutant"])}) for data in map(json.loads, lines)]
+    return {item.mutant.key: item for item in found}
 
 
-def _try(tree: Path, mutant: Mutant, text: str, limit_s: int) -> Outcome:
-    """Run the tests near a change, and those behind them where these notice nothing."""
-    file, start = tree / mutant.path, time.monotonic()
-    right = file.read_text(encoding="utf-8")
-    verdict, test = SURVIVED, ""
-    for tests in near_tests(tree, mutant.path):
-        if verdict != SURVIVED or not tests:
-            continue
+def _write(outcomes: Iterable[Outcome]) -> None:
+    lines = sorted(json.dumps(asdict(item)) for item in outcomes)
+    KEPT.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def _must_run_again(tree: Path, outcome: Outcome) -> bool:
+    return outcome.verdict != NOTICED and outcome.tests != _digest(tree, near_tests(tree, outcome.mutant.path))
+
+
+def _digest(tree: Path, tests: Sequence[Sequence[str]]) -> str:
+    texts = [name.encode() + (tree / name).read_bytes() for name in chain(*tests) if name.startswith("tests/")]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
+
+
+class Trial:
+    """Runs mutants in a tree, and remembers which tests pass without any."""
+
+    def __init__(self, tree: Path, commit: str, limit_s: float) -> None:
+        self.tree, self.commit, self.limit_s = tree, commit, limit_s
+        self.right: set[str] = set()
+
+    def run(self, mutant: Mutant, text: str) -> Outcome:
+        """Run the tests near a change, and those behind them where these notice nothing."""
+        start, tests = time.monotonic(), near_tests(self.tree, mutant.path)
+        test = next(filter(None, (self._failed(mutant, text, step) for step in tests if step)), None)
+        verdict = SURVIVED if test is None else NOTICED if self._passes(test) else UNSOUND
+        seconds, digest = round(time.monotonic() - start, 1), _digest(self.tree, tests)
+        return Outcome(mutant, verdict, verdict, test or "", digest, self.commit, seconds)
+
+    def _failed(self, mutant: Mutant, text: str, tests: Sequence[str]) -> str | None:
+        """Which of the tests fails. The file is put back as old as it was, so that compiled ones stay right."""
+        file = self.tree / mutant.path
+        right, stat = file.read_text(encoding="utf-8"), file.stat()
         try:
             file.write_text(text, encoding="utf-8")
-            verdict, test = _run(tree, tests, limit_s)
+            return failed_test(self.tree, tests, self.limit_s)
         finally:
             file.write_text(right, encoding="utf-8")
-        if verdict == NOTICED and _run(tree, [test], limit_s)[0] != SURVIVED:
-            verdict = UNSOUND
-    return Outcome(mutant, verdict, test, round(time.monotonic() - start, 1))
+            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    def _passes(self, test: str) -> bool:
+        if test not in self.right and failed_test(self.tree, [test], self.limit_s) is None:
+            self.right.add(test)
+        return test in self.right
 
 
-def _run(tree: Path, tests: Sequence[str], limit_s: int) -> tuple[str, str]:
-    """Whether one of the tests fails, and which. The limit is of processor time: a busy machine decides nothing."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "HYPOTHESIS_PROFILE": "ci", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    process = subprocess.Popen(
-        command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True, preexec_fn=partial(resource.setrlimit, resource.RLIMIT_CPU, (limit_s, limit_s)),
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=_WAITING * limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        return OVERTIME, ""
-    if process.returncode in (0, 5):
-        return SURVIVED, ""
-    if process.returncode < 0 and not _FAILED.search(output):
-        return OVERTIME, ""
-    found = _FAILED.search(output)
-    return NOTICED, found.group(1) if found else tests[0]
+def _noticed(verdicts: Iterable[str]) -> tuple[int, int]:
+    """How many were noticed, of how many that say something."""
+    kinds = [verdict == NOTICED for verdict in verdicts if verdict != UNSOUND]
+    return sum(kinds), len(kinds)
 
 
-def _page(outcomes: Sequence[Outcome], options: argparse.Namespace, commit: str) -> str:
-    by_verdict = {name: [item for item in outcomes if item.verdict == name] for name in (NOTICED, OVERTIME, SURVIVED)}
-    noticed, survived = len(by_verdict[NOTICED]), len(by_verdict[SURVIVED])
-    late = len(by_verdict[OVERTIME])
-    unsound = len(outcomes) - noticed - survived - late
+def _page(outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
+    noticed, judged = _noticed(item.verdict for item in outcomes)
+    first, judged_first = _noticed(item.first for item in outcomes)
+    commits = list(dict.fromkeys(item.commit for item in outcomes))
     rows = [
         "# Changes of the source, beside the tests",
         "",
         f"`python -m tests.mutants --count {options.count} --seed {options.seed} --seconds {options.seconds:g}`, "
-        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit}, Cosmic Ray {version('cosmic-ray')}, torch {version('torch')}, "
-        f"Python {platform.python_version()}.",
+        f"{datetime.now(UTC):%Y-%m-%d}, Cosmic Ray {version('cosmic-ray')}, torch {version('torch')}, "
+        f"Python {platform.python_version()}; each at one of the commits {', '.join(sorted(commits))} "
+        "(`mutants.jsonl` says which, and which test failed).",
         "",
-        f"{len(outcomes)} of {options.count} drawn changes were run: "
-        f"**{noticed} of {noticed + survived} were noticed**. "
-        f"{late} more ran over time, and {unsound} met a test that fails without the change too: they say "
-        f"nothing. Tests took {sum(item.seconds for item in outcomes):.0f} s. Without the slow tests, and only "
-        "with those near each change: the whole suite notices no fewer.",
+        f"{len(outcomes)} of {options.count} drawn changes were run: **{noticed} of {judged} were noticed**; "
+        f"{first} of {judged_first} at their first run, before tests were written for what was not. "
+        f"{len(outcomes) - judged} more met a test that fails without the change too. "
+        f"Tests took {sum(item.seconds for item in outcomes):.0f} s, without the slow ones, and only with those near "
+        "each change: the whole suite notices no fewer.",
         "",
         "| package | run | noticed | not noticed |",
         "|---|---|---|---|",
     ]
-    for package in ("autoshard", "passes", "cost_models"):
-        own = [item for item in outcomes if item.mutant.path.startswith(package + "/")]
-        kinds = [item.verdict == NOTICED for item in own if item.verdict in (NOTICED, SURVIVED)]
-        rows.append(f"| {package} | {len(kinds)} | {sum(kinds)} | {len(kinds) - sum(kinds)} |")
+    for package in PACKAGES:
+        found, of = _noticed(item.verdict for item in outcomes if item.mutant.path.startswith(package + "/"))
+        rows.append(f"| {package} | {of} | {found} | {of - found} |")
     rows += ["", "Not noticed:", "", "| where | before | after |", "|---|---|---|"]
-    for item in by_verdict[SURVIVED]:
+    for item in (item for item in outcomes if item.verdict == SURVIVED):
         cells = (f"`{text.replace('|', chr(92) + '|')}`" for text in (item.mutant.before, item.mutant.after))
         rows.append(f"| {item.mutant.path}:{item.mutant.line} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
