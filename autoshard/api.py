@@ -21,7 +21,6 @@ from autoshard.arguments import (
     check_backend,
     check_beside_recipe,
     check_flags,
-    check_is_materialised,
     check_limits,
     check_loss,
     check_model,
@@ -59,7 +58,7 @@ from autoshard.pricing import price
 from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
-from autoshard.runtime.launch import make_engine
+from autoshard.runtime.launch import make_engine, world_size
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
@@ -101,7 +100,8 @@ def compile(
     become DTensors; without, all ranks are simulated in this process, and parameters stay as they are.
 
     Args:
-        model: any module, in memory (not on meta), the same on all ranks.
+        model: any module, the same on all ranks. Where it is on the meta device (all of it, or a part), each rank gets
+            memory for its shards alone when the first program is compiled; then call `init_weights`, or load weights.
         mesh: a torch `DeviceMesh`, an abstract `Mesh`, or a `Cluster`, for which the planner picks the axes
             (needs `example_inputs`).
         example_inputs: positional (a tuple) or keyword (a dict) arguments to plan for now; default: at the
@@ -152,7 +152,6 @@ def compile(
         torch.Size([6, 2])
     """
     check_model(model, _COMPILED)
-    check_is_materialised(model)
     check_backend(backend)
     check_loss(loss_fn)
     check_flags(strict=strict, verify=verify, gather_outputs=gather_outputs)
@@ -168,7 +167,7 @@ def compile(
     if optimizer is not None:
         refuse_scaling(precision)
     update = update_for(model, optimizer, max_grad_norm, fixed, strict=strict)
-    device = _device_of(model)
+    device = _device_of(model, mesh)
     planner = Planner(
         cluster=mesh if isinstance(mesh, Cluster) else None,
         fixed=fixed,
@@ -372,6 +371,15 @@ def _check_order(step: TrainStep) -> None:
     verify_order(step.order, step.micro_batches)
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+def _device_of(model: nn.Module, mesh: DeviceMesh | Mesh | Cluster) -> torch.device:
+    """Where the model is, or will be if it is on the meta device: with the mesh, or where torch makes tensors."""
+    tensors = (*model.parameters(), *model.buffers())
+    found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    if found is not None:
+        return found
+    if isinstance(mesh, DeviceMesh):
+        return torch.device(mesh.device_type)
+    if world_size() > 1 and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        return accelerator
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default

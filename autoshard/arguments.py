@@ -41,16 +41,6 @@ def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
         raise TraceError(f"model={model!r} is a {type(model).__name__}; pass a torch.nn.Module.")
 
 
-def check_is_materialised(model: nn.Module) -> None:
-    """Raise `TraceError` for a model with a parameter on meta, which cannot be run."""
-    on_meta = next((name for name, item in model.named_parameters() if item.is_meta), None)
-    if on_meta is not None:
-        raise TraceError(
-            f"Parameter {on_meta!r} is on the meta device and has no value to train. Materialise the model "
-            "(model.to_empty, then initialise or load), or only plan it with autoshard.plan."
-        )
-
-
 def check_backend(name: Any) -> None:
     """Raise `NotAvailableError` for a backend that does not exist."""
     if not isinstance(name, str) or name not in BACKENDS:

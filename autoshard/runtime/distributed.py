@@ -34,7 +34,7 @@ from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layout, Layouts
 from autoshard.runtime.lost_ranks import naming_lost_ranks
-from autoshard.runtime.parameters import swap_parameter, take_over_parameters
+from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.write_in_place import write_in_place
@@ -246,8 +246,9 @@ class DistributedEngine:
         """See `Engine`: each rank keeps its shard."""
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
-            if isinstance(parameter, DTensor) and parameter.placements != placements:
+            if isinstance(parameter, DTensor) and (parameter.placements != placements or parameter.is_meta):
                 swap_parameter(parameter, partial(self._shard, placements=placements))
+        give_buffers_memory(model, self.device)
 
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
@@ -272,7 +273,7 @@ class DistributedEngine:
         """The shards of a parameter, or its gradient, that every rank holds whole, in memory of their own."""
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         shards = distribute_tensor(full, self.device_mesh, placements, src_data_rank=None)
-        local = shards.to_local().detach().clone(memory_format=torch.contiguous_format)
+        local = memory_of(shards.to_local().detach(), self.device)
         return self._from_local(local, self._layouts.of(placements, full.shape))
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.boundary import shard_all, unshard
+from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter
 from autoshard.runtime.simulator import simulate
 
 if TYPE_CHECKING:
@@ -133,7 +135,10 @@ class Engine(Protocol):
         ...
 
     def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
-        """Lay the parameters of `model` out as `specs` (by qualified name) say, keeping their identity."""
+        """Lay the parameters of `model` out as `specs` (by qualified name) say, keeping their identity.
+
+        What is on the meta device gets memory, filled with zeros.
+        """
         ...
 
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -231,7 +236,11 @@ class SimulatorEngine:
         return True
 
     def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
-        """See `Engine`: the simulator leaves parameters as they are."""
+        """See `Engine`: the simulator leaves parameters as they are, but for those on the meta device."""
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                swap_parameter(parameter, partial(memory_of, device=self.device))
+        give_buffers_memory(model, self.device)
 
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""

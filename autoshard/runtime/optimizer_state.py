@@ -24,8 +24,10 @@ def rebind_optimizer(
         before, after: the parameters that were and that are, by qualified name.
 
     Raises:
-        TraceError: the optimizer has parameters of another model, or has already taken steps.
+        TraceError: the optimizer has parameters of another model, or has already taken steps, or made state without
+            values, of parameters on the meta device.
     """
+    _check_has_values(optimizer)
     taken = {id(parameter): after[name] for name, parameter in before.items()}
     kept = {id(parameter) for parameter in after.values()}
     check_parameters(optimizer, {*taken, *kept})
@@ -35,6 +37,16 @@ def rebind_optimizer(
         raise TraceError(
             f"optimizer={type(optimizer).__name__} has already taken steps on the unsharded model. Compile with "
             "a fresh optimizer, then load its state with load_state_dict."
+        )
+
+
+def _check_has_values(optimizer: torch.optim.Optimizer) -> None:
+    tensors = (item for state in optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor))
+    if any(tensor.is_meta for tensor in tensors):
+        raise TraceError(
+            f"optimizer={type(optimizer).__name__} makes its state when it is built, and has none of value over "
+            "parameters on the meta device. Use an optimizer that makes its state at its first step (AdamW, SGD, "
+            "RMSprop), or build the model in memory."
         )
 
 

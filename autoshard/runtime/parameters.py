@@ -61,6 +61,23 @@ class _Hooks:
         parameter._post_accumulate_grad_hooks = self.after_accumulation
 
 
+@torch.no_grad()
+def memory_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The values of `tensor` in memory of their own; zeros on `device` where it is on the meta device."""
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def give_buffers_memory(model: nn.Module, device: torch.device) -> None:
+    """Put zeros on `device` in the place of each buffer on the meta device, at all of its names."""
+    made: dict[int, torch.Tensor] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer.is_meta:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, made.setdefault(id(buffer), memory_of(buffer, device)))
+
+
 @contextmanager
 def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Within, `model` holds `lend(parameter)` instead of each parameter; afterwards its own again."""

@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.ir.derivative import Derivative, Derivatives
 from autoshard.ir.loss import find_loss
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind, InputSlot, OutputKind
+from autoshard.ir.program import InputKind, InputSlot
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.runtime.autograd import Call, run
@@ -42,10 +41,12 @@ from autoshard.runtime.lengths import Lengths, refuse_statistics
 from autoshard.runtime.members import Members
 from autoshard.runtime.own_code import whole_parameters
 from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
+from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, key_of
 from autoshard.runtime.state import lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
+from autoshard.runtime.unset_weights import UnsetWeights, check_is_placed, on_meta
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class ShardedModule(nn.Module):
         self._last: Executable | None = None
         self._members: Members | None = None
         self._notes: set[str] = set()
+        self.results = Results(model)
+        self.unset = UnsetWeights()
         self.seeds = SeedSequence()
         self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
         self.training = model.training
@@ -192,6 +195,7 @@ class ShardedModule(nn.Module):
         seeds = take_seeds(state_dict, prefix, self._original[0])
         if seeds is not None:
             self.seeds.load(seeds)
+        self.check_is_placed("load_state_dict")
         lay_out_state(state_dict, prefix, self._original[0], self._engine.lay_out_like)
         self._original[0]._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -214,7 +218,7 @@ class ShardedModule(nn.Module):
         executable, call = self._find(call, self.members())
         tensors = self.gather_inputs(executable, call)
         seed = _seed_among(executable, tensors)
-        result = self.hand_out(executable, run(self._call_of(executable, call, seed), tensors))
+        result = self.results.hand_out(executable, run(self._call_of(executable, call, seed), tensors))
         return find_loss(result) if call.outputs is Outputs.LOSS else result
 
     def _call_of(
@@ -241,7 +245,8 @@ class ShardedModule(nn.Module):
         if self._lengths is None:
             return call, 0
         padded, length = self._lengths.pad(call)
-        self._lengths.check(call, padded, self._run_in_evaluation)
+        if self.has_weights:
+            self._lengths.check(call, padded, self._run_in_evaluation)
         return padded, length
 
     @torch.no_grad()
@@ -419,7 +424,17 @@ class ShardedModule(nn.Module):
         new = {slot.slot.name: slot.spec for slot in slots if slot.slot.name not in self._placed}
         self._placed.update(new)
         if new:
-            self._engine.place(self._original[0], self._placed)
+            with self.unset.getting_memory(self._original[0]):
+                self._engine.place(self._original[0], self._placed)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether all of the model's weights have values, as far as this rank can tell."""
+        return not self.unset.names(self._original[0]) and not on_meta(self._original[0])
+
+    def check_is_placed(self, what: str) -> None:
+        """Raise `NotAvailableError` where `what` would write weights that have no place yet."""
+        check_is_placed(self._original[0], what)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
         """What the program takes, in order, once the ranks agreed on the call."""
@@ -434,6 +449,7 @@ class ShardedModule(nn.Module):
             else:
                 result.append(self._next_seed() if kind is InputKind.SEED else given[name])
         self.agreement.settle()
+        self.unset.refuse_use(self._original[0], self._engine)
         if executable.draws_seed:
             self.seeds.draw()
         return result
@@ -452,32 +468,6 @@ class ShardedModule(nn.Module):
             self.agreement.settle()
             self._engine.agree(lambda: {"torch.initial_seed()": str(torch.initial_seed())})
             self.seeds.restart()
-
-    def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
-        """Write buffers back and attributes that the call sets, and nest the outputs as the model does."""
-        program = executable.phased.lowered.traced
-        executable.set_attributes()
-        leaves = dict(program.output_constants)
-        for slot, output in zip(executable.outputs, outputs, strict=True):
-            if slot.slot.kind == OutputKind.BUFFER_UPDATE:
-                self.update_buffer(slot.slot.name, output)
-            else:
-                leaves[int(slot.slot.name.removeprefix("output:"))] = output
-        for index, path in program.kept.items():
-            self.keep(path, leaves.pop(index))
-        if program.output_tree is None:
-            return tuple(leaves[index] for index in sorted(leaves))
-        return pytree.tree_unflatten([leaves[index] for index in range(len(leaves))], program.output_tree)
-
-    def keep(self, path: str, value: torch.Tensor) -> None:
-        """Leave a tensor where the model's own call leaves it, in an attribute of a module."""
-        owner, _, name = path.rpartition(".")
-        setattr(self._original[0].get_submodule(owner), name, value)
-
-    @torch.no_grad()
-    def update_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Give a buffer the value that a call computed for it."""
-        self.get_buffer(name).copy_(value)
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

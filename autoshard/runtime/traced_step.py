@@ -147,12 +147,14 @@ class TracedStep:
         outputs = dict(zip((slot.slot.name for slot in executable.outputs), results, strict=True))
         for slot in executable.outputs:
             if slot.slot.kind == OutputKind.BUFFER_UPDATE:
-                self._sharded.update_buffer(slot.slot.name, executable.write_output(outputs[slot.slot.name], slot))
+                self._sharded.results.update_buffer(
+                    slot.slot.name, executable.write_output(outputs[slot.slot.name], slot)
+                )
         executable.set_attributes()
         for index, path in executable.phased.lowered.traced.kept.items():
             name = f"output:{index}"
             kept = next(slot for slot in executable.outputs if slot.slot.name == name)
-            self._sharded.keep(path, executable.write_output(outputs[name], kept))
+            self._sharded.results.keep(path, executable.write_output(outputs[name], kept))
         slot = loss_of(executable)
         return executable.write_output(outputs[slot.slot.name], slot), saved
 

@@ -148,11 +148,9 @@ def test_without_strict_such_an_operator_runs_whole() -> None:
     assert any("mystery" in name and "test_errors.py" in line for name, line in operators)
 
 
-def test_a_model_on_meta_can_be_planned_but_not_run() -> None:
+def test_a_model_on_meta_can_be_planned() -> None:
     with torch.device("meta"):
         model = small()
-    with pytest.raises(TraceError, match=r"Parameter '0.weight' is on the meta device"):
-        autoshard.compile(model, MESH)
     plan = autoshard.plan(model, MESH, example_inputs=(X,), optimizer="adamw", loss_fn=lambda y: y.sum())
     assert plan.parameters["0.weight"].shape == (8, 6)
 

@@ -1,0 +1,78 @@
+"""What this rank holds of a tensor, and where in the whole it lies: weights are written without the whole of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autoshard.errors import NotAvailableError
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """What this rank holds of a tensor.
+
+    Args:
+        tensor: the rank's own memory: what is written into it in place is written into the whole.
+        offset: the global index of its first element, one entry per dim.
+        shape: the shape of the whole.
+    """
+
+    tensor: torch.Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    @torch.no_grad()
+    def of(tensor: torch.Tensor) -> LocalPart:
+        """The part of a DTensor; a plain tensor is its own.
+
+        Raises:
+            NotAvailableError: the DTensor is a sum of what ranks hold, or lies as no program has parameters.
+        """
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return LocalPart(tensor.detach(), (0,) * len(shape), shape)
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "this process is on the mesh"
+        sizes = [tensor.device_mesh.size(dim) for dim in range(tensor.device_mesh.ndim)]
+        return LocalPart(tensor.to_local().detach(), offset_of(shape, tensor.placements, sizes, coordinate), shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part as slices of the whole: `whole[part.index]` has its values."""
+        sizes = zip(self.offset, self.tensor.shape, strict=True)
+        return tuple(slice(start, start + size) for start, size in sizes)
+
+
+def offset_of(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """The global index of the first element that DTensor gives to a rank.
+
+    Args:
+        shape: of the whole tensor.
+        placements: one per dim of the mesh.
+        sizes: of the dims of the mesh.
+        coordinate: the rank's place on the mesh.
+
+    Example:
+        >>> offset_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
+        (5,)
+    """
+    offset, left = [0] * len(shape), list(shape)
+    for placement, size, place in zip(placements, sizes, coordinate, strict=True):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) is not Shard:
+            raise NotAvailableError(f"A tensor of shape={tuple(shape)} lies as {placement}; only shards have a place.")
+        dim = placement.dim % len(shape)
+        chunk = -(-left[dim] // size)
+        start = min(place * chunk, left[dim])
+        offset[dim] += start
+        left[dim] = min(chunk, left[dim] - start)
+    return tuple(offset)

@@ -1,0 +1,47 @@
+"""What a call leaves behind: its outputs as the model nests them, buffers, and attributes of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.ir.program import OutputKind
+from autoshard.runtime.executable import Executable
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The results of calls of `model`, the user's own."""
+
+    model: nn.Module
+
+    def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
+        """Write buffers back and attributes that the call sets, and nest the outputs as the model does."""
+        program = executable.phased.lowered.traced
+        executable.set_attributes()
+        leaves = dict(program.output_constants)
+        for slot, output in zip(executable.outputs, outputs, strict=True):
+            if slot.slot.kind == OutputKind.BUFFER_UPDATE:
+                self.update_buffer(slot.slot.name, output)
+            else:
+                leaves[int(slot.slot.name.removeprefix("output:"))] = output
+        for index, path in program.kept.items():
+            self.keep(path, leaves.pop(index))
+        if program.output_tree is None:
+            return tuple(leaves[index] for index in sorted(leaves))
+        return pytree.tree_unflatten([leaves[index] for index in range(len(leaves))], program.output_tree)
+
+    def keep(self, path: str, value: torch.Tensor) -> None:
+        """Leave a tensor where the model's own call leaves it, in an attribute of a module."""
+        owner, _, name = path.rpartition(".")
+        setattr(self.model.get_submodule(owner), name, value)
+
+    @torch.no_grad()
+    def update_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Give a buffer the value that a call computed for it."""
+        self.model.get_buffer(name).copy_(value)

@@ -1,0 +1,99 @@
+"""Weights of a model from the meta device that have memory and no values yet.
+
+A model that was built under `torch.device("meta")` gets memory shard by shard when its first program is placed. Its
+weights are zeros until something writes them: `init_weights`, `load_weights`, `load_state_dict`,
+`torch.distributed.checkpoint`, or the user. Each writes in place, which torch counts in a tensor's version. A call
+before that is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from autoshard.errors import NotAvailableError, TraceError
+from autoshard.runtime.engine import Engine
+from autoshard.runtime.versions import Version, version_of
+
+_SHOWN = 4
+_Unset = tuple[torch.Tensor, Version]
+
+
+class UnsetWeights:
+    """Parameters and buffers that nobody wrote since they got memory."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Unset] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> UnsetWeights:
+        """Those of a copy of the model: its tensors have versions of their own."""
+        result = UnsetWeights()
+        for name, (tensor, version) in self._found.items():
+            if version_of(tensor) == version:
+                copied = copy.deepcopy(tensor, memo)
+                result._found[name] = copied, version_of(copied)
+        return result
+
+    @contextmanager
+    def getting_memory(self, model: nn.Module) -> Iterator[None]:
+        """Within, what of `model` is on the meta device gets memory."""
+        names = on_meta(model)
+        yield
+        if names:
+            tensors = dict(_named(model))
+            self._found.update((name, (tensors[name], version_of(tensors[name]))) for name in names)
+
+    def names(self, model: nn.Module) -> list[str]:
+        """Names of parameters and buffers of `model` that are unset now."""
+        if self._found:
+            tensors = dict(_named(model))
+            self._found = {
+                name: (tensor, version)
+                for name, (tensor, version) in self._found.items()
+                if tensors.get(name) is tensor and version_of(tensor) == version
+            }
+        return list(self._found)
+
+    def refuse_use(self, model: nn.Module, engine: Engine) -> None:
+        """Raise `TraceError`, on every rank, if a weight of `model` is unset; a rank may have no part of it."""
+        if not self._found:
+            return
+        mine = self.names(model)
+        everyone = [mine] if engine.control is None else engine.control.gather(mine, "run on weights")
+        names = [*dict.fromkeys(name for theirs in everyone for name in theirs)]
+        if names:
+            raise TraceError(
+                f"The model was built on the meta device, and weights of it have no values yet: {_listed(names)}. Call "
+                "init_weights(seed), load_weights(path) or load_state_dict on what compile returned, then call it."
+            )
+        self._found = {}
+
+
+def on_meta(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers of `model` that are on the meta device."""
+    return [name for name, tensor in _named(model) if tensor.is_meta]
+
+
+def check_is_placed(model: nn.Module, what: str) -> None:
+    """Raise `NotAvailableError` where `what` would write weights that are on the meta device still."""
+    names = on_meta(model)
+    if names:
+        raise NotAvailableError(
+            f"{what} would write weights that have no memory yet, as the model was built on the meta device and no "
+            f"program of it is compiled: {_listed(names)}. Pass compile(..., example_inputs=), or call compile_for "
+            "with the inputs of a call."
+        )
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return f"{', '.join(map(repr, names[:_SHOWN]))}{f' and {more} more' if more > 0 else ''}"
