@@ -92,5 +92,9 @@ class KernelError(AutoshardError):
     """A Triton kernel was asked for inputs that it does not cover, or on a device that cannot run it."""
 
 
+class WeightsError(AutoshardError):
+    """Files of weights are damaged, or do not hold what the model does."""
+
+
 class NotAvailableError(AutoshardError):
     """An argument asks for what this release cannot do yet, or not here."""

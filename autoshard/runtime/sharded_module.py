@@ -35,6 +35,7 @@ from autoshard.runtime.autograd import Call, run
 from autoshard.runtime.compiler import Compiler, Request
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram, Executable, check_state
+from autoshard.runtime.has_weights import HasWeights, PlacedModel
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
@@ -54,7 +55,7 @@ MAX_PROGRAMS = 32
 """Programs that a module knows at once, unless it is told otherwise: a few lengths, in training and in evaluation."""
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(nn.Module, HasWeights):
     """A model that runs on all ranks of a mesh. Made by `autoshard.compile`; see the module's docstring.
 
     Attributes that this class does not have are read from the user's model (`sharded.config`). A method
@@ -135,6 +136,9 @@ class ShardedModule(nn.Module):
         """Where the programs run."""
         return self._engine
 
+    def _placed_model(self) -> PlacedModel:
+        return PlacedModel(self._original[0], self._engine, self.unset)
+
     def train(self, mode: bool = True) -> ShardedModule:
         """See `nn.Module.train`."""
         self._original[0].train(mode)
@@ -173,7 +177,7 @@ class ShardedModule(nn.Module):
         if self._last is not None:
             memo[id(self._last)] = self._last.for_a_copy()
         memo[id(self)] = result = type(self).__new__(type(self))
-        result.__dict__.update(copy.deepcopy({**self.__dict__, "_members": None}, memo))
+        vars(result).update(copy.deepcopy({**self.__dict__, "_members": None}, memo))
         return result
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
+from autoshard.runtime.has_weights import HasWeights, PlacedModel
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import describe_hyperparameters
 from autoshard.runtime.sharded_module import ShardedModule
@@ -28,7 +29,7 @@ from autoshard.runtime.traced_step import Part, TracedStep, weights_of
 _LOGGER = logging.getLogger(__name__)
 
 
-class TrainStep:
+class TrainStep(HasWeights):
     """Calling it trains `sharded` on one batch. Made by `autoshard.compile(..., optimizer=...)`.
 
     Args:
@@ -97,6 +98,9 @@ class TrainStep:
         """Take over what `state_dict` gave."""
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def _placed_model(self) -> PlacedModel:
+        return self.sharded._placed_model()
 
     def _needs_gradients(self, members: Members) -> bool:
         """Whether this step's gradients must be in `.grad`; the first time, say why."""

@@ -1,0 +1,153 @@
+"""A model's weights as files: what `from_pretrained` of transformers and `load_weights` read.
+
+Ranks gather one tensor at a time, and the first rank writes it: no rank holds more than its shards and that tensor. The
+files are written aside, and moved to where they belong when they are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autoshard.errors import WeightsError
+from autoshard.runtime import transformers_weights
+from autoshard.runtime.engine import Engine
+from autoshard.runtime.inference import in_normal_mode
+from autoshard.runtime.load_weights import together
+from autoshard.runtime.safetensors_writer import SafetensorsWriter, check_types, in_file_order
+from autoshard.runtime.unread import Region, Unread
+from autoshard.runtime.unset_weights import check_is_placed
+from autoshard.runtime.weight_files import INDEX, SINGLE
+from autoshard.runtime.weight_names import names_by_tensor, persistent_tensors, to_write
+
+MAX_FILE_BYTES = 5_000_000_000
+"""Bytes of tensors in a file, where the user does not say."""
+
+_OURS = re.compile(rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors")
+"""Names of the files of weights that an export writes, and replaces."""
+
+
+@in_normal_mode
+@torch.no_grad()
+def export_weights(model: nn.Module, engine: Engine, path: str | Path, *, max_file_bytes: int) -> None:
+    """Write the weights of `model`, and what transformers needs beside them; see `ShardedModule.export`."""
+    if max_file_bytes < 1:
+        raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
+    check_is_placed(model, "export")
+    path = Path(path).resolve()
+    aside = path.with_name(f".{path.name}.partial")
+    is_writer = engine.control is None or engine.control.channel.rank == engine.control.channel.ranks[0]
+
+    def on_writer(what: str, do: Callable[[], None]) -> None:
+        together(engine, what, lambda: do() if is_writer else None)
+
+    tensors = together(engine, f"export to {path}", lambda: _tensors(model, engine))
+    files = _files(tensors, max_file_bytes)
+    on_writer(f"export to {path}", lambda: _begin(path, aside))
+    for name, held in files.items():
+        together(engine, f"write {name}", lambda: _write(aside / name if is_writer else None, held))  # noqa: B023
+    on_writer(f"export to {path}", lambda: _finish(model, files, path, aside))
+
+
+class _Gathered:
+    """Whole tensors, the last of which is kept: what is written may be several parts of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._of: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
+
+    def as_unread(self, tensor: torch.Tensor) -> Unread:
+        """A tensor that ranks gather when it is read."""
+
+        def read(region: Region) -> torch.Tensor:
+            if self._of is not tensor or self._whole is None:
+                self._whole = None  # freed before the next is there
+                self._of, self._whole = tensor, self._engine.global_copy(tensor)
+            return self._whole[region]
+
+        return Unread(tensor.shape, tensor.dtype, read)
+
+
+def _tensors(model: nn.Module, engine: Engine) -> Mapping[str, Unread]:
+    """What is written, by name."""
+    held = persistent_tensors(model)
+    gathered = _Gathered(engine)
+    unread = {name: gathered.as_unread(tensor) for name, tensor in held.items()}
+    written = to_write(model, unread, names_by_tensor(held))
+    check_types(written)
+    return written
+
+
+def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
+    """The tensors of each file, in order; a tensor larger than a file may be has one of its own."""
+    parts: list[dict[str, Unread]] = [{}]
+    held_bytes = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and held_bytes + tensor.nbytes > max_file_bytes:
+            parts.append({})
+            held_bytes = 0
+        parts[-1][name] = tensor
+        held_bytes += tensor.nbytes
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+def _begin(path: Path, aside: Path) -> None:
+    """Make the folder aside, empty."""
+    if path.exists() and not path.is_dir():
+        raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
+    """Write a file; ranks that have no `path` take part in gathering what is written."""
+    values = (tensors[name].read() for name in in_file_order(tensors))
+    try:
+        if path is not None:
+            with SafetensorsWriter(path, tensors) as writer:
+                for value in values:
+                    writer.write(value)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be written: {error}.") from error
+    finally:
+        for _ in values:
+            pass  # the other ranks gather all of them, whatever happens to the file
+
+
+def _finish(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], path: Path, aside: Path) -> None:
+    """Write what stands beside the weights, and move all to where it belongs."""
+    if len(files) > 1:
+        total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
+        places = {name: file for file, held in files.items() for name in held}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+        (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if transformers_weights.applies_to(model):
+        transformers_weights.write_config(model, aside)
+    else:
+        save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
+        if callable(save_config):
+            save_config(aside)
+    if path.exists():
+        _replace(path, aside)
+    else:
+        os.rename(aside, path)
+
+
+def _replace(path: Path, aside: Path) -> None:
+    """Move files into a folder that is there: the old weights go first, and what makes new ones whole comes last."""
+    for old in sorted(path.iterdir(), key=lambda item: item.name != INDEX):
+        if _OURS.fullmatch(old.name):
+            old.unlink()
+    for new in sorted(aside.iterdir(), key=lambda item: (item.name in (INDEX, SINGLE), item.name)):
+        os.replace(new, path / new.name)
+    aside.rmdir()

@@ -1,0 +1,238 @@
+"""Tensors that are read when they are needed, and then only the region that is.
+
+A tensor in a file, or one that lies in parts on the ranks, has a shape and a type before it is read. Functions that
+only move values (`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) take an `Unread` and give another, whose
+regions are made of regions of the first. So a library's code that makes tensors of a model from tensors of files runs
+before anything is read. Any other function waits until its result is read, and then takes its operands whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import WeightsError
+
+Region = tuple[slice, ...]
+"""A slice of each dim, with a start and a stop, and a step of 1."""
+
+Read = Callable[[Region], torch.Tensor]
+
+
+def whole_region(shape: Sequence[int]) -> Region:
+    """All of a tensor of this shape."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """The shape of what lies in a region."""
+    return tuple(part.stop - part.start for part in region)
+
+
+class Unread:
+    """A tensor of `shape` and `dtype`; `read` gives the values of a region of it.
+
+    Example:
+        >>> whole = torch.arange(6.0).reshape(2, 3)
+        >>> unread = torch.cat([Unread(whole.shape, whole.dtype, whole.__getitem__)] * 2)
+        >>> tuple(unread.shape), unread.read((slice(1, 3), slice(0, 1)))
+        ((4, 3), tensor([[3.],
+                         [0.]]))
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, read: Read) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self._read = read
+
+    def __repr__(self) -> str:
+        """Shape and type."""
+        return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def read(self, region: Region | None = None) -> torch.Tensor:
+        """The values of a region, by default the whole; they may share memory with what they are read from."""
+        return self._read(whole_region(self.shape) if region is None else region)
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of tensors, as `__torch_function__` has them."""
+        method = getattr(torch.Tensor, name) if not name.startswith("__") else None
+        if not callable(method):
+            raise AttributeError(f"a tensor that is not read yet has no {name!r}")
+        return lambda *args, **kwargs: _call(method, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """What a torch function gives."""
+        return _call(function, args, kwargs or {})
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of `function`: of regions of its operands if it only moves values, else of all of them, once read."""
+    moved = _MOVES.get(getattr(function, "__name__", ""), _computed_by(function))
+    return moved(*args, **kwargs)
+
+
+def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
+    """`torch.cat`."""
+    dim %= len(parts[0].shape)
+    shape = list(parts[0].shape)
+    others = {(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}
+    if len(others) > 1:
+        raise WeightsError(f"{list(parts)} cannot be joined along dim {dim}: they differ in other dims, or in type.")
+    sizes = [part.shape[dim] for part in parts]
+    shape[dim] = sum(sizes)
+    offsets = [0, *accumulate(sizes)]
+
+    def read(region: Region) -> torch.Tensor:
+        wanted = region[dim]
+        pieces = []
+        for part, offset, size in zip(parts, offsets, sizes, strict=False):
+            start, stop = max(wanted.start - offset, 0), min(wanted.stop - offset, size)
+            if start < stop:
+                pieces.append(part.read(_with(region, dim, slice(start, stop))))
+        if not pieces:
+            return parts[0].read(_with(region, dim, slice(0, 0)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    return Unread(shape, parts[0].dtype, read)
+
+
+def _stacked(parts: Sequence[Unread], dim: int = 0) -> Unread:
+    """`torch.stack`."""
+    return _joined([_unsqueezed(part, dim) for part in parts], dim)
+
+
+def _unsqueezed(tensor: Unread, dim: int) -> Unread:
+    """`torch.unsqueeze`."""
+    dim %= len(tensor.shape) + 1
+    shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
+
+    def read(region: Region) -> torch.Tensor:
+        values = tensor.read((*region[:dim], *region[dim + 1 :])).unsqueeze(dim)
+        return values.narrow(dim, 0, region[dim].stop - region[dim].start)
+
+    return Unread(shape, tensor.dtype, read)
+
+
+def _squeezed(tensor: Unread, dim: int) -> Unread:
+    """`torch.squeeze` of one dim."""
+    dim %= len(tensor.shape)
+    if tensor.shape[dim] != 1:
+        return tensor
+    shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    return Unread(
+        shape,
+        tensor.dtype,
+        lambda region: tensor.read((*region[:dim], slice(0, 1), *region[dim:])).squeeze(dim),
+    )
+
+
+def _narrowed(tensor: Unread, dim: int, start: int, length: int) -> Unread:
+    """`torch.narrow`."""
+    shape = list(tensor.shape)
+    shape[dim] = length
+
+    def read(region: Region) -> torch.Tensor:
+        wanted = region[dim]
+        return tensor.read(_with(region, dim, slice(wanted.start + start, wanted.stop + start)))
+
+    return Unread(shape, tensor.dtype, read)
+
+
+def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Unread, ...]:
+    """`torch.split`."""
+    dim %= len(tensor.shape)
+    size, sizes = tensor.shape[dim], split_size_or_sections
+    if isinstance(sizes, int):
+        sizes = [min(sizes, size - start) for start in range(0, size, sizes)]
+    starts = [0, *accumulate(sizes)]
+    return tuple(_narrowed(tensor, dim, start, length) for start, length in zip(starts, sizes, strict=False))
+
+
+def _chunked(tensor: Unread, chunks: int, dim: int = 0) -> tuple[Unread, ...]:
+    """`torch.chunk`."""
+    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
+
+
+def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
+    """`torch.transpose`."""
+    shape = _swapped(tensor.shape, dim0, dim1)
+
+    def read(region: Region) -> torch.Tensor:
+        return tensor.read(_swapped(region, dim0, dim1)).transpose(dim0, dim1)
+
+    return Unread(shape, tensor.dtype, read)
+
+
+def _same(tensor: Unread, *_: Any, **__: Any) -> Unread:
+    """What leaves values as they are."""
+    return tensor
+
+
+def _size(tensor: Unread, dim: int | None = None) -> Any:
+    return tensor.shape if dim is None else tensor.shape[dim]
+
+
+def _computed_by(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as one that waits until its result is read."""
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        known, tree = pytree.tree_flatten((args, kwargs))
+
+        def run(make: Callable[[Unread], torch.Tensor]) -> Any:
+            values = [make(item) if isinstance(item, Unread) else item for item in known]
+            args, kwargs = pytree.tree_unflatten(values, tree)
+            return function(*args, **kwargs)
+
+        def late(index: int, like: torch.Tensor) -> Unread:
+            def read(region: Region) -> torch.Tensor:
+                return pytree.tree_leaves(run(Unread.read))[index][region]
+
+            return Unread(like.shape, like.dtype, read)
+
+        results, result_tree = pytree.tree_flatten(run(_outline))
+        found = [late(*item) if isinstance(item[1], torch.Tensor) else item[1] for item in enumerate(results)]
+        return pytree.tree_unflatten(found, result_tree)
+
+    return compute
+
+
+def _outline(tensor: Unread) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _with(region: Region, dim: int, part: slice) -> Region:
+    return (*region[:dim], part, *region[dim + 1 :])
+
+
+def _swapped(items: Sequence[Any], first: int, second: int) -> tuple[Any, ...]:
+    swapped = list(items)
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    return tuple(swapped)
+
+
+_MOVES: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("cat", "concat", "concatenate"), _joined),
+    "stack": _stacked,
+    "unsqueeze": _unsqueezed,
+    "squeeze": _squeezed,
+    "split": _split,
+    "chunk": _chunked,
+    "transpose": _transposed,
+    **dict.fromkeys(("contiguous", "clone", "detach", "cpu"), _same),
+    "size": _size,
+    "dim": lambda tensor: len(tensor.shape),
+    "numel": lambda tensor: tensor.shape.numel(),
+}
+"""What only moves values, or asks for a shape, by its name in torch."""

@@ -1,0 +1,97 @@
+"""Architectures of transformers, tiny and with random weights, each with a batch: what is read and written as files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+WORDS, WIDTH, INNER = 47, 16, 24
+"""A prime number of words, so that no mesh divides the embedding."""
+
+_SMALL = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "head_dim": 4,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _tokens() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(3, WORDS, (2, 7), generator=torch.Generator().manual_seed(1))}
+
+
+def _image() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+
+
+def _of_words(kind: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        config = transformers.AutoConfig.for_model(kind, **{**_SMALL, **options})
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    return build
+
+
+def _t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=WIDTH, d_kv=4, d_ff=INNER, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
+
+
+def _vit() -> nn.Module:
+    sizes = {key: _SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.ViTConfig(**sizes, num_attention_heads=4, image_size=16, patch_size=4, num_labels=5)
+    return transformers.ViTForImageClassification(config)
+
+
+def _resnet() -> nn.Module:
+    config = transformers.ResNetConfig(embedding_size=6, hidden_sizes=[8, 10], depths=[1, 1], num_labels=5)
+    return transformers.ResNetForImageClassification(config)
+
+
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_local_experts": 3, "num_experts": 3}
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "llama": _of_words("llama", tie_word_embeddings=False),
+    "qwen2, tied": _of_words("qwen2", tie_word_embeddings=True),
+    "gemma2, tied": _of_words("gemma2", query_pre_attn_scalar=4),
+    "gpt2, tied": _of_words("gpt2", n_embd=WIDTH, n_layer=2, n_head=4, n_positions=16),
+    "gpt_neox": _of_words("gpt_neox"),
+    "opt, tied": _of_words("opt", ffn_dim=INNER, word_embed_proj_dim=WIDTH),
+    "mixtral, experts apart in files": _of_words("mixtral", **_MOE),
+    "qwen3_moe, experts apart in files": _of_words("qwen3_moe", **_MOE),
+    "bert, tied": _bert,
+    "t5, tied thrice": _t5,
+    "vit": _vit,
+    "resnet, buffers": _resnet,
+}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """A model in evaluation, whose every parameter and buffer is drawn, biases and norms too."""
+    torch.manual_seed(seed)
+    model = BUILDERS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for path, buffer in model.named_buffers():
+            if path.endswith(("running_mean", "running_var")):
+                buffer.add_(torch.rand_like(buffer))
+    return model
+
+
+def logits(name: str, model: nn.Module) -> torch.Tensor:
+    """What a model gives for its batch."""
+    batch = _image() if name in ("vit", "resnet, buffers") else _tokens()
+    if name.startswith("t5"):
+        batch["decoder_input_ids"] = batch["input_ids"]
+    with torch.no_grad():
+        return model(**batch).logits
