@@ -77,7 +77,7 @@ def _run(tree: Path, tests: Sequence[str], limit_s: float, output: int) -> None:
     import pytest
 
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(tree)
