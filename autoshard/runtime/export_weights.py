@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -111,17 +111,22 @@ def _begin(path: Path, aside: Path) -> None:
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
     """Write a file; ranks that have no `path` take part in gathering what is written."""
-    values = (tensors[name].read() for name in in_file_order(tensors))
+    names = iter(in_file_order(tensors))
     try:
         if path is not None:
             with SafetensorsWriter(path, tensors) as writer:
-                for value in values:
-                    writer.write(value)
+                for name in names:
+                    writer.write(tensors[name].read())
     except OSError as error:
+        _gather(tensors, names)
         raise WeightsError(f"{path} cannot be written: {error}.") from error
-    finally:
-        for _ in values:
-            pass  # the other ranks gather all of them, whatever happens to the file
+    _gather(tensors, names)
+
+
+def _gather(tensors: Mapping[str, Unread], names: Iterator[str]) -> None:
+    """Take part in gathering, for the rank that writes or in its place where it failed."""
+    for name in names:
+        tensors[name].read()
 
 
 def _finish(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], path: Path, aside: Path) -> None:

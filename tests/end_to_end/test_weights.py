@@ -1,0 +1,282 @@
+"""Weights as files, with a process per rank: each reads its shards alone, and one tensor at a time is gathered."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard import P
+from autoshard.errors import WeightsError
+from autoshard.ir.spec import PartitionSpec
+from autoshard.runtime.distributed import DistributedEngine
+from autoshard.runtime.export_weights import export_weights
+from autoshard.runtime.load_weights import load_weights
+from autoshard.runtime.safetensors_writer import SafetensorsWriter
+from tests.end_to_end.models import llama
+from tests.runtime.architectures import BUILDERS, build, logits
+from tests.runtime.processes import report, run_checks
+
+FOUR, PAIR, SQUARE = {"data": 4}, {"data": 2}, {"data": 2, "model": 2}
+
+Layout = Callable[[int], PartitionSpec]
+"""How a parameter of so many dims lies."""
+
+LAYOUTS: dict[str, tuple[dict[str, int], Layout]] = {
+    "rows": (FOUR, lambda dims: P("data")),
+    "columns": (FOUR, lambda dims: P(*[None] * (dims - 1), "data")),
+    "rows over two axes": (SQUARE, lambda dims: P(("data", "model"))),
+    "rows and columns": (SQUARE, lambda dims: P("data", *[None] * (dims - 2), "model") if dims > 1 else P("model")),
+    "one axis of two": (SQUARE, lambda dims: P("model")),
+    "copies": (SQUARE, lambda dims: P()),
+}
+
+
+def engine_on(sizes: dict[str, int]) -> DistributedEngine:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return DistributedEngine(mesh)
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new folder, the same on all ranks."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    folder = Path(str(names[0]))
+    try:
+        yield folder
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+
+
+def placed(model: nn.Module, engine: DistributedEngine, layout: Layout) -> nn.Module:
+    engine.adopt(model)
+    engine.place(model, {name: layout(item.dim()) for name, item in model.named_parameters() if item.dim()})
+    return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        assert torch.equal(whole(model.state_dict()[name]), value), name
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def load(model: nn.Module, engine: DistributedEngine, path: Path) -> None:
+    load_weights(model, engine, path, strict=True, cast=False)
+
+
+def check_both_ways(name: str, layout: str) -> None:
+    """What transformers saved is loaded into shards, and it loads what they write: the same tensors, equal logits."""
+    transformers.utils.logging.disable_progress_bar()
+    sizes, lie = LAYOUTS[layout]
+    engine, saved = engine_on(sizes), build(name)
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            saved.save_pretrained(folder / "theirs", max_shard_size="3KB")
+        dist.barrier()
+        model = placed(build(name, seed=1), engine, lie)
+        load(model, engine, folder / "theirs")
+        assert_equal(model, saved)
+        export_weights(model, engine, folder / "ours", max_file_bytes=3000)
+        if dist.get_rank() == 0:
+            ours, theirs = contents(folder / "ours"), contents(folder / "theirs")
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+            loaded = type(saved).from_pretrained(folder / "ours")
+            assert torch.equal(logits(name, loaded), logits(name, saved))
+
+
+def check_each_rank_reads_its_slices() -> None:
+    """The bytes read are those of the shards, an expert's too, which is a file's tensor of its own."""
+    name = "mixtral, experts apart in files"
+    engine, saved = engine_on(SQUARE), build(name)
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            saved.save_pretrained(folder)
+        dist.barrier()
+        model = placed(build(name, seed=1), engine, LAYOUTS["rows and columns"][1])
+        read = [0]
+        with mock.patch("autoshard.runtime.weight_files._Reader.read", counting(read)):
+            load(model, engine, folder)
+        assert_equal(model, saved)
+        held = sum(item.to_local().nbytes for item in model.parameters() if isinstance(item, DTensor))
+        assert read[0] == held
+        assert held < 0.35 * sum(item.nbytes for item in saved.parameters())
+
+
+def counting(read: list[int]) -> Callable[..., torch.Tensor]:
+    from autoshard.runtime.weight_files import _Reader
+
+    original = _Reader.read
+
+    def counted(*args: Any) -> torch.Tensor:
+        values = original(*args)
+        read[0] += values.nbytes
+        return values
+
+    return counted
+
+
+def check_one_tensor_at_a_time_is_gathered() -> None:
+    """No rank has two whole tensors while it exports, though experts are written one by one."""
+    name = "mixtral, experts apart in files"
+    engine = engine_on(FOUR)
+    model = placed(build(name), engine, LAYOUTS["rows"][1])
+    gathered: list[torch.Tensor] = []
+    last = [lambda: None]
+    original = engine.global_copy
+
+    def global_copy(tensor: torch.Tensor) -> torch.Tensor:
+        assert last[0]() is None, "the tensor before is freed"
+        gathered.append(tensor)
+        result = original(tensor)
+        last[0] = weakref.ref(result)
+        return result
+
+    with shared_folder() as folder, mock.patch.object(engine, "global_copy", global_copy):
+        export_weights(model, engine, folder / "a", max_file_bytes=10**9)
+    assert len(gathered) == len(list(model.parameters())) == len({*map(id, gathered)})
+
+
+def check_types() -> None:
+    """bfloat16 stays, bit by bit."""
+    engine, saved = engine_on(SQUARE), build("llama").bfloat16()
+    with shared_folder() as folder:
+        model = placed(build("llama").bfloat16(), engine, LAYOUTS["rows"][1])
+        export_weights(model, engine, folder / "a", max_file_bytes=10**9)
+        model = placed(build("llama", seed=1).bfloat16(), engine, LAYOUTS["columns"][1])
+        load(model, engine, folder / "a")
+        assert_equal(model, saved)
+        assert transformers.AutoModelForCausalLM.from_pretrained(folder / "a", dtype="auto").dtype is torch.bfloat16
+
+
+def check_errors_are_the_same_on_every_rank() -> None:
+    """A file that one rank finds damaged, or other files on one rank: every rank names it, and nothing is changed."""
+    engine, rank = engine_on(FOUR), dist.get_rank()
+    with shared_folder() as folder:
+        saved, mine = build("llama"), folder / str(rank)
+        if rank == 0:
+            build("qwen2, tied").save_pretrained(folder / "other")
+            for number in range(4):
+                saved.save_pretrained(folder / str(number))
+        dist.barrier()
+        model, before = placed(build("llama", seed=1), engine, LAYOUTS["rows"][1]), build("llama", seed=1)
+        file = mine / "model.safetensors"
+        data = file.read_bytes()
+        if rank == 2:
+            file.write_bytes(data[:-5])
+        with pytest.raises(WeightsError, match=r"^Ranks \[2\]: .*/2/model.safetensors is damaged"):
+            load(model, engine, mine)
+        assert_equal(model, before)
+        file.write_bytes(data)
+        with pytest.raises(WeightsError, match=r"^Ranks \[1\]: .*Missing: 'lm_head.weight'.*Unexpected: "):
+            load(model, engine, folder / "other" if rank == 1 else mine)
+        assert_equal(model, before)
+        load(model, engine, mine)
+        assert_equal(model, saved)
+
+
+def check_a_full_disk_is_told_to_every_rank() -> None:
+    """The ranks that gather do not wait for the one that writes; then all go on."""
+    engine = engine_on(FOUR)
+    model = placed(build("llama"), engine, LAYOUTS["rows"][1])
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with shared_folder() as folder:
+        text = r"^Ranks \[0\]: .*model.safetensors cannot be written: .*No space"
+        with mock.patch.object(SafetensorsWriter, "write", fail), pytest.raises(WeightsError, match=text):
+            export_weights(model, engine, folder / "a", max_file_bytes=10**9)
+        assert not (folder / "a").exists()
+        export_weights(model, engine, folder / "a", max_file_bytes=10**9)
+        assert_equal(model, transformers.AutoModelForCausalLM.from_pretrained(folder / "a"))
+
+
+def check_a_step_trains_on() -> None:
+    """A compiled step takes weights before it has a plan and after, trains, and exports what one device has then."""
+    saved, inputs = llama()
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            saved.save_pretrained(folder / "first")
+        dist.barrier()
+        optimizer = torch.optim.SGD(saved.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            losses.append(saved(**inputs).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for example in (None, inputs):
+            torch.manual_seed(5)
+            model = llama()[0]
+            nn.init.ones_(model.lm_head.weight)
+            step = autoshard.compile(
+                model,
+                autoshard.Mesh(PAIR),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                example_inputs=example,
+                constraints={"*.weight": P("data")},
+            )
+            step.load_weights(folder / "first")
+            torch.testing.assert_close([step(**inputs) for _ in range(2)], [loss.detach() for loss in losses])
+            step.export(folder / "second")
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "second")
+            for name, value in loaded.state_dict().items():
+                torch.testing.assert_close(value, saved.state_dict()[name])
+            dist.barrier()
+
+
+def _pairs() -> dict[str, Callable[[], None]]:
+    """Each architecture under one layout, and the layouts in turn."""
+    layouts = list(LAYOUTS)
+    pairs = [(name, layouts[number % len(layouts)]) for number, name in enumerate(BUILDERS)]
+    return {f"{name}: {layout}": partial(check_both_ways, name, layout) for name, layout in pairs}
+
+
+ON_FOUR = {
+    **_pairs(),
+    "slices": check_each_rank_reads_its_slices,
+    "gathered": check_one_tensor_at_a_time_is_gathered,
+    "types": check_types,
+    "errors": check_errors_are_the_same_on_every_rank,
+    "full disk": check_a_full_disk_is_told_to_every_rank,
+}
+ON_TWO = {"step": check_a_step_trains_on}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return {**run_checks(ON_FOUR, ranks=4), **run_checks(ON_TWO, ranks=2)}
+
+
+@pytest.mark.parametrize("name", [*ON_FOUR, *ON_TWO])
+def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
+    """On four ranks and on two."""
+    report(outcomes, name)
