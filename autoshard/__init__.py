@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from autoshard import data
 from autoshard.api import compile, plan
 from autoshard.calibration import calibrate
+from autoshard.checkpoints import Checkpoints
 from autoshard.cluster import Cluster, JoinedCluster
 from autoshard.errors import (
     AutoshardError,
     ChangedInPlaceError,
+    CheckpointError,
     DoesNotFitError,
     FormulaError,
     InvalidSpecError,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoshardError",
     "ChangedInPlaceError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "DoesNotFitError",
     "FormulaError",

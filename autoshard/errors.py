@@ -84,6 +84,10 @@ class UnknownHardwareError(AutoshardError):
     """A device, link or cluster name that no hardware file describes."""
 
 
+class CheckpointError(AutoshardError):
+    """A checkpoint cannot be written, is damaged, or is of another model; it names the file and the tensor."""
+
+
 class FormulaError(AutoshardError):
     """A plan has no such formula, or a cost is no expression in the sizes that were asked for."""
 

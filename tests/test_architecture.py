@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **{room: (*_LEAVES, *below) for room, below in _PASSES.items()},
     "passes": (*_LEAVES, *_PASSES),
     "autoshard.calibration": (*_IR, "autoshard.kernels", "autoshard.runtime", "cost_models"),
+    "autoshard.checkpoints": (*_IR, "autoshard.runtime"),
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.cluster": _LEAVES,
     "autoshard.data": (*_IR, "autoshard.runtime"),
@@ -93,7 +94,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "autoshard.planner",
     ),
     "autoshard": (
-        *(*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.cluster", "autoshard.data"),
+        *(*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.checkpoints", "autoshard.cluster"),
+        "autoshard.data",
         *("autoshard.pricing", "autoshard.proofs", "autoshard.testing"),
     ),
 }

@@ -1,0 +1,125 @@
+"""Where checkpoints lie, and how each becomes complete, and goes, at one moment.
+
+`step-1000` is a complete checkpoint: it got this name by one rename, when all of its files were on the disk. Names that
+begin with a dot are on their way:
+
+* `.step-1000.writing-3f0c...`: a checkpoint that is being written, or that a crash cut short;
+* `.step-1000.replaced`: complete, of an earlier run that came to the same step; it counts where no `step-1000` is;
+* `.step-1000.deleted-3f0c...`: one that is being deleted.
+
+What a crash leaves behind is removed by the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from autoshard.errors import CheckpointError
+
+_LOGGER = logging.getLogger(__name__)
+
+_COMPLETE = re.compile(r"step-(\d+)")
+_REPLACED = re.compile(r"\.step-(\d+)\.replaced")
+_LEFT_OVER = re.compile(r"\.step-\d+\.(writing|deleted)-[0-9a-f]+")
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints, by their steps in order."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    replaced = {int(found[1]): folder / name for name in names if (found := _REPLACED.fullmatch(name))}
+    named = {int(found[1]): folder / name for name in names if (found := _COMPLETE.fullmatch(name))}
+    return dict(sorted((replaced | named).items()))
+
+
+def latest(folder: Path) -> Path | None:
+    """The complete checkpoint of the most steps."""
+    return next(reversed(complete(folder).values()), None)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A name to write the checkpoint of `step` under; what crashes left is removed.
+
+    Raises:
+        CheckpointError: there is one of more steps, which would stay the latest.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
+    later = max(complete(folder), default=step)
+    if later > step:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of step {later}, after at={step}: it would stay the latest. Load it and go "
+            "on from there, delete it, or save to another folder."
+        )
+    return folder / f".step-{step}.writing-{secrets.token_hex(4)}"
+
+
+def sweep(folder: Path) -> None:
+    """Remove what crashes left, and put back what was replaced by nothing."""
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        if _LEFT_OVER.fullmatch(path.name):
+            shutil.rmtree(path)
+        elif found := _REPLACED.fullmatch(path.name):
+            _settle(folder, path, folder / f"step-{found[1]}")
+
+
+def _settle(folder: Path, replaced: Path, name: Path) -> None:
+    if name.exists():
+        _delete(replaced, name.name)
+    else:
+        replaced.rename(name)
+        sync(folder)
+
+
+def commit(written: Path, step: int) -> Path:
+    """Make a checkpoint complete, all of whose files are on the disk; one of the same step goes."""
+    folder = written.parent
+    name, replaced = folder / f"step-{step}", folder / f".step-{step}.replaced"
+    sync(written)
+    if name.exists():
+        name.rename(replaced)
+        sync(folder)
+    written.rename(name)
+    sync(folder)
+    if replaced.exists():
+        _delete_or_warn(replaced, name.name)
+    return name
+
+
+def keep_latest(folder: Path, keep: int | None) -> None:
+    """Delete all complete checkpoints but the latest `keep`; one that cannot be deleted is a warning."""
+    for path in [] if keep is None else list(complete(folder).values())[:-keep]:
+        _delete_or_warn(path, path.name)
+
+
+def _delete_or_warn(path: Path, name: str) -> None:
+    try:
+        _delete(path, name)
+    except OSError as error:
+        _LOGGER.warning("the old checkpoint %s cannot be deleted: %s", path, error)
+
+
+def _delete(path: Path, name: str) -> None:
+    """Delete a checkpoint, which is none from the first moment on."""
+    gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
+    path.rename(gone)
+    sync(path.parent)
+    shutil.rmtree(gone)
+
+
+def discard(written: Path) -> None:
+    """Remove a checkpoint that cannot become complete, and the room that it takes."""
+    shutil.rmtree(written, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,149 @@
+"""What makes damage visible: of every file of a checkpoint its size, and a checksum of each of its blocks.
+
+The checksums are of what was handed to the system, taken while it was written. The manifest, which holds them, has one
+of its own. A checksum is a CRC-32: it tells every change of a byte, and of all other changes all but one in 4 billion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import CheckpointError
+
+NAME = "checkpoint.json"
+VERSION = 1
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of a file: its size, and the checksum of each block of `BLOCK_BYTES`."""
+
+    size_bytes: int
+    blocks: tuple[int, ...]
+
+
+class Summer:
+    """Takes the bytes of a file in their order."""
+
+    def __init__(self) -> None:
+        self._size_bytes = 0
+        self._blocks: list[int] = []
+        self._last = 0
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        while len(data):
+            part = data[: BLOCK_BYTES - self._size_bytes % BLOCK_BYTES]
+            self._last = zlib.crc32(part, self._last)
+            self._size_bytes += len(part)
+            if self._size_bytes % BLOCK_BYTES == 0:
+                self._blocks.append(self._last)
+                self._last = 0
+            data = data[len(part) :]
+
+    def sums(self) -> Sums:
+        """Of all bytes so far."""
+        last = (self._last,) if self._size_bytes % BLOCK_BYTES else ()
+        return Sums(self._size_bytes, (*self._blocks, *last))
+
+
+def sums_of(data: bytes) -> Sums:
+    """Of a file that holds `data`."""
+    summer = Summer()
+    summer.add(memoryview(data))
+    return summer.sums()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Args:
+        step: steps done when it was saved.
+        ranks: how many ranks saved it.
+        mesh: what it was saved on, for people.
+        files: of each file, by name.
+    """
+
+    step: int
+    ranks: int
+    mesh: str
+    files: Mapping[str, Sums]
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder, to the disk."""
+        write_through(folder / NAME, _text(self._as_json()).encode())
+
+    def _as_json(self) -> dict[str, Any]:
+        files = {name: {"bytes": sums.size_bytes, "crc32": sums.blocks} for name, sums in sorted(self.files.items())}
+        body = {"version": VERSION, "step": self.step, "ranks": self.ranks, "mesh": self.mesh}
+        body |= {"block_bytes": BLOCK_BYTES, "files": files}
+        return {**body, "crc32": zlib.crc32(_text(body).encode())}
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of the checkpoint in a folder.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or a later release wrote it.
+        """
+        path = folder / NAME
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}. {refused(folder)}") from error
+        found = _parsed(data)
+        if found is None:
+            raise CheckpointError(f"{path} is damaged: its checksum is another one. {refused(folder)}")
+        if found["version"] != VERSION:
+            raise CheckpointError(
+                f"{path} has version={found['version']}, and this release reads {VERSION}. Load it with the release "
+                "that wrote it."
+            )
+        files = {name: Sums(item["bytes"], tuple(item["crc32"])) for name, item in found["files"].items()}
+        return cls(found["step"], found["ranks"], found["mesh"], files)
+
+
+def refused(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    return f"Restore the file, or delete {folder} to go on from the checkpoint before."
+
+
+def _text(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    """What `Manifest.write` wrote; None where a byte of it is another one."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or _text(found).encode() != data:
+        return None
+    body = {key: value for key, value in found.items() if key != "crc32"}
+    return found if found.get("crc32") == zlib.crc32(_text(body).encode()) else None
+
+
+def damaged_blocks(path: Path, sums: Sums, blocks: Iterable[int]) -> Iterable[int]:
+    """Those of some blocks of a file that do not have the checksum that was written."""
+    with path.open("rb") as file:
+        for block in blocks:
+            file.seek(block * BLOCK_BYTES)
+            if zlib.crc32(file.read(BLOCK_BYTES)) != sums.blocks[block]:
+                yield block
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Write a file to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

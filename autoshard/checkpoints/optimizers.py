@@ -1,0 +1,165 @@
+"""The state of an optimizer by the names of parameters, so that another plan, or another run of it, can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from autoshard.errors import CheckpointError
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.program import InputKind
+from autoshard.runtime.engine import Engine
+from autoshard.runtime.sharded_module import ShardedModule
+
+_HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")
+"""Options of a group that say how it computes, and nothing of what: those of the optimizer that loads stay."""
+_STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Steps that an optimizer has counted in a tensor of one element."""
+
+    value: float
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def tensor(self) -> torch.Tensor:
+        """Such a tensor, on the CPU."""
+        return torch.full(self.shape, self.value, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """An optimizer, with names for its parameters.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: its parameters by name, in the order of its own state dict.
+        planned: how plans have pieces of its state lie, by `exp_avg:layers.0.weight`.
+        engine: where the plans run.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    planned: Mapping[str, LocalSlot]
+    engine: Engine | None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
+        """An optimizer over parameters of `model`; what is none of them is named by its number."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = [item for group in optimizer.param_groups for item in group["params"]]
+        parameters = {names.get(id(item), f"#{number}"): item for number, item in enumerate(every)}
+        if not isinstance(model, ShardedModule):
+            return cls(optimizer, parameters, {}, None)
+        slots = [slot for program in model.programs for slot in program.phased.lowered.inputs]
+        planned = {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
+        return cls(optimizer, parameters, planned, model.engine)
+
+    def state(self) -> dict[str, Any]:
+        """What to save: groups with the names of their parameters, and the state of each parameter by its name."""
+        found, names = self.optimizer.state_dict(), list(self.parameters)
+        state = {names[number]: dict(held) for number, held in found["state"].items()}
+        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
+        return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state)}
+
+    def check(self, saved: Mapping[str, Any], keyword: str) -> None:
+        """Raise `CheckpointError` unless `saved` is of an optimizer like this one, over the same parameters."""
+        kind = type(self.optimizer).__name__
+        if saved["kind"] != kind:
+            raise CheckpointError(f"{keyword!r} is a {kind}, and the checkpoint has the state of a {saved['kind']}.")
+        there = {name for group in saved["groups"] for name in group["params"]}
+        here = self.parameters.keys()
+        if there != here:
+            missing, strange = sorted(here - there), sorted(there - here)
+            raise CheckpointError(
+                f"{keyword!r} is over other parameters than when it was saved: "
+                f"the checkpoint has none of {missing[:4]}, and this optimizer none of {strange[:4]}."
+            )
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state` gave, tensors in their places."""
+        numbers = {name: number for number, name in enumerate(self.parameters)}
+        state = {numbers[name]: _tensors_of(held) for name, held in saved["state"].items()}
+        groups = [self._group(group, saved["groups"], numbers) for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _group(
+        self, group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], numbers: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """The options under which the parameters of a group were saved."""
+        ids = {id(item) for item in group["params"]}
+        names = [name for name, item in self.parameters.items() if id(item) in ids]
+        there = [found for found in saved if not set(names).isdisjoint(found["params"])]
+        options = [{key: item for key, item in found.items() if key != "params" and key not in _HOW} for found in there]
+        if any(other != options[0] for other in options[1:]):
+            raise CheckpointError(
+                f"The parameters {names[:4]} are one group of the optimizer, and were in {len(there)} groups of "
+                "different options when it was saved. Make the optimizer with the same groups."
+            )
+        kept = {key: item for key, item in group.items() if key in _HOW}
+        return {**(options[0] if options else {}), **kept, "params": [numbers[name] for name in names]}
+
+    def place_for(
+        self, owner: str, key: str, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool
+    ) -> torch.Tensor:
+        """A tensor for the state of a parameter to be read into, which lies as it will be used.
+
+        Args:
+            owner, key: names of the parameter and of its state.
+            shape, dtype: of what was saved.
+            is_sharded: it was a DTensor.
+        """
+        parameter = self.parameters[owner]
+        held = self.optimizer.state.get(parameter, {}).get(key)
+        if isinstance(held, torch.Tensor) and held.shape == shape and held.dtype == dtype:
+            return held.detach()
+        slot = self.planned.get(f"{key}:{owner}")
+        if slot is not None and self.engine is not None and slot.shape == tuple(shape) and slot.dtype == dtype:
+            return self.engine.zeros(slot)
+        return _empty(parameter.detach(), shape, dtype, is_sharded=is_sharded)
+
+
+def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool) -> torch.Tensor:
+    """A tensor that lies as a parameter, or else whole where the parameter is."""
+    if like.shape == shape:
+        return torch.empty_like(like, dtype=dtype)
+    if not (is_sharded and isinstance(like, DTensor)):
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    whole = torch.empty(shape, dtype=dtype, device=like.to_local().device)
+    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def _counted(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The state with counts of steps as numbers."""
+    tensors = [held[_STEP] for held in state.values() if _is_count(held.get(_STEP))]
+    values = _values_of(tensors)
+    counts = {id(item): Count(values[id(item)], item.dtype, item.shape) for item in tensors}
+    return {
+        name: {**held, _STEP: counts[id(held[_STEP])]} if id(held.get(_STEP)) in counts else held
+        for name, held in state.items()
+    }
+
+
+def _values_of(counts: Sequence[torch.Tensor]) -> dict[int, float]:
+    """Their values by `id`, read from each device at once."""
+    found: dict[int, float] = {}
+    for device in {count.device for count in counts}:
+        there = [count for count in counts if count.device == device]
+        values = torch.stack([count.detach().reshape(()).double() for count in there]).tolist()
+        found.update(zip(map(id, there), values, strict=True))
+    return found
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() == 1
+
+
+def _tensors_of(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item.tensor() if isinstance(item, Count) else item for key, item in held.items()}

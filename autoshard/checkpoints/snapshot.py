@@ -1,0 +1,191 @@
+"""What is saved, at one moment: a copy of what this rank writes, which no later step changes.
+
+What several ranks hold alike is shared out among them: each copies and writes its share, found without communication.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autoshard.checkpoints.ranks import Ranks
+from autoshard.checkpoints.trees import described, packed, split
+from autoshard.errors import CheckpointError
+from autoshard.runtime.digests import digest_of
+
+
+class Spread(Enum):
+    """How what ranks hold of a part besides DTensors compares."""
+
+    ALIKE = "alike"
+    UNKNOWN = "unknown"
+    OWN = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that is saved under a keyword: `state` is what its `state_dict` gave."""
+
+    keyword: str
+    state: Any
+    spread: Spread = Spread.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing to write.
+
+    Args:
+        source: the tensor that is saved, which says how it lies; None for what is no tensor.
+        value: this rank's piece of it, or bytes.
+        is_mine: whether this rank writes it, where others hold the same.
+    """
+
+    source: torch.Tensor | None
+    value: torch.Tensor | bytes
+    is_mine: bool
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold pieces of it."""
+        return isinstance(self.source, DTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSnapshot:
+    """A part at one moment: its items by name, and the text of what is no tensor."""
+
+    keyword: str
+    spread: Spread
+    items: Mapping[str, Item]
+    text: str
+
+    def digest(self) -> str:
+        """Equal on ranks that hold the same, DTensors aside."""
+        values = [item.value for item in self.items.values() if not item.is_sharded]
+        plain = [digest_of(value) for value in values if isinstance(value, torch.Tensor)]
+        return hashlib.blake2b("\n".join([self.text, *plain]).encode(), digest_size=16).hexdigest()
+
+    def to_write(self, ranks: Ranks, *, differs: bool) -> Iterator[tuple[str, Item]]:
+        """What this rank writes, with names; `differs`: ranks do not hold the same."""
+        for name, item in self.items.items():
+            if item.is_sharded or not differs:
+                if item.is_mine:
+                    yield name, item
+            else:
+                yield own_name(name, ranks.rank), item
+
+
+def whole_name(keyword: str) -> str:
+    """The name of what of a part is no tensor."""
+    return f"state:{keyword}"
+
+
+def own_name(name: str, rank: int) -> str:
+    """The name of one rank's own, where ranks differ."""
+    return f"{name}@{rank}"
+
+
+def suffix_of(name: str) -> str:
+    """What `own_name` added to a name of `whole_name`: `@3`, or nothing."""
+    _, mark, rank = name.partition("@")
+    return mark + rank
+
+
+def take(parts: Sequence[Part], ranks: Ranks, *, copies: bool) -> list[PartSnapshot]:
+    """The parts now; `copies`: tensors are copied to the host's memory, so that training may go on."""
+    shares = _Shares(ranks)
+    known: dict[Any, torch.Tensor] = {}
+    taken = [_take(part, shares, known, copies=copies) for part in parts]
+    if any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in known.values()):
+        torch.accelerator.synchronize()
+    return taken
+
+
+def _take(part: Part, shares: _Shares, known: dict[Any, torch.Tensor], *, copies: bool) -> PartSnapshot:
+    tensors, rest = ({}, part.state) if part.spread is Spread.OWN else split(part.keyword, part.state)
+    items = {}
+    for name, tensor in tensors.items():
+        is_mine = shares.is_mine(name, tensor)
+        if is_mine or (part.spread is Spread.UNKNOWN and not isinstance(tensor, DTensor)):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            value = _copied(local.detach(), known) if copies else local.detach()
+            items[name] = Item(tensor, value, is_mine)
+    items[whole_name(part.keyword)] = Item(None, packed(rest), shares.is_first)
+    return PartSnapshot(part.keyword, part.spread, items, described(rest) if part.spread is Spread.UNKNOWN else "")
+
+
+def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """A copy on the host; of memory that has several names, one."""
+    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if key not in known or not tensor.numel():
+        known[key] = _copy(tensor)
+    return known[key]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone(memory_format=torch.contiguous_format)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+class _Shares:
+    """Who writes what several ranks hold: of each kind, who has the fewest bytes to write so far.
+
+    Every rank counts for all, by names and shapes, which all ranks see alike.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._bytes: dict[tuple[int, ...], list[int]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank."""
+        return self._ranks.rank == 0
+
+    def is_mine(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether this rank writes the piece of a tensor that it holds."""
+        if not isinstance(tensor, DTensor):
+            return self._share((self._ranks.size,), tensor.nbytes) == self._ranks.rank
+        _check_placements(name, tensor)
+        mesh = tensor.device_mesh
+        copied = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+        sizes = tuple(mesh.size(dim) for dim in copied)
+        chosen = self._share(sizes, tensor.numel() * tensor.element_size())
+        place = mesh.get_coordinate()
+        if place is None:
+            return False
+        index = 0
+        for dim, size in zip(copied, sizes, strict=True):
+            index = index * size + place[dim]
+        return index == chosen
+
+    def _share(self, sizes: tuple[int, ...], size_bytes: int) -> int:
+        """Which of the holders of a tensor writes it; they are numbered."""
+        held = self._bytes.setdefault(sizes, [0] * math.prod(sizes))
+        chosen = held.index(min(held))
+        held[chosen] += size_bytes + 1
+        return chosen
+
+
+def _check_placements(name: str, tensor: DTensor) -> None:
+    strange = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
+    if strange:
+        raise CheckpointError(
+            f"{name!r} lies as {tensor.placements}, and {strange[0]} cannot be saved by shards. Give a DTensor that "
+            "lies by Shard and Replicate (redistribute it in state_dict)."
+        )
+
+
+def differing(everyone: Sequence[Mapping[str, str]]) -> Set[str]:
+    """The keywords under which ranks hold different things, of their digests."""
+    return {keyword for keyword in everyone[0] if len({digests.get(keyword) for digests in everyone}) > 1}

@@ -1,0 +1,230 @@
+"""What a checkpoint holds: model, optimizer, random numbers, the step, and what the user adds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+
+from autoshard.checkpoints.files import Stored
+from autoshard.checkpoints.optimizers import NamedOptimizer
+from autoshard.checkpoints.ranks import Ranks
+from autoshard.checkpoints.snapshot import Part, Spread, own_name, suffix_of, whole_name
+from autoshard.checkpoints.trees import Slot, join, slots_in, split
+from autoshard.errors import CheckpointError
+from autoshard.ir.plan import Plan
+from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.train_step import TrainStep
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_PROGRESS, _RANDOM = "progress", "random"
+_EXTRA = "_extra_state"
+_SHOWN = 8
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved under a keyword."""
+
+    def state_dict(self) -> Any:
+        """What to save."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take over what `state_dict` gave."""
+
+
+class TrainingState:
+    """All that is saved of a run, and loaded into it.
+
+    Args:
+        step: what `compile` gave, or a plain module.
+        stateful: by keyword: whatever has `state_dict` and `load_state_dict`.
+
+    Raises:
+        CheckpointError: one of them has not, or a keyword is taken.
+    """
+
+    def __init__(self, step: Any, stateful: Mapping[str, Any]) -> None:
+        self.model = model_of(step)
+        optimizers = {key: item for key, item in stateful.items() if isinstance(item, torch.optim.Optimizer)}
+        taken = [MODEL, _PROGRESS, _RANDOM]
+        if isinstance(step, TrainStep):
+            taken.append(OPTIMIZER)
+            optimizers = {OPTIMIZER: step.optimizer, **optimizers}
+        self.optimizers = {key: NamedOptimizer.of(item, self.model) for key, item in optimizers.items()}
+        self.others = {key: item for key, item in stateful.items() if key not in optimizers}
+        for key, item in stateful.items():
+            if key in taken:
+                raise CheckpointError(
+                    f"{key}= is saved by itself; pass {key}={type(item).__name__}(...) by another name."
+                )
+            if not isinstance(item, Stateful):
+                raise CheckpointError(
+                    f"{key}={type(item).__name__}(...) has no state_dict and load_state_dict, by which it is saved."
+                )
+
+    def parts(self, at: int) -> list[Part]:
+        """What is saved after `at` steps, as it is now."""
+        seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
+        return [
+            Part(MODEL, dict(self.model.state_dict()), Spread.ALIKE),
+            *(Part(key, item.state(), Spread.ALIKE) for key, item in self.optimizers.items()),
+            *(Part(key, item.state_dict()) for key, item in self.others.items()),
+            Part(_PROGRESS, {"step": at, "seeds": seeds}, Spread.ALIKE),
+            Part(_RANDOM, _random_state(), Spread.OWN),
+        ]
+
+    def wanted(self, stored: Stored, rank: int, size: int) -> dict[str, str]:
+        """Names of what of each part is no tensor, by keyword, for one of `size` ranks.
+
+        Raises:
+            CheckpointError: the checkpoint has nothing under a keyword, or each rank's own, of another number of ranks.
+        """
+        keywords = (MODEL, *self.optimizers, *self.others, _PROGRESS)
+        found = {key: _name_in(stored, key, rank, size) for key in keywords}
+        return {**found, _RANDOM: own_name(whole_name(_RANDOM), rank % stored.manifest.ranks)}
+
+    def places(self, stored: Stored, rests: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Tensors to be read into, by their names in the checkpoint.
+
+        Args:
+            stored: the checkpoint.
+            rests: by keyword, of each part what is no tensor.
+            names: by keyword, what `wanted` gave.
+
+        Raises:
+            CheckpointError: it is of another model, or another optimizer.
+        """
+        places = self._places_in_model(stored, rests[MODEL])
+        for key, optimizer in self.optimizers.items():
+            optimizer.check(rests[key], key)
+            places |= _places_in_optimizer(stored, optimizer, rests[key])
+        for key, item in self.others.items():
+            now, _ = split(key, item.state_dict())
+            for slot in slots_in(rests[key]):
+                name = slot.name if slot.is_sharded else slot.name.removesuffix(suffix_of(names[key]))
+                places[slot.name] = _place(stored, slot, now.get(name))
+        return places
+
+    def _places_in_model(self, stored: Stored, rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        now = self.model.state_dict()
+        problems = [f"{name!r} is not in the checkpoint" for name in now if name not in rest and name != _EXTRA]
+        problems += [f"{name!r} is not in the model" for name in rest if name not in now and name != _EXTRA]
+        places: dict[str, torch.Tensor] = {}
+        for name, slot in rest.items():
+            if not isinstance(slot, Slot):
+                continue
+            shape, dtype = stored.tensor(slot.name)
+            tensor = now.get(name)
+            if isinstance(tensor, torch.Tensor) and (tensor.shape, tensor.dtype) == (shape, dtype):
+                places[slot.name] = tensor
+            elif isinstance(tensor, torch.Tensor):
+                problems.append(
+                    f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the model, {dtype} {list(shape)} there"
+                )
+            elif name == _EXTRA:
+                places[slot.name] = torch.empty(shape, dtype=dtype)
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise CheckpointError(
+                f"{stored.folder} holds another model: {'; '.join(problems[:_SHOWN])}{more}. Load it into the model "
+                "that was saved, or name another folder."
+            )
+        return places
+
+    def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what was read."""
+        state = self.model.state_dict()
+        loaded = join(rests[MODEL], tensors)
+        keeps_extra = isinstance(self.model, ShardedModule) or _EXTRA in state
+        state.update({name: value for name, value in loaded.items() if name != _EXTRA or keeps_extra})
+        self.model.load_state_dict(state)
+        for key, optimizer in self.optimizers.items():
+            optimizer.load(join(rests[key], tensors))
+        for key, item in self.others.items():
+            item.load_state_dict(join(rests[key], tensors))
+        _set_random_state(rests[_RANDOM])
+        seeds = rests[_PROGRESS]["seeds"]
+        if isinstance(self.model, ShardedModule) and seeds is not None:
+            self.model.seeds.load(torch.tensor(seeds, dtype=torch.int64))
+
+
+def model_of(step: Any) -> nn.Module:
+    """The module of what is saved."""
+    model = step.sharded if isinstance(step, TrainStep) else step
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"A {type(step).__name__} is no model; pass what autoshard.compile gave.")
+    return model
+
+
+def plan_of(step: Any) -> Plan | None:
+    """The plan that runs, if there is one."""
+    return step.plan if isinstance(step, TrainStep | ShardedModule) else None
+
+
+def mesh_of(step: Any) -> str:
+    """The mesh that it runs on, for people."""
+    return str(step.mesh) if isinstance(step, TrainStep | ShardedModule) else ""
+
+
+def ranks_of(step: Any) -> Ranks:
+    """The processes that run it. Called by all of them."""
+    return Ranks.of(model_of(step))
+
+
+def _name_in(stored: Stored, key: str, rank: int, size: int) -> str:
+    name = whole_name(key)
+    if name in stored:
+        return name
+    if own_name(name, 0) not in stored:
+        raise CheckpointError(f"{stored.folder} has nothing under {key}=. Leave {key}= out of load(...).")
+    if stored.manifest.ranks != size:
+        raise CheckpointError(
+            f"{key}=: each of the {stored.manifest.ranks} ranks that saved {stored.folder} had a state of its own, and "
+            f"{size} ranks load it. Leave {key}= out of load(...), and set it up for {size} ranks."
+        )
+    return own_name(name, rank)
+
+
+def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    places = {slot.name: _place(stored, slot, None) for slot in slots_in({**rest, "state": None})}
+    for owner, held in rest["state"].items():
+        for key, slot in held.items():
+            if isinstance(slot, Slot):
+                shape, dtype = stored.tensor(slot.name)
+                place = optimizer.place_for(owner, key, shape, dtype, is_sharded=slot.is_sharded)
+                places[slot.name] = place
+            else:
+                places |= {item.name: _place(stored, item, None) for item in slots_in(slot)}
+    return places
+
+
+def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor:
+    """A tensor as there is now, or a whole one."""
+    shape, dtype = stored.tensor(slot.name)
+    if now is not None and now.shape == shape and now.dtype == dtype:
+        return now.detach()
+    return torch.empty(shape, dtype=dtype)
+
+
+def _random_state() -> dict[str, Any]:
+    """Where the generators of this process stand."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "accelerator": None if accelerator is None else torch.get_device_module(accelerator).get_rng_state(),
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if state["accelerator"] is not None and torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(state["accelerator"])

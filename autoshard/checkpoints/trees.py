@@ -1,0 +1,105 @@
+"""States as tensors with names, and the rest: so that each tensor is saved and loaded by its shards."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """In the place of a tensor.
+
+    Args:
+        name: under which the tensor is saved.
+        is_sharded: it was a DTensor.
+    """
+
+    name: str
+    is_sharded: bool
+
+
+def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """The tensors of a state, by names that begin with `keyword`, and the state with slots in their places.
+
+    Example:
+        >>> tensors, rest = split("ema", {"decay": 0.9, "weights": [torch.zeros(2)]})
+        >>> list(tensors), rest["decay"], rest["weights"][0].name
+        (['ema.weights.0'], 0.9, 'ema.weights.0')
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    leaves, tree = pytree.tree_flatten_with_path(state)
+    rest = []
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            name = _unused(".".join((keyword, *map(_word, path))), tensors)
+            tensors[name] = leaf
+            leaf = Slot(name, isinstance(leaf, DTensor))
+        rest.append(leaf)
+    return tensors, pytree.tree_unflatten(rest, tree)
+
+
+def slots_in(rest: Any) -> list[Slot]:
+    """The slots of what `split` gave."""
+    return [leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, Slot)]
+
+
+def join(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The state of which `split` gave `rest`, with `tensors` in their places."""
+    return pytree.tree_map(lambda leaf: tensors[leaf.name] if isinstance(leaf, Slot) else leaf, rest)
+
+
+def own_slots(rest: Any, suffix: str) -> Any:
+    """`rest` with names that end in `suffix`, under which a rank saved what is no DTensor."""
+
+    def own(leaf: Any) -> Any:
+        is_own = isinstance(leaf, Slot) and not leaf.is_sharded
+        return Slot(leaf.name + suffix, is_sharded=False) if is_own else leaf
+
+    return pytree.tree_map(own, rest)
+
+
+def packed(rest: Any) -> bytes:
+    """What has no tensors as bytes, which no later change of it reaches."""
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()
+
+
+def described(value: Any) -> str:
+    """A text that is the same for equal values on every rank, for what states hold as a rule; else their bytes."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{described(key)}:{described(item)}' for key, item in value.items())}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{','.join(sorted(map(described, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({','.join(map(described, value))})"
+    is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | Slot | torch.dtype)
+    return repr(value) if is_plain else repr(packed(value))
+
+
+def _word(key: Any) -> str:
+    """A step of a path, as it stands in names."""
+    match key:
+        case pytree.MappingKey():
+            return str(key.key)
+        case pytree.SequenceKey():
+            return str(key.idx)
+        case pytree.GetAttrKey():
+            return key.name
+    return str(key)
+
+
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
+    number = 1
+    found = name
+    while found in taken:
+        number += 1
+        found = f"{name}~{number}"
+    return found

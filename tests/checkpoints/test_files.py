@@ -1,0 +1,267 @@
+"""Damage is refused by the file's name and the tensor's; a disk that is full is one error, and training goes on."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from autoshard import CheckpointError, Checkpoints
+from autoshard.checkpoints import manifest
+from tests.runtime.processes import report, run_checks
+
+DRAWN = 60
+
+
+def model(width: int = 40, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 50), nn.BatchNorm1d(50), nn.Linear(50, 3))
+
+
+def saved(folder: Path, steps: int = 1) -> Path:
+    """A checkpoint of a trained model and its optimizer."""
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters())
+    checkpoints = Checkpoints(folder)
+    for step in range(1, steps + 1):
+        trained(torch.randn(4, 40)).sum().backward()
+        optimizer.step()
+        checkpoints.save(trained, at=step, optimizer=optimizer)
+    checkpoints.wait()
+    assert checkpoints.latest is not None
+    return checkpoints.latest
+
+
+def load(folder: Path, **options: Any) -> int:
+    fresh = model(seed=1, **options)
+    return Checkpoints(folder).load(fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
+
+
+def refused(folder: Path, name: str, words: str) -> None:
+    """The checkpoint is refused with the file's name; the model is as before."""
+    fresh = model(seed=1)
+    before = {key: item.clone() for key, item in fresh.state_dict().items()}
+    with pytest.raises(CheckpointError, match=words) as raised:
+        Checkpoints(folder).load(fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
+    assert name in str(raised.value)
+    assert all(torch.equal(item, before[key]) for key, item in fresh.state_dict().items())
+
+
+def change_byte(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[draw.randrange(len(data))] ^= draw.randrange(1, 256)
+    path.write_bytes(data)
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+
+
+def remove(path: Path, draw: random.Random) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("harm", [change_byte, cut, remove])
+def test_damage_is_refused_by_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path, random.Random], None]
+) -> None:
+    """Drawn bytes of drawn files, with blocks small enough that there are many."""
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr("autoshard.checkpoints.files.BLOCK_BYTES", 1000)
+    whole = saved(tmp_path / "whole")
+    files = [item for item in sorted(whole.iterdir()) if item.stat().st_size]
+    draw = random.Random(0)
+    for _ in range(DRAWN):
+        shutil.copytree(whole.parent, tmp_path / "harmed")
+        file = draw.choice(files).name
+        harm(tmp_path / "harmed" / whole.name / file, draw)
+        refused(tmp_path / "harmed", file, "damaged|missing|cannot be read")
+        shutil.rmtree(tmp_path / "harmed")
+
+
+def test_damage_names_the_tensor(tmp_path: Path) -> None:
+    """Where a byte of it is another one, and where it is cut off."""
+    folder = saved(tmp_path)
+    path = folder / "__0_0.distcp"
+    data = path.read_bytes()
+    weight = load_weight(tmp_path)
+    start = data.index(weight)
+    path.write_bytes(data[:start] + b"x" + data[start + 1 :])
+    with pytest.raises(
+        CheckpointError, match=r"__0_0.distcp is damaged: its bytes from 0 on .* written \(of model.0.weight\)"
+    ):
+        load(tmp_path)
+    path.write_bytes(data[:start])
+    with pytest.raises(CheckpointError, match=rf"it has {start} bytes, and {len(data)} were written \(of .*0.weight"):
+        load(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp is missing \(of .* and \d+ more\)"):
+        load(tmp_path)
+
+
+def load_weight(folder: Path) -> bytes:
+    """The bytes of a weight as they are saved."""
+    fresh = model(seed=1)
+    Checkpoints(folder).load(fresh)
+    weight = fresh[0].weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach().numpy().tobytes()
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """All that differs is named at once; nothing is loaded."""
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match=r"another model: '0.weight' is torch.float32 \[50, 41\] in the model"):
+        load(tmp_path, width=41)
+    with pytest.raises(CheckpointError, match=r"'weight' is not in the checkpoint.*'0.weight' is not in the model"):
+        Checkpoints(tmp_path).load(nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"'0.weight' is torch.float64 \[50, 40\] in the model, torch.float32"):
+        Checkpoints(tmp_path).load(model().double())
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """Of another kind, over other parameters, with groups that cannot have been."""
+    saved(tmp_path)
+    checkpoints, fresh = Checkpoints(tmp_path), model()
+    with pytest.raises(CheckpointError, match=r"'optimizer' is a SGD, and the checkpoint has the state of a AdamW"):
+        checkpoints.load(fresh, optimizer=torch.optim.SGD(fresh.parameters()))
+    with pytest.raises(CheckpointError, match=r"this optimizer none of \['1.bias', '1.weight', '2.bias', '2.weight'\]"):
+        checkpoints.load(fresh, optimizer=torch.optim.AdamW(fresh[0].parameters()))
+    with pytest.raises(CheckpointError, match="nothing under schedule="):
+        checkpoints.load(fresh, schedule=torch.optim.AdamW(fresh.parameters()))
+
+
+def test_groups_may_be_others(tmp_path: Path) -> None:
+    """Options go with parameters, whatever group they are in."""
+    first = model()
+    groups = [{"params": [*first[0].parameters()], "lr": 0.5}, {"params": [*first[1:].parameters()], "lr": 0.25}]
+    Checkpoints(tmp_path, asynchronous=False).save(first, at=1, optimizer=torch.optim.AdamW(groups))
+    split = [{"params": [item]} for item in first.parameters()]
+    optimizer = torch.optim.AdamW(split)
+    Checkpoints(tmp_path).load(first, optimizer=optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5] * 2 + [0.25] * 4
+    with pytest.raises(CheckpointError, match="were in 2 groups of different options when it was saved"):
+        Checkpoints(tmp_path).load(first, optimizer=torch.optim.AdamW(first.parameters()))
+
+
+class FullDisk:
+    """A disk with room for some bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    @contextmanager
+    def create_stream(self, files: FileSystem, path: Path, mode: str) -> Iterator[Any]:
+        with CREATE_STREAM(files, path, mode) as file:
+            yield Bounded(file, self)
+
+    def __enter__(self) -> None:
+        FileSystem.create_stream = lambda files, path, mode: self.create_stream(files, path, mode)
+
+    def __exit__(self, *_: object) -> None:
+        FileSystem.create_stream = CREATE_STREAM
+
+
+CREATE_STREAM = FileSystem.create_stream
+
+
+class Bounded:
+    """A file on it."""
+
+    def __init__(self, file: Any, disk: FullDisk) -> None:
+        self.tell, self.flush, self.fileno, self.closed = file.tell, file.flush, file.fileno, False
+        self._file, self._disk = file, disk
+
+    def write(self, data: memoryview) -> int:
+        self._disk.room -= data.nbytes
+        if self._disk.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(data)
+
+
+def check_full_disk(folder: Path) -> None:
+    """One error on every rank, that names file and tensor; the checkpoint before stays, and the next save works."""
+    trained, checkpoints = model(width=10_000), Checkpoints(folder, keep=1)
+    checkpoints.save(trained, at=1)
+    checkpoints.wait()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with FullDisk(1 << 20 if rank == 0 else 1 << 30):
+        checkpoints.save(trained, at=2)
+        trained(torch.randn(4, 10_000))
+        with pytest.raises(CheckpointError, match=SPACE):
+            checkpoints.wait()
+    assert [item.name for item in folder.iterdir()] == ["step-1"]
+    with FullDisk(1500):
+        checkpoints.save(trained, at=3)
+        assert checkpoints._saving is not None
+        assert checkpoints._saving.ended.exception() is not None
+    with pytest.raises(CheckpointError, match=r"Saving step 3 .* failed"):
+        checkpoints.save(trained, at=4)
+    checkpoints.wait()
+    assert checkpoints.load(trained) == 4
+
+
+SPACE = (
+    r"Saving step 2 to .* failed. .*__0_0.distcp cannot be written, while model.0.weight was written: No space left on "
+    "device. What was complete before still is, and training can go on."
+)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """In one process."""
+    check_full_disk(tmp_path)
+
+
+def check_missing_shard(folder: Path) -> None:
+    """What one rank misses is one error on every rank."""
+    trained, checkpoints = model(), Checkpoints(folder)
+    checkpoints.save(trained, at=1)
+    checkpoints.wait()
+    if dist.get_rank() == 0:
+        change_byte(folder / "step-1" / "__1_0.distcp", random.Random(0))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"Loading .*step-1 failed. .*__1_0.distcp is damaged"):
+        checkpoints.load(trained)
+    if dist.get_rank() == 0:
+        (folder / "step-1" / "__1_0.distcp").unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"ranks \[0, 1\]: .*__1_0.distcp is missing \(of .*model.0.bias"):
+        checkpoints.load(trained)
+
+
+def test_on_two_processes(tmp_path: Path) -> None:
+    """An error of one rank is the same error on every rank."""
+    checks = {name: partial(check, tmp_path / name) for name, check in PAIR_CHECKS.items()}
+    outcomes = run_checks(checks, ranks=2, deadline_s=100)
+    for name in checks:
+        report(outcomes, name)
+
+
+PAIR_CHECKS = {"full disk": check_full_disk, "missing shard": check_missing_shard}
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
+    """Wrong arguments are one error each."""
+    checkpoints = Checkpoints(tmp_path)
+    for name in ("every", "keep"):
+        with pytest.raises(CheckpointError, match=f"{name}=0: pass a whole number"):
+            Checkpoints(tmp_path, **{name: 0})
+    with pytest.raises(CheckpointError, match="at=-1: pass the number of steps"):
+        checkpoints.save(model(), at=-1)
+    with pytest.raises(CheckpointError, match=r"seed=int\(...\) has no state_dict"):
+        checkpoints.save(model(), at=1, seed=3)
+    with pytest.raises(CheckpointError, match="model= is saved by itself"):
+        checkpoints.save(model(), at=1, model=model())
+    with pytest.raises(CheckpointError, match="A int is no model"):
+        checkpoints.save(3, at=1)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""Names in the folder: what is complete, what crashes leave, and how many stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoshard import CheckpointError
+from autoshard.checkpoints import folder as folders
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir())
+
+
+def made(folder: Path, *steps: int) -> Path:
+    for step in steps:
+        (folder / f"step-{step}").mkdir()
+    return folder
+
+
+def written(folder: Path, step: int) -> Path:
+    path = folders.begin(folder, step)
+    path.mkdir()
+    (path / "file").write_text(str(step))
+    return path
+
+
+def test_steps_are_numbers(tmp_path: Path) -> None:
+    """Step 10 comes after step 9; other names are nobody's."""
+    (tmp_path / "step-11.bak").mkdir()
+    (tmp_path / "logs").mkdir()
+    assert folders.latest(tmp_path) is None
+    assert folders.latest(tmp_path / "nowhere") is None
+    made(tmp_path, 9, 10)
+    assert [*folders.complete(tmp_path)] == [9, 10]
+    assert folders.latest(tmp_path) == tmp_path / "step-10"
+
+
+def test_it_is_complete_at_once(tmp_path: Path) -> None:
+    """Until it has its name it is none."""
+    path = written(tmp_path, 5)
+    assert folders.latest(tmp_path) is None
+    assert folders.commit(path, 5) == folders.latest(tmp_path)
+    assert names(tmp_path) == ["step-5"]
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    """The new one stays, the old one goes."""
+    for _ in range(2):
+        folders.commit(written(tmp_path, 5), 5)
+    assert names(tmp_path) == ["step-5"]
+
+
+def test_a_crash_amid_replacing_leaves_the_old_one(tmp_path: Path) -> None:
+    """It counts while there is no new one, and gets its name back."""
+    (tmp_path / ".step-5.replaced").mkdir()
+    assert folders.latest(tmp_path) == tmp_path / ".step-5.replaced"
+    folders.sweep(tmp_path)
+    assert names(tmp_path) == ["step-5"]
+    (tmp_path / ".step-5.replaced").mkdir()
+    assert folders.latest(tmp_path) == tmp_path / "step-5"
+    folders.sweep(tmp_path)
+    assert names(tmp_path) == ["step-5"]
+
+
+def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
+    """By the next save; what is complete stays, and so does what is not ours."""
+    made(tmp_path, 5)
+    (tmp_path / ".step-6.writing-0123abcd").mkdir()
+    (tmp_path / ".step-4.deleted-0123abcd").mkdir()
+    (tmp_path / ".mine").mkdir()
+    folders.begin(tmp_path, 6)
+    assert names(tmp_path) == [".mine", "step-5"]
+
+
+def test_a_later_one_is_not_overtaken(tmp_path: Path) -> None:
+    """A run that starts anew in a folder of another is told, as its checkpoints would never be the latest."""
+    made(tmp_path, 5)
+    with pytest.raises(CheckpointError, match=r"holds a checkpoint of step 5, after at=3: it would stay the latest"):
+        folders.begin(tmp_path, 3)
+
+
+def test_the_latest_stay(tmp_path: Path) -> None:
+    """So many as are wanted; None keeps all."""
+    made(tmp_path, 1, 2, 10, 20)
+    folders.keep_latest(tmp_path, None)
+    folders.keep_latest(tmp_path, 5)
+    assert len(names(tmp_path)) == 4
+    folders.keep_latest(tmp_path, 2)
+    assert names(tmp_path) == ["step-10", "step-20"]
