@@ -323,12 +323,12 @@ def spec_families(priced: PricedModel, value: Value, recipe: Recipe) -> list[lis
 
 def _points(priced: PricedModel) -> list[_Point]:
     """All combinations that recipes of the model have."""
-    counted, found = priced.counted, []
+    found: list[_Point] = []
     for number in range(2 ** len(_FIELDS)):
         point = tuple(bool(number >> place & 1) for place in range(len(_FIELDS)))
-        tensor, parallel, context, expert, expert_tensor, _ = point
-        has_parts = (tensor or not (parallel or expert_tensor)) and (counted.tokens or not context)
-        if has_parts and (counted.has_experts or not (expert or expert_tensor)):
+        tensor, parallel, _, expert, expert_tensor, _ = point
+        has_parts = tensor or not (parallel or expert_tensor)
+        if has_parts and (priced.counted.has_experts or not (expert or expert_tensor)):
             found.append(point)
     return found
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from rich.table import Table
 
-from autoshard.ir.text import any_block, common_name, format_bytes, format_time
+from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,15 @@ def test_names_that_differ_in_numbers_are_one() -> None:
     """The parts in which they differ are stars; a number that all have stays."""
     assert any_block("layers.3.mlp.2.weight") == any_block("layers.4.mlp.2.weight")
     assert common_name(["layers.3.mlp.2.weight", "layers.4.mlp.2.weight"]) == "layers.*.mlp.2.weight"
+
+
+def test_what_terminals_show_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written into files and messages: no colours, whatever the terminal has; a long line stays one."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    table = Table("layer", "time")
+    table.add_row("attention", "[red]3 ms[/red]")
+    text = as_text("word " * 100, table)
+    assert "\x1b" not in text
+    assert text.startswith("word " * 99 + "word")
+    assert "3 ms" in text

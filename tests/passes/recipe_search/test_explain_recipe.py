@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,8 +14,16 @@ from autoshard import Cluster, Recipe
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.program import InputKind
 from cost_models.step import fitted
-from passes.recipe_search.explain_recipe import Value, find_value, value_costs, value_memory
+from passes.recipe_search.explain_recipe import (
+    Value,
+    find_value,
+    spec_families,
+    spec_of,
+    value_costs,
+    value_memory,
+)
 from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_space import Only
 from passes.recipes.pipeline_stages import rank_sections, share_out
 from passes.recipes.price_ends import end_work
 from passes.recipes.price_recipe import sharded_time
@@ -29,12 +38,13 @@ PRICED = {
     "dense": decoders.priced_dense(4),
     "sparse": decoders.priced_sparse(),
 }
+PRICED_AND_PLAIN = {**PRICED, "without tokens": decoders.priced_plain()}
 
 
 @cache
 def recipes(name: str) -> list[Recipe]:
     """All recipes of a small model."""
-    problem = RecipeProblem(PRICED[name].counted, CLUSTER, Recipe(global_batch=8), 80e9, least_tokens=8)
+    problem = RecipeProblem(PRICED_AND_PLAIN[name].counted, CLUSTER, Recipe(global_batch=8), 80e9, least_tokens=8)
     return list(problem.space().recipes())
 
 
@@ -119,6 +129,34 @@ def test_collectives_of_activations_add_up_to_those_of_a_section(case: tuple[Pri
             for item in value_costs(priced, Value(node, nodes[node], name), recipe, CLUSTER, STEP)
         ]
         assert sum(item.time_s for item in costs) == pytest.approx(expected)
+
+
+@settings(max_examples=10)
+@pytest.mark.parametrize("name", sorted(PRICED_AND_PLAIN))
+@given(data=st.data())
+def test_recipes_of_another_spec_are_in_one_family(name: str, data: st.DataObject) -> None:
+    """Each other spec is searched for once: in all recipes that give it, and in no other."""
+    priced, (recipe, *others) = PRICED_AND_PLAIN[name], data.draw(st.lists(st.sampled_from(recipes(name)), min_size=20))
+    value = data.draw(st.sampled_from(parameters(priced)))
+    families = spec_families(priced, value, recipe)
+    specs: list[set[str]] = [set() for _ in families]
+    for other in others:
+        places = [place for place, family in enumerate(families) if any(_admits(only, other) for only in family)]
+        spec = _unsized(priced, value, other)
+        assert len(places) == (spec != _unsized(priced, value, recipe))
+        for place in places:
+            specs[place].add(spec)
+    assert all(len(found) <= 1 for found in specs)
+
+
+def _admits(only: Only, recipe: Recipe) -> bool:
+    return all(getattr(recipe, name) in values for name, values in only.items())
+
+
+def _unsized(priced: PricedModel, value: Value, recipe: Recipe) -> str:
+    """The spec, with replicas that share a parameter, however many there are."""
+    spec = spec_of(priced, value, replace(recipe, zero=0))
+    return f"{spec}, shared" if recipe.zero == 3 else str(spec)
 
 
 def test_a_parameter_has_the_collectives_of_the_calls_that_read_it() -> None:
