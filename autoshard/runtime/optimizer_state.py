@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.errors import TraceError
 
@@ -60,6 +61,17 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) ->
                 f"are not the model's, the first of shape={tuple(strangers[0].shape)}. Make it with "
                 "model.parameters()."
             )
+
+
+def lay_out_loaded_state(
+    optimizer: torch.optim.Optimizer, lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Whole tensors of state, as a plain `load_state_dict` leaves them beside DTensors, lie as their parameters do."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor):
+            for name, value in state.items():
+                if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
+                    state[name] = lay_out(value, parameter)
 
 
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:

@@ -45,7 +45,7 @@ from autoshard.runtime.parameters import lent_parameters, outlined_parameters, r
 from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, key_of
-from autoshard.runtime.state import lay_out_state, may_draw, take_seeds, write_seeds
+from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
 from autoshard.runtime.unset_weights import UnsetWeights, check_is_placed, on_meta
 
@@ -193,6 +193,10 @@ class ShardedModule(nn.Module, HasWeights):
         self._original[0]._save_to_state_dict(destination, prefix, keep_vars)
         if self.seeds.count or may_draw(self._original[0]):
             write_seeds(destination, prefix, self.seeds)
+
+    def get_extra_state(self) -> Any:
+        """See `nn.Module`: `torch.distributed.checkpoint.state_dict` broadcasts what this method says is there."""
+        return extra_state_of(self)
 
     @in_normal_mode
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

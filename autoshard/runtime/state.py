@@ -26,6 +26,13 @@ def write_seeds(destination: dict[str, Any], prefix: str, seeds: SeedSequence) -
     destination[key] = {"model": destination[key], "seeds": seeds.state()} if key in destination else seeds.state()
 
 
+def extra_state_of(module: nn.Module) -> Any:
+    """The extra state that a module writes for itself; None where it writes none."""
+    written: dict[str, Any] = {}
+    module._save_to_state_dict(written, "", keep_vars=True)
+    return written.get(_EXTRA)
+
+
 def take_seeds(state: dict[str, Any], prefix: str, model: nn.Module) -> torch.Tensor | None:
     """Take out of a state dict what `write_seeds` added; None where it has nothing of it."""
     key = prefix + _EXTRA
@@ -33,8 +40,10 @@ def take_seeds(state: dict[str, Any], prefix: str, model: nn.Module) -> torch.Te
     if isinstance(extra, dict) and extra.keys() == _BOTH:
         state[key] = extra["model"]
         return extra["seeds"]
-    has_own = type(model).set_extra_state is not nn.Module.set_extra_state
-    return None if has_own else state.pop(key, None)
+    if type(model).set_extra_state is not nn.Module.set_extra_state:
+        return None
+    extra = state.pop(key, None)
+    return extra if isinstance(extra, torch.Tensor) else None  # torch puts a mark there where a rank has none
 
 
 def lay_out_state(

@@ -21,7 +21,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.runtime.has_weights import HasWeights, PlacedModel
 from autoshard.runtime.members import Members
-from autoshard.runtime.optimizer_state import describe_hyperparameters
+from autoshard.runtime.optimizer_state import describe_hyperparameters, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, weights_of
@@ -150,6 +150,7 @@ class TrainStep(HasWeights):
     def _update(self) -> None:
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
+        lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

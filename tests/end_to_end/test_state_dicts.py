@@ -1,0 +1,222 @@
+"""Torch's own functions for state dicts beside a model on ranks: parts and whole ones, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard import Mesh, P
+from tests.runtime.processes import report, run_checks
+
+PAIR = Mesh({"data": 2})
+ROWS = {"embed.weight": P("data"), "linear.*": P("data"), "input:0": P("data")}
+COLUMNS = {"embed.weight": P(None, "data"), "linear.weight": P(None, "data"), "input:0": P("data")}
+TOKENS = torch.arange(16) % 13
+
+TRACED, OWN = torch.optim.AdamW, torch.optim.RMSprop
+
+
+class Tied(nn.Module):
+    """An odd number of words, so that rows are cut unevenly; a tie, buffers, and random numbers."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.dropout(self.norm(self.linear(self.embed(tokens))))
+        return nn.functional.cross_entropy(self.head(hidden), tokens)
+
+
+def compiled(kind: Callable[..., Any], constraints: dict[str, Any] = ROWS, model: nn.Module | None = None) -> Any:
+    torch.manual_seed(0)
+    model = Tied() if model is None else model
+    optimizer = kind(model.parameters(), lr=1e-2)
+    step = autoshard.compile(model, PAIR, optimizer=optimizer, example_inputs=(TOKENS,), constraints=constraints)
+    assert step.is_traced is (kind is TRACED)
+    return step
+
+
+def losses(step: Any, count: int = 3) -> list[Tensor]:
+    return [step(TOKENS) for _ in range(count)]
+
+
+def wholes(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: item.full_tensor() if isinstance(item, DTensor) else item for name, item in state.items()}
+
+
+def check_state_is_restored(kind: Callable[..., Any], options: StateDictOptions | None) -> None:
+    """What torch's functions took before some steps, given back after them: the steps repeat, bit by bit."""
+    step = compiled(kind)
+    model, optimizer = step.sharded, step.optimizer
+    losses(step)
+    state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    is_full = options is not None and options.full_state_dict
+    assert isinstance(state[0]["embed.weight"], DTensor) is not is_full
+    assert state[0].keys() == model.state_dict().keys()
+    expected = losses(step)
+    set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+    assert losses(step) == expected
+
+
+def check_one_rank_has_all(kind: Callable[..., Any]) -> None:
+    """Whole states on the first rank's CPU alone go back to every rank of a model that lies otherwise."""
+    step, other = compiled(kind), compiled(kind, COLUMNS)
+    losses(step)
+    taken = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optimizer = copy.deepcopy(
+        (
+            get_model_state_dict(step.sharded, options=taken),
+            get_optimizer_state_dict(step.sharded, step.optimizer, options=taken),
+        )
+    )
+    assert bool(model) is (dist.get_rank() == 0)
+    expected = losses(step)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other.sharded, model, options=options)
+    set_optimizer_state_dict(other.sharded, other.optimizer, optimizer, options=options)
+    torch.testing.assert_close(losses(other), expected)
+
+
+def check_one_device_goes_on(kind: Callable[..., Any]) -> None:
+    """Whole states fit the plain model and its optimizer, by torch's functions and by `load_state_dict`."""
+    step = compiled(kind, model=Tied(dropout=0.0))
+    losses(step)
+    full = StateDictOptions(full_state_dict=True)
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(step.sharded, step.optimizer, options=full))
+    expected = losses(step)
+    model = Tied(dropout=0.0)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=full)
+    torch.testing.assert_close(plain_losses(model, optimizer), expected)
+
+
+def check_what_one_device_had_is_loaded(kind: Callable[..., Any]) -> None:
+    """States of the plain model and optimizer: by torch's functions, and by plain `load_state_dict`."""
+    model = Tied(dropout=0.0)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    plain_losses(model, optimizer)
+    state, names = copy.deepcopy((model.state_dict(), get_optimizer_state_dict(model, optimizer)))
+    plain = copy.deepcopy(optimizer.state_dict())
+    expected = plain_losses(model, optimizer)
+    full = StateDictOptions(full_state_dict=True)
+    for by_torch in (True, False):
+        step = compiled(kind, model=Tied(dropout=0.0))
+        if by_torch:
+            set_model_state_dict(step.sharded, copy.deepcopy(state), options=full)
+            set_optimizer_state_dict(step.sharded, step.optimizer, copy.deepcopy(names), options=full)
+        else:
+            step.sharded.load_state_dict(state)
+            step.optimizer.load_state_dict(copy.deepcopy(plain))
+        torch.testing.assert_close(losses(step), expected)
+
+
+def plain_losses(model: nn.Module, optimizer: Any, count: int = 3) -> list[Tensor]:
+    found = []
+    for _ in range(count):
+        loss = model(TOKENS)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+def check_parts_and_wholes() -> None:
+    """`state_dict()` has the parts that ranks hold, without a copy; `full_tensor` of each is what one device has."""
+    step = compiled(TRACED)
+    losses(step)
+    state = step.sharded.state_dict()
+    weight = step.sharded.get_parameter("embed.weight")
+    assert state["embed.weight"].to_local().data_ptr() == weight.to_local().data_ptr()
+    assert state["embed.weight"].to_local().shape[0] == (7, 6)[dist.get_rank()]
+    plain = Tied()
+    assert plain.state_dict().keys() == state.keys() - {"_extra_state"}
+    state.pop("_extra_state")
+    plain.load_state_dict(wholes(state))
+    other = compiled(TRACED, COLUMNS)
+    other.sharded.load_state_dict(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(wholes(other.sharded.state_dict())[name], value)
+
+
+def check_frozen_and_strict() -> None:
+    """Options of torch's functions: without frozen parameters; what is missing is an error unless it may be."""
+    model = Tied()
+    model.linear.requires_grad_(False)
+    sharded = autoshard.compile(model, PAIR, example_inputs=(TOKENS,), constraints=ROWS)
+    found = get_model_state_dict(sharded, options=StateDictOptions(ignore_frozen_params=True))
+    assert "linear.weight" not in found
+    assert "embed.weight" in found
+    full = copy.deepcopy(get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True)))
+    del full["linear.weight"]
+    nn.init.constant_(sharded.get_parameter("embed.weight"), 3.0)
+    with pytest.raises(RuntimeError, match=r"[Mm]issing key.*linear.weight"):
+        sharded.load_state_dict(full)
+    set_model_state_dict(sharded, {**full}, options=StateDictOptions(full_state_dict=True, strict=False))
+    assert torch.equal(wholes(sharded.state_dict())["embed.weight"], full["embed.weight"])
+
+
+OPTIONS: dict[str, StateDictOptions | None] = {
+    "parts": None,
+    "parts on the CPU": StateDictOptions(cpu_offload=True),
+    "parts under flat names": StateDictOptions(flatten_optimizer_state_dict=True),
+    "wholes": StateDictOptions(full_state_dict=True),
+}
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "parts and wholes": check_parts_and_wholes,
+    "frozen, strict": check_frozen_and_strict,
+}
+for _name, _options in OPTIONS.items():
+    CHECKS[f"AdamW: {_name}"] = partial(check_state_is_restored, TRACED, _options)
+CHECKS["RMSprop: wholes"] = partial(check_state_is_restored, OWN, OPTIONS["wholes"])
+for _kind in (TRACED, OWN):
+    CHECKS[f"{_kind.__name__}: the first rank has all"] = partial(check_one_rank_has_all, _kind)
+    CHECKS[f"{_kind.__name__}: to one device"] = partial(check_one_device_goes_on, _kind)
+    CHECKS[f"{_kind.__name__}: from one device"] = partial(check_what_one_device_had_is_loaded, _kind)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
+    """On two ranks; a batch norm's buffers and random numbers are part of the state."""
+    report(outcomes, name)
+
+
+@pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)], ids=["parts", "wholes"])
+def test_on_the_simulator(options: StateDictOptions | None) -> None:
+    """Parameters are whole tensors, which torch's functions take and give back as on one device."""
+    step = compiled(TRACED)
+    losses(step)
+    state = copy.deepcopy(get_state_dict(step.sharded, step.optimizer, options=options))
+    expected = losses(step)
+    set_state_dict(step.sharded, step.optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+    assert losses(step) == expected
