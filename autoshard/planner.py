@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from autoshard.errors import (
 from autoshard.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
 from autoshard.ir.explanation import WhyNot
 from autoshard.ir.fingerprint import fingerprint
+from autoshard.ir.initialisation import Initialisation
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
@@ -143,6 +144,12 @@ class Planner:
         )
         weights = weigh_step(program, replace(self, traced=None).trace, request) if self.micro_batches > 1 else None
         return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python, weights)
+
+    def record_initialisation(
+        self, model: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
+    ) -> Initialisation:
+        """See `Compiler`."""
+        return tracing.record_initialisation(model, device, init_fn)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
         """See `Compiler`."""

@@ -6,6 +6,7 @@ and all distributions in float64, rounded to the type of the result at the end:
     uniform      low + (high - low) u, where u is cut to the bits that the type can hold, so that it is never 1
     normal       mean + std sqrt(-2 ln(1 - u)) cos(2 pi v)      Box, Muller 1958
     log_normal   exp of a normal number
+    truncated_normal  a normal number from low to high: mean + std sqrt(2) erfinv(p), p uniform between the ends' erf
     exponential  -ln(1 - u) / rate, never 0
     cauchy       median + sigma tan(pi (u - 1/2))
     geometric    1 + floor(ln(1 - u) / ln(1 - p)): the number of trials up to the first success
@@ -113,6 +114,14 @@ def _log_normal(words: Words, mean: Number, std: Number, *, dtype: torch.dtype) 
     return torch.exp(standard_normal(words) * std + mean).to(dtype)
 
 
+def _truncated_normal(
+    words: Words, mean: Number, std: Number, low: Number, high: Number, *, dtype: torch.dtype
+) -> Tensor:
+    first, last = (math.erf((end - mean) / std / math.sqrt(2.0)) for end in (low, high))
+    drawn = torch.erfinv(unit(words[0], words[1]) * (last - first) + first)
+    return (drawn * (std * math.sqrt(2.0)) + mean).clamp(low, high).to(dtype)
+
+
 def _exponential(words: Words, rate: Number, *, dtype: torch.dtype) -> Tensor:
     return (standard_exponential(words) / rate).to(dtype)
 
@@ -155,6 +164,9 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
         "uniform": Distribution(_uniform, lambda low, high: low <= high, "low <= high"),
         "normal": Distribution(_normal, lambda mean, std: std >= 0, "std >= 0"),
         "log_normal": Distribution(_log_normal, lambda mean, std: std > 0, "std > 0"),
+        "truncated_normal": Distribution(
+            _truncated_normal, lambda mean, std, low, high: std > 0 and low < high, "std > 0 and low < high"
+        ),
         "exponential": Distribution(_exponential, lambda rate: rate > 0, "rate > 0"),
         "cauchy": Distribution(_cauchy, lambda median, sigma: sigma > 0, "sigma > 0"),
         "geometric": Distribution(_geometric, lambda p: 0 < p < 1, "0 < p < 1"),

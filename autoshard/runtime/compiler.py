@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.ir.derivative import Derivatives
+from autoshard.ir.initialisation import Initialisation
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
@@ -65,6 +66,12 @@ class Compiler(Protocol):
 
     def trace(self, request: Request) -> Program:
         """The program of a call, traced and not planned."""
+        ...
+
+    def record_initialisation(
+        self, model: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
+    ) -> Initialisation:
+        """What the initialisers of a model do, whose tensors are on `device`; `init_fn` comes after its own."""
         ...
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:

@@ -59,6 +59,12 @@ class SeedSequence:
         return seed
 
 
+def seed_of_weights(seed: int) -> int:
+    """The seed of what initialisers draw, unlike that of any call's random operators; fits in an int64."""
+    return _mix(_mix(seed ^ _WEIGHTS)) >> 1
+
+
+_WEIGHTS = 0x77656967687473
 _GOLDEN = 0x9E3779B97F4A7C15
 
 

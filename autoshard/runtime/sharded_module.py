@@ -47,7 +47,7 @@ from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, key_of
 from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
-from autoshard.runtime.unset_weights import UnsetWeights, check_is_placed, on_meta
+from autoshard.runtime.weights import InitFunction, Weights
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class ShardedModule(nn.Module, HasWeights):
         self._members: Members | None = None
         self._notes: set[str] = set()
         self.results = Results(model)
-        self.unset = UnsetWeights()
+        self.weights = Weights(model, engine, compiler)
         self.seeds = SeedSequence()
         self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
         self.training = model.training
@@ -203,7 +203,7 @@ class ShardedModule(nn.Module, HasWeights):
         seeds = take_seeds(state_dict, prefix, self._original[0])
         if seeds is not None:
             self.seeds.load(seeds)
-        self.check_is_placed("load_state_dict")
+        self.weights.check_are_placed("load_state_dict")
         lay_out_state(state_dict, prefix, self._original[0], self._engine.lay_out_like)
         self._original[0]._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -253,7 +253,7 @@ class ShardedModule(nn.Module, HasWeights):
         if self._lengths is None:
             return call, 0
         padded, length = self._lengths.pad(call)
-        if self.has_weights:
+        if self.weights.have_values:
             self._lengths.check(call, padded, self._run_in_evaluation)
         return padded, length
 
@@ -432,17 +432,23 @@ class ShardedModule(nn.Module, HasWeights):
         new = {slot.slot.name: slot.spec for slot in slots if slot.slot.name not in self._placed}
         self._placed.update(new)
         if new:
-            with self.unset.getting_memory(self._original[0]):
-                self._engine.place(self._original[0], self._placed)
+            self.weights.place(self._placed)
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether all of the model's weights have values, as far as this rank can tell."""
-        return not self.unset.names(self._original[0]) and not on_meta(self._original[0])
+    def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
+        """Give parameters and buffers the values that the modules' own initialisers give, each rank its part.
 
-    def check_is_placed(self, what: str) -> None:
-        """Raise `NotAvailableError` where `what` would write weights that have no place yet."""
-        check_is_placed(self._original[0], what)
+        The same seed gives the same weights, bit by bit, under every plan and on any number of ranks.
+
+        Args:
+            seed: of random numbers; any integer.
+            init_fn: called with each module, submodules first, after the modules' own initialisers; see
+                docs/large_models.md.
+
+        Raises:
+            TraceError: an initialiser reads values, or a weight from the meta device has none.
+            NotAvailableError: the model was built on the meta device, and no program is compiled yet.
+        """
+        self.weights.init(seed, init_fn)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
         """What the program takes, in order, once the ranks agreed on the call."""
@@ -457,7 +463,7 @@ class ShardedModule(nn.Module, HasWeights):
             else:
                 result.append(self._next_seed() if kind is InputKind.SEED else given[name])
         self.agreement.settle()
-        self.unset.refuse_use(self._original[0], self._engine)
+        self.weights.refuse_use()
         if executable.draws_seed:
             self.seeds.draw()
         return result

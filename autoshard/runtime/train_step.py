@@ -25,6 +25,7 @@ from autoshard.runtime.optimizer_state import describe_hyperparameters, lay_out_
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, weights_of
+from autoshard.runtime.weights import InitFunction
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -89,6 +90,10 @@ class TrainStep(HasWeights):
             return self._traced.compile_for(part_args, part_kwargs)
         with torch.enable_grad():
             return self.sharded.compile_for_loss(part_args, part_kwargs)
+
+    def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
+        """See `ShardedModule.init_weights`."""
+        self.sharded.init_weights(seed, init_fn)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of model (with its random numbers) and optimizer, to go on from."""

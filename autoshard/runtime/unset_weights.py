@@ -9,7 +9,7 @@ before that is an error.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -58,18 +58,24 @@ class UnsetWeights:
             }
         return list(self._found)
 
-    def refuse_use(self, model: nn.Module, engine: Engine) -> None:
-        """Raise `TraceError`, on every rank, if a weight of `model` is unset; a rank may have no part of it."""
+    def refuse_use(self, model: nn.Module, engine: Engine, make: Callable[[Collection[str]], None]) -> None:
+        """Raise `TraceError`, on every rank, if a weight of `model` is unset; a rank may have no part of it.
+
+        Buffers that no state has are made by `make`, with their names, where the rest is there: weights were loaded.
+        """
         if not self._found:
             return
         mine = self.names(model)
         everyone = [mine] if engine.control is None else engine.control.gather(mine, "run on weights")
-        names = [*dict.fromkeys(name for theirs in everyone for name in theirs)]
+        unset = dict.fromkeys(name for theirs in everyone for name in theirs)
+        names = [name for name in unset if not _is_without_state(model, name)]
         if names:
             raise TraceError(
                 f"The model was built on the meta device, and weights of it have no values yet: {_listed(names)}. Call "
                 "init_weights(seed), load_weights(path) or load_state_dict on what compile returned, then call it."
             )
+        if unset:
+            make(unset)
         self._found = {}
 
 
@@ -92,6 +98,11 @@ def check_is_placed(model: nn.Module, what: str) -> None:
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _is_without_state(model: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    return leaf in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _listed(names: list[str]) -> str:

@@ -5,7 +5,18 @@ The one folder that uses private interfaces of torch.
 
 from autoshard.tracing.elide import ElidedModel, elide_blocks, without
 from autoshard.tracing.guards import check_guards
+from autoshard.tracing.initialisers import record_initialisation
 from autoshard.tracing.shorten import BlockList, ShortModel, shorten
 from autoshard.tracing.trace import trace
 
-__all__ = ["BlockList", "ElidedModel", "ShortModel", "check_guards", "elide_blocks", "shorten", "trace", "without"]
+__all__ = [
+    "BlockList",
+    "ElidedModel",
+    "ShortModel",
+    "check_guards",
+    "elide_blocks",
+    "record_initialisation",
+    "shorten",
+    "trace",
+    "without",
+]

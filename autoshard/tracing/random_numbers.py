@@ -102,7 +102,7 @@ class _CounterBased(TorchDispatchMode):
         if draw is None:
             return func(*args, **kwargs)
         given = _by_name(func, args, kwargs)
-        _refuse_generator(func, given.pop("generator", None))
+        refuse_generator(func, given.pop("generator", None))
         drawn = draw(**given)
         written = given["self"] if func._schema.name.endswith("_") else kwargs.get("out")
         return drawn if written is None else written.copy_(drawn)
@@ -126,7 +126,8 @@ def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     return found
 
 
-def _refuse_generator(func: Any, generator: Any) -> None:
+def refuse_generator(func: Any, generator: Any) -> None:
+    """Raise `TraceError` for a call with a generator of its own."""
     default: Any = torch.default_generator
     if generator is None or generator._cdata == default._cdata:
         return
@@ -149,17 +150,17 @@ def _draw(
     return drawn if device is None or torch.device(device) == drawn.device else drawn.to(device)
 
 
-def _draw_number(
+def draw_numbers(
     distribution: str, parameters: Sequence[Any], size: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
-    """As `_draw`; a complex number has two independent parts."""
+    """Numbers of a distribution, as a random operator within `number_random_operators`; complex ones have two parts."""
     if not dtype.is_complex:
         return _draw(distribution, parameters, size, dtype, device)
     return torch.view_as_complex(_draw(distribution, parameters, (*size, 2), dtype.to_real(), device))
 
 
 def _rand(size: Sequence[int], dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    return _draw_number("uniform", (0.0, 1.0), size, dtype or torch.get_default_dtype(), device or "cpu")
+    return draw_numbers("uniform", (0.0, 1.0), size, dtype or torch.get_default_dtype(), device or "cpu")
 
 
 def _randn(
@@ -167,7 +168,7 @@ def _randn(
 ) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
     part = std / math.sqrt(2.0) if dtype.is_complex else std
-    return _draw_number("normal", (mean, part), size, dtype, device or "cpu")
+    return draw_numbers("normal", (mean, part), size, dtype, device or "cpu")
 
 
 def _randint(
@@ -216,7 +217,7 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
     """The draw of an operator that fills `self`; its other arguments are the distribution's parameters, in order."""
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:
-        return _draw_number(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
+        return draw_numbers(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
 
     return draw
 

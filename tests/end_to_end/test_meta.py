@@ -29,6 +29,7 @@ class Tied(nn.Module):
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 12, bias=False)
         self.head.weight = self.embed.weight
+        self.table: Tensor
         self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

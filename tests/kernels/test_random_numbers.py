@@ -21,7 +21,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 PARAMETERS: dict[str, list[float]] = {
     "uniform": [-1.0, 3.0], "normal": [1.0, 2.0], "log_normal": [0.5, 0.4], "exponential": [0.7], "cauchy": [1.0, 2.0],
-    "geometric": [0.3], "bernoulli": [0.3], "integer": [-3, 8],
+    "geometric": [0.3], "bernoulli": [0.3], "integer": [-3, 8], "truncated_normal": [1.0, 2.0, -1.0, 2.5],
 }  # fmt: skip
 
 _OF_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,6 +29,7 @@ _OF_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "log_normal": lambda x: x.log_normal_(0.5, 0.4), "exponential": lambda x: x.exponential_(0.7),
     "cauchy": lambda x: x.cauchy_(1.0, 2.0), "geometric": lambda x: x.geometric_(0.3),
     "bernoulli": lambda x: x.bernoulli_(0.3), "integer": lambda x: x.random_(-3, 8),
+    "truncated_normal": lambda x: torch.nn.init.trunc_normal_(x, 1.0, 2.0, -1.0, 2.5),
 }  # fmt: skip
 
 _CUMULATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -40,6 +41,7 @@ _CUMULATED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "geometric": lambda x: 1.0 - 0.7 ** np.floor(x),
     "bernoulli": lambda x: np.where(x < 1.0, 0.7, 1.0),
     "integer": lambda x: (np.floor(x) + 4.0) / 11.0,
+    "truncated_normal": lambda x: (_normal_below((x - 1.0) / 2.0) - _LEFT) / (_normal_below(np.array(0.75)) - _LEFT),
 }
 """The probability of at most x."""
 
@@ -47,7 +49,10 @@ _DISCRETE = ("geometric", "bernoulli", "integer")
 
 
 def _normal_below(x: np.ndarray) -> np.ndarray:
-    return 0.5 * (1.0 + torch.erf(torch.from_numpy(x) / math.sqrt(2.0)).numpy())
+    return 0.5 * (1.0 + torch.erf(torch.as_tensor(x) / math.sqrt(2.0)).numpy())
+
+
+_LEFT = _normal_below(np.array(-1.0))
 
 
 def draw(distribution: str, *, count: int = COUNT, dtype: torch.dtype = torch.float64, site: int = 4) -> Tensor:
@@ -157,7 +162,7 @@ def test_shard_equals_slice(distribution: str, rows: int, columns: int, start: i
     ("distribution", "parameters"),
     [("uniform", [1.0, 0.0]), ("normal", [0.0, -1.0]), ("log_normal", [0.0, 0.0]), ("exponential", [0.0]),
      ("cauchy", [0.0, -1.0]), ("geometric", [1.0]), ("bernoulli", [1.5]), ("integer", [3, 3]),
-     ("integer", [-(2**63), 2**63])],
+     ("integer", [-(2**63), 2**63]), ("truncated_normal", [0.0, 1.0, 2.0, 1.0])],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(distribution: str, parameters: list[float]) -> None:
     """The message says what the distribution needs, and what it got."""

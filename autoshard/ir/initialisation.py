@@ -1,0 +1,239 @@
+"""What a model's initialisers do, as operations on memory, so that any part of any weight can be computed alone.
+
+A tensor of the record is a `Place`: which elements of which memory it has, so views need no operation. Random numbers
+come from `autoshard::random`, by their global index: a part of what is drawn is drawn by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: where it begins, and how long it is, in each dim."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return Box((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return prod(self.size)
+
+    def meet(self, other: Box) -> Box:
+        """What both have; nothing where a size is 0."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(s + n, o + m) for s, n, o, m in zip(self.start, self.size, other.start, other.size, strict=True))
+        return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
+
+    def seen_from(self, other: Box) -> Box:
+        """The same part, counted from where `other` begins."""
+        return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
+
+    def in_dims(self, dims: tuple[int, ...]) -> Box:
+        """The same part of a tensor that has some of the dims."""
+        return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor, as a view."""
+        for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a record.
+
+    Args:
+        memory: the number of its memory.
+        shape, stride, offset: which elements of the memory it has, as in torch.
+        dtype: of its elements.
+    """
+
+    memory: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def has_all(self, numel: int) -> bool:
+        """Whether it has each element of a memory of so many once, in any order."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.offset == 0 and expected == numel
+
+    def is_in_order(self, numel: int) -> bool:
+        """Whether it is all of a memory of so many elements, in the order of a contiguous tensor."""
+        pairs = zip(self.shape, self.stride, contiguous_strides(self.shape), strict=True)
+        return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
+
+    def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
+        """The box that it is of a contiguous tensor of `shape`, and the dims of `shape` that it has; None if no box."""
+        strides = contiguous_strides(shape)
+        start, left = [], self.offset
+        for size, stride in zip(shape, strides, strict=True):
+            start.append(left // stride if size > 1 else 0)
+            left -= start[-1] * stride
+        sizes, dims = [1] * len(shape), []
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            behind = range(dims[-1] + 1 if dims else 0, len(shape))
+            dim = next((dim for dim in behind if strides[dim] == stride and shape[dim] >= size), None)
+            if dim is None:
+                return None
+            dims.append(dim)
+            sizes[dim] = size
+        fits = all(begin + size <= most for begin, size, most in zip(start, sizes, shape, strict=True))
+        return (Box(tuple(start), tuple(sizes)), tuple(dims)) if fits and not left else None
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch has them."""
+    result = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        result[dim] = result[dim + 1] * max(1, shape[dim + 1])
+    return tuple(result)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A call of an operator.
+
+    Args:
+        target: the operator.
+        args, kwargs: its arguments, with places for tensors.
+        results: for each tensor that it gives, its place if it has memory of its own, else None.
+        written: places of what it writes to.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Place | None, ...]
+    written: tuple[Place, ...]
+
+    @property
+    def name(self) -> str:
+        """The operator's name: "aten::copy_"."""
+        return self.target._schema.name
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether what it writes does not depend on what was there."""
+        return self.name in _OVERWRITING or "out" in self.kwargs
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element comes from elements at its own place, and from scalars."""
+        return self.name in _OVERWRITING or torch.Tag.pointwise in self.target.tags
+
+    @property
+    def operands(self) -> tuple[Place, ...]:
+        """The places in its arguments, in order, that it reads."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        skipped = self.written if self.overwrites else ()
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Place) and not any(leaf is item for item in skipped))
+
+
+_OVERWRITING = ("aten::copy_", "aten::fill_", "aten::zero_")
+
+
+@dataclass(frozen=True, slots=True)
+class Initialisation:
+    """The record of a model's initialisers.
+
+    Args:
+        operations: what they do, in order.
+        numels: the number of elements of each memory.
+        begins: the memory that stands for each parameter and buffer, by name, whole and contiguous.
+        ends: where the value of each is when all is done.
+        constants: memories that were there before, flat.
+        seed: the memory of the seed.
+    """
+
+    operations: tuple[Operation, ...]
+    numels: Mapping[int, int]
+    begins: Mapping[str, Place]
+    ends: Mapping[str, Place]
+    constants: Mapping[int, torch.Tensor]
+    seed: int
+
+    def digest(self) -> str:
+        """The same on ranks whose initialisers do the same."""
+        text = [f"{op.target} {op.args} {dict(op.kwargs)} {op.results}" for op in self.operations]
+        return hashlib.sha256("\n".join([*text, str(self.begins), str(self.ends)]).encode()).hexdigest()[:16]
+
+    def sources(self) -> dict[str, frozenset[str]]:
+        """For each weight, those from whose earlier values its own is computed: itself where nobody writes it."""
+        known = {place.memory: _Content(place.shape, frozenset({name})) for name, place in self.begins.items()}
+        for operation in self.operations:
+            read = frozenset().union(
+                *(known[item.memory].sources for item in operation.operands if item.memory in known)
+            )
+            for place in operation.results:
+                if place is not None:
+                    known[place.memory] = _Content(place.shape, read)
+            for place in operation.written:
+                content = known.setdefault(place.memory, _Content(place.shape, frozenset()))
+                known[place.memory] = content.written(place, read, self.numels[place.memory], operation.overwrites)
+        return {name: known[place.memory].sources for name, place in self.ends.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a memory's present value is computed from.
+
+    Args:
+        shape: of the tensor that it was made for.
+        sources: weights whose values from before are in it.
+        boxes: parts that were overwritten since all of it was, with the sources of what was written.
+    """
+
+    shape: tuple[int, ...]
+    sources: frozenset[str]
+    boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
+
+    def written(self, place: Place, read: frozenset[str], numel: int, overwrites: bool) -> _Content:
+        """The content after a tensor of it was written."""
+        if overwrites and place.has_all(numel):
+            return _Content(self.shape, read)
+        found = place.box_in(self.shape) if overwrites else None
+        if found is None:
+            return _Content(self.shape, self.sources | read, self.boxes)
+        boxes = (*self.boxes, (found[0], read))
+        if cover([box for box, _ in boxes], self.shape):
+            return _Content(self.shape, frozenset().union(*(sources for _, sources in boxes)))
+        return _Content(self.shape, self.sources | read, boxes)
+
+
+def cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether each element of a tensor of `shape` is in one of the boxes."""
+    if sum(box.numel for box in boxes) < prod(shape):
+        return False
+    edges = [sorted({0, size}) for size in shape]
+    for dim, marks in enumerate(edges):
+        ends = {end for box in boxes for end in (box.start[dim], box.start[dim] + box.size[dim])}
+        marks[:] = sorted(ends.union(marks))
+    corners = product(*(marks[:-1] for marks in edges))
+    return all(any(_has(box, corner) for box in boxes) for corner in corners)
+
+
+def _has(box: Box, element: tuple[int, ...]) -> bool:
+    return all(start <= index < start + size for start, size, index in zip(box.start, box.size, element, strict=True))

@@ -1,0 +1,287 @@
+"""Weights computed from the record of their initialisation: part by part where that can be, else whole, then cut.
+
+A weight can be computed by parts where all that leads to it is drawn, filled, or computed element by element on tensors
+of its own shape (or boxes of it: a row of zeros for padding). Its formula says how. What else there is (an orthogonal
+matrix) is computed whole on every rank, one weight at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.ir.initialisation import Box, Initialisation, Operation, Place
+
+_AT_ONCE = 1 << 15
+"""Elements that are drawn at once: the words of as many stay in a processor's cache."""
+
+_RANDOM = "autoshard::random"
+_EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
+
+
+class _NotByPartsError(Exception):
+    """A value that cannot be computed by parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Random numbers, by an operation that draws the whole."""
+
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The value that the weight has before; if it `is_empty`, that of memory which nobody wrote."""
+
+    dtype: torch.dtype
+    is_empty: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """An operator, element by element: for each of its operands a formula, a scalar, or None for what it writes to."""
+
+    operation: Operation
+    operands: tuple[_Formula | torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A value of which boxes are written, one after the other; each with the dims of it that the written tensor has."""
+
+    first: _Formula
+    writes: tuple[tuple[Box, tuple[int, ...], _Applied], ...]
+
+
+_Formula = _Drawn | _Before | _Applied | _Written
+
+
+@dataclass(slots=True)
+class Replay:
+    """The values that a record gives.
+
+    Args:
+        record: what initialisers do.
+        seed: of what they draw; values are computed where it is.
+        whole_of: the value that a weight has before, whole, by name; called by all ranks alike.
+    """
+
+    record: Initialisation
+    seed: torch.Tensor
+    whole_of: Callable[[str], torch.Tensor]
+    _writes: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
+    _births: dict[int, tuple[int, Place]] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+    _wholes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index, operation in enumerate(self.record.operations):
+            for place in operation.written:
+                self._writes.setdefault(place.memory, []).append((index, place))
+            self._births.update((place.memory, (index, place)) for place in operation.results if place is not None)
+        self._names.update((place.memory, name) for name, place in self.record.begins.items())
+
+    def pieces(self, name: str, part: Box, before: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The values of a part of a weight, piece by piece: each with the box of the part that it is.
+
+        Args:
+            name: the weight.
+            part: the part, which may be empty.
+            before: the values that the part has before.
+        """
+        end, time = self.record.ends[name], len(self.record.operations)
+        try:
+            formula = self._formula(end, time, self.record.begins[name].memory)
+        except _NotByPartsError:
+            yield Box.whole(part.size), part.of(self._tensor(end, time))
+        else:
+            for piece in _cut(part):
+                yield piece.seen_from(part), self._value(formula, piece, piece.seen_from(part).of(before))
+        self._wholes.clear()
+
+    def _formula(self, place: Place, time: int, root: int) -> _Formula:
+        """How a tensor, as it is before an operation, is computed by parts; `root` is the weight's memory."""
+        memory = place.memory
+        if not place.is_in_order(self.record.numels[memory]):
+            raise _NotByPartsError
+        writes, is_filled = self._relevant(memory, time)
+        first = _Before(place.dtype, True) if is_filled else self._first(place, root)
+        found = tuple(self._write(index, written, place, root) for index, written in writes)
+        return _Written(first, found) if found else first
+
+    def _first(self, place: Place, root: int) -> _Formula:
+        """How the tensor at a place came to be."""
+        if place.memory == root:
+            return _Before(place.dtype, False)
+        index, born = self._births.get(place.memory, (0, None))
+        if born is None or born.shape != place.shape or born.dtype != place.dtype:
+            raise _NotByPartsError
+        operation = self.record.operations[index]
+        if operation.name == _RANDOM:
+            return _Drawn(operation)
+        if operation.name in _EMPTY:
+            return _Before(place.dtype, True)
+        return self._apply(operation, index, place, root)
+
+    def _write(self, index: int, written: Place, place: Place, root: int) -> tuple[Box, tuple[int, ...], _Applied]:
+        found = written.box_in(place.shape) if written.dtype == place.dtype else None
+        if found is None:
+            raise _NotByPartsError
+        return *found, self._apply(self.record.operations[index], index, written, root)
+
+    def _apply(self, operation: Operation, index: int, result: Place, root: int) -> _Applied:
+        """An operation on tensors of its result's shape."""
+        given = [item for item in operation.args if isinstance(item, Place)]
+        leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
+        is_plain = len(given) == sum(isinstance(leaf, Place) for leaf in leaves)
+        if not (operation.is_elementwise and is_plain and len(operation.written) <= 1):
+            raise _NotByPartsError
+        return _Applied(operation, tuple(self._operand(item, index, operation, result, root) for item in given))
+
+    def _operand(
+        self, item: Place, index: int, operation: Operation, result: Place, root: int
+    ) -> _Formula | torch.Tensor | None:
+        if operation.written and item is operation.args[0]:
+            return None
+        if prod(item.shape) == 1:
+            return self._tensor(item, index).reshape(())
+        if item.shape != result.shape:
+            raise _NotByPartsError
+        return self._formula(item, index, root)
+
+    def _relevant(self, memory: int, time: int) -> tuple[list[tuple[int, Place]], bool]:
+        """The writes to a memory before an operation that still matter, and whether the first of them writes it all."""
+        writes = [(index, place) for index, place in self._writes.get(memory, ()) if index < time]
+        for number in range(len(writes) - 1, -1, -1):
+            index, place = writes[number]
+            if self.record.operations[index].overwrites and place.has_all(self.record.numels[memory]):
+                return writes[number:], True
+        return writes, False
+
+    def _value(self, formula: _Formula, box: Box, before: torch.Tensor) -> torch.Tensor:
+        """A box of a value, in memory of its own; `before` is the box of the weight's value before."""
+        match formula:
+            case _Drawn(operation):
+                distribution, parameters, site, *_, shape = operation.args[1:]
+                given = distribution, parameters, site, list(box.size), list(box.start), shape
+                return operation.target(self.seed, *given, **operation.kwargs)
+            case _Before(dtype, is_empty):
+                return torch.empty(box.size, dtype=dtype, device=self.seed.device) if is_empty else before.clone()
+            case _Applied():
+                return self._call(formula, None, box, before)
+            case _Written(first, writes):
+                value = self._value(first, box, before)
+                for target, dims, applied in writes:
+                    met = target.meet(box)
+                    if met.numel:
+                        tensor = _in_dims(met.seen_from(box).of(value), dims)
+                        self._call(applied, tensor, met.seen_from(target).in_dims(dims), before)
+                return value
+
+    def _call(self, applied: _Applied, written: torch.Tensor | None, box: Box, before: torch.Tensor) -> torch.Tensor:
+        """The result of an operator on a box of its operands."""
+
+        def value_of(operand: _Formula | torch.Tensor | None) -> torch.Tensor | None:
+            if operand is None:
+                return written
+            return operand if isinstance(operand, torch.Tensor) else self._value(operand, box, before)
+
+        values = iter([value_of(operand) for operand in applied.operands])
+        args = [next(values) if isinstance(item, Place) else item for item in applied.operation.args]
+        return applied.operation.target(*args, **applied.operation.kwargs)
+
+    def _tensor(self, place: Place, time: int) -> torch.Tensor:
+        """The whole tensor at a place, as it is before an operation."""
+        return _at(place, self._memory(place.memory, time))
+
+    def _memory(self, memory: int, time: int) -> torch.Tensor:
+        """The whole of a memory, flat, as it is before an operation."""
+        writes, is_filled = self._relevant(memory, time)
+        count = sum(index < time for index, _ in self._writes.get(memory, ()))
+        if (memory, count) in self._wholes:
+            return self._wholes[memory, count]
+        if is_filled:
+            dtype = writes[0][1].dtype
+            flat = torch.empty(self.record.numels[memory], dtype=dtype, device=self.seed.device)
+        else:
+            flat = self._begun(memory, is_written=bool(writes))
+        for index, _ in writes:
+            self._run(self.record.operations[index], index, {memory: flat})
+        self._wholes[memory, count] = flat
+        return flat
+
+    def _begun(self, memory: int, *, is_written: bool) -> torch.Tensor:
+        """The whole of a memory before it is first written, its own if it will be."""
+        if memory in self._births:
+            if (memory, 0) not in self._wholes:
+                self._bear(self._births[memory][0])
+            found = self._wholes[memory, 0]
+        elif memory == self.record.seed:
+            return self.seed.reshape(1)
+        elif memory in self._names:
+            found = self.whole_of(self._names[memory]).contiguous().view(-1)
+        else:
+            found = self.record.constants[memory]
+        return found.clone() if is_written else found
+
+    def _bear(self, index: int) -> None:
+        """Run an operation that makes memories."""
+        operation = self.record.operations[index]
+        if operation.name == _RANDOM:
+            (place,) = operation.results
+            assert place is not None, "numbers that are drawn have memory of their own"
+            whole = torch.empty(place.shape, dtype=place.dtype, device=self.seed.device)
+            for piece in _cut(Box.whole(place.shape)):
+                piece.of(whole).copy_(self._value(_Drawn(operation), piece, whole))
+            self._wholes[place.memory, 0] = whole.view(-1)
+            return
+        made = [leaf for leaf in pytree.tree_leaves(self._run(operation, index, {})) if isinstance(leaf, torch.Tensor)]
+        for place, value in zip(operation.results, made, strict=True):
+            if place is not None:
+                flat = torch.empty(self.record.numels[place.memory], dtype=place.dtype, device=value.device)
+                _at(place, flat).copy_(value)
+                self._wholes[place.memory, 0] = flat
+
+    def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
+        """Run an operation on whole tensors, which writes to its `own` memories, and to copies of others."""
+
+        def tensor_of(place: Place) -> torch.Tensor:
+            if place.memory in own:
+                return _at(place, own[place.memory])
+            if any(place.memory == written.memory for written in operation.written):
+                return _at(place, self._memory(place.memory, index).clone())
+            return self._tensor(place, index)
+
+        args, kwargs = pytree.tree_map_only(Place, tensor_of, (operation.args, dict(operation.kwargs)))
+        return operation.target(*args, **kwargs)
+
+
+def _at(place: Place, flat: torch.Tensor) -> torch.Tensor:
+    typed = flat if flat.dtype == place.dtype else flat.view(place.dtype)
+    return typed.as_strided(place.shape, place.stride, place.offset)
+
+
+def _in_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """A tensor without the dims, of one element each, that are not among `dims`."""
+    for dim in reversed(range(tensor.dim())):
+        tensor = tensor if dim in dims else tensor.select(dim, 0)
+    return tensor
+
+
+def _cut(box: Box) -> Iterator[Box]:
+    """A box in boxes of so many elements at most, in order; an empty one as it is."""
+    if box.numel <= _AT_ONCE:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.size) if size > 1)
+    step = max(1, _AT_ONCE * box.size[dim] // box.numel)
+    for first in range(0, box.size[dim], step):
+        size = min(step, box.size[dim] - first)
+        start = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
+        yield from _cut(Box(start, (*box.size[:dim], size, *box.size[dim + 1 :])))

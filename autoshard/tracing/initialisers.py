@@ -1,0 +1,232 @@
+"""The initialisers of a model, run on tensors without memory, and recorded.
+
+They are run as constructors run them, submodules first: `reset_parameters` of each module; then `_init_weights`, as
+transformers has it, of the nearest module that has one, on each of its submodules; then the user's own function on each
+module, as `model.apply` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from autoshard.errors import TraceError
+from autoshard.ir.initialisation import Initialisation, Operation, Place
+from autoshard.tracing.random_numbers import draw_numbers, number_random_operators, refuse_generator
+
+InitFunction = Callable[[nn.Module], Any]
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def record_initialisation(
+    model: nn.Module, device: torch.device, init_fn: InitFunction | None = None
+) -> Initialisation:
+    """What the initialisers of `model` do; the model itself is not changed.
+
+    Args:
+        model: any module; its parameters and buffers may lie anywhere.
+        device: where its tensors are, or will be.
+        init_fn: called with each module, after the modules' own initialisers.
+
+    Raises:
+        TraceError: an initialiser fails, reads a value of a tensor, or leaves a tensor in an attribute.
+    """
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _standing_in(model, device) as stand_ins:
+        recorder = _Recorder()
+        begins = {name: recorder.place_of(tensor) for name, tensor in stand_ins.items()}
+        seed = torch.empty((), dtype=torch.int64, device=device)
+        number = recorder.place_of(seed).memory
+        with recorder, number_random_operators(seed), _truncating_without_reads():
+            _run_initialisers(model, init_fn)
+        _refuse_attributes(model)
+        ends = {name: recorder.place_of(tensor) for name, tensor in _named(model)}
+        _check_shapes(begins, ends)
+    return Initialisation(tuple(recorder.operations), recorder.numels, begins, ends, recorder.constants, number)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@contextlib.contextmanager
+def _standing_in(model: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Within, contiguous tensors without memory are in the place of parameters and buffers, ties included."""
+    made: dict[int, Tensor] = {}
+    names = [(name, id(tensor)) for name, tensor in _named(model)]
+    held: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
+    before = [dict(entries) for entries in held]
+    for entries in held:
+        for name, tensor in entries.items():
+            if tensor is not None:
+                entries[name] = made.setdefault(id(tensor), _stand_in(tensor, device))
+    try:
+        yield {name: made[number] for name, number in names}
+    finally:
+        for entries, own in zip(held, before, strict=True):
+            entries.clear()
+            entries.update(own)
+
+
+def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps what operators do to memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.numels: dict[int, int] = {}
+        self.constants: dict[int, Tensor] = {}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # a memory that is freed would give its address to another
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        places_of_args, places_of_kwargs = pytree.tree_map_only(Tensor, self.place_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        known = len(self.numels)
+        places = [self.place_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tuple(place if place.memory >= known else None for place in places)
+        written = tuple(_written(func, places_of_args, places_of_kwargs))
+        if written or any(results):
+            self.operations.append(Operation(func, places_of_args, places_of_kwargs, results, written))
+        return result
+
+    def place_of(self, tensor: Tensor) -> Place:
+        """The place of a tensor, whose memory is known from now on."""
+        memory = tensor.untyped_storage()
+        if memory._cdata not in self._numbers:
+            self._numbers[memory._cdata] = number = len(self.numels)
+            self._kept.append(memory)
+            self.numels[number] = memory.nbytes() // tensor.itemsize
+            if not isinstance(tensor, FakeTensor):
+                with _disable_current_modes():
+                    self.constants[number] = tensor.detach().as_strided((self.numels[number],), (1,), 0)
+        if tensor.is_conj() or tensor.is_neg():
+            raise NotImplementedError("a lazy conjugate")
+        number, shape, stride = self._numbers[memory._cdata], tuple(tensor.shape), tensor.stride()
+        return Place(number, shape, stride, int(tensor.storage_offset()), tensor.dtype)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Place]:
+    """The places that a call writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Place))
+
+
+@contextlib.contextmanager
+def _truncating_without_reads() -> Iterator[None]:
+    """Within, torch's truncated normal numbers are drawn at once; torch draws until all of them are within bounds."""
+
+    def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        refuse_generator(nn.init.trunc_normal_, generator)
+        return tensor.copy_(
+            draw_numbers("truncated_normal", (mean, std, a, b), tensor.shape, tensor.dtype, tensor.device)
+        )
+
+    saved = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = saved
+
+
+def _run_initialisers(model: nn.Module, init_fn: InitFunction | None) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for module in _inside_out(model):
+        for reset in _RESETS:
+            _call(getattr(module, reset, None), (), module, names)
+    _init_as_transformers_do(model, None, names)
+    if init_fn is not None:
+        for module in _inside_out(model):
+            _call(init_fn, (module,), module, names)
+
+
+def _inside_out(model: nn.Module) -> list[nn.Module]:
+    """Each module once, submodules first."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        found.setdefault(module)
+
+    visit(model)
+    return [*found]
+
+
+def _init_as_transformers_do(module: nn.Module, init: InitFunction | None, names: dict[nn.Module, str]) -> None:
+    own = getattr(module, "_init_weights", None)
+    init = own if _takes(own, (module,)) else init
+    for child in module.children():
+        _init_as_transformers_do(child, init, names)
+    _call(init, (module,), module, names)
+    if not _takes(own, (module,)):
+        _call(own, (), module, names)
+
+
+def _takes(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether something can be called with so many arguments."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _call(function: Any, args: tuple[Any, ...], module: nn.Module, names: dict[nn.Module, str]) -> None:
+    if not _takes(function, args):
+        return
+    try:
+        function(*args)
+    except TraceError:
+        raise
+    except Exception as error:  # whatever the user's initialiser raises on tensors without values
+        raise TraceError(
+            f"init_weights ran {getattr(function, '__qualname__', function)} on {names[module] or 'the model'!r} "
+            f"({type(module).__name__}) with tensors that have shapes and no values, and it raised "
+            f"{type(error).__name__}: {error}. An initialiser may draw, fill and compute, and may not read values "
+            "(item(), if tensor). Initialise that module otherwise, or load its weights."
+        ) from error
+
+
+def _refuse_attributes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, FakeTensor):
+                setattr(module, attribute, None)
+                raise TraceError(
+                    f"An initialiser leaves a tensor in attribute {f'{name}.{attribute}'.lstrip('.')!r}, which is no "
+                    "buffer: register_buffer makes it one (persistent=False where no checkpoint has it)."
+                )
+
+
+def _check_shapes(begins: dict[str, Place], ends: dict[str, Place]) -> None:
+    for name, place in begins.items():
+        found = ends.get(name)
+        if found is None or (found.shape, found.dtype) != (place.shape, place.dtype):
+            what = "is gone" if found is None else f"has shape={found.shape} and {found.dtype}"
+            raise TraceError(
+                f"Weight {name!r} of shape={place.shape} and {place.dtype} {what} after its initialisation. "
+                "An initialiser must leave what the model was compiled with."
+            )

@@ -1,0 +1,189 @@
+"""`init_weights`: the same weights, bit by bit, however they lie, and a model that trains from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard import Mesh, NotAvailableError, P, PartitionSpec, RankMismatchError, TraceError
+from autoshard.runtime.distributed import DistributedEngine
+from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.init_weights import init_weights
+from autoshard.runtime.local_part import LocalPart
+from autoshard.tracing import record_initialisation
+from tests.end_to_end.layouts import layouts
+from tests.end_to_end.models import llama
+from tests.end_to_end.test_meta import TOKENS, Tied, compiled, on_meta, refusing_to_gather
+from tests.runtime.processes import report, run_checks
+
+CPU = torch.device("cpu")
+
+
+def gpt2_on_meta() -> nn.Module:
+    """Sizes that neither 2 nor 3 nor 4 ranks divide, and an orthogonal weight beside those that are drawn."""
+    config = transformers.GPT2Config(vocab_size=31, n_positions=9, n_embd=14, n_layer=1, n_head=2)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+        model.extra = nn.Linear(7, 5)
+    return model
+
+
+def orthogonal(module: nn.Module) -> None:
+    """What a user adds."""
+    if isinstance(module, nn.Linear) and module.in_features == 7:
+        nn.init.orthogonal_(module.weight)
+
+
+def on_one_device() -> nn.Module:
+    model = gpt2_on_meta()
+    engine = SimulatorEngine(Mesh({"data": 1}))
+    engine.place(model, {})
+    init_weights(model, engine, lambda: record_initialisation(model, CPU, orthogonal), 0, ())
+    return model
+
+
+PLACES: dict[str, Callable[[Any], PartitionSpec]] = {
+    "replicated": lambda weight: P(),
+    "first dim": lambda weight: P("data"),
+    "last dim": lambda weight: P(*[None] * (weight.dim() - 1), "data"),
+    "both dims": lambda weight: P("data", "model") if weight.dim() > 1 else P("model"),
+    "one dim twice": lambda weight: P(("data", "model")),
+}
+MESHES = {2: (2, 1), 3: (3, 1), 4: (2, 2)}
+
+
+def check_places() -> None:
+    """Under five layouts each rank has its part of what one device has, and gathers nothing."""
+    expected = on_one_device().state_dict()
+    device_mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()], mesh_dim_names=("data", "model"))
+    for place in PLACES.values():
+        model, engine = gpt2_on_meta(), DistributedEngine(device_mesh)
+        engine.adopt(model)
+        engine.place(model, {name: place(weight) for name, weight in model.named_parameters()})
+        with refusing_to_gather():
+            init_weights(model, engine, partial(record_initialisation, model, CPU, orthogonal), 0, ())
+        for name, weight in model.state_dict().items():
+            part = LocalPart.of(weight)
+            assert torch.equal(part.tensor, expected[name][part.index]), (name, weight)
+
+
+def check_step() -> None:
+    """The whole way: from meta to a step, on ranks and on one device; a seed that ranks do not share is refused."""
+    step = compiled(on_meta())
+    one = autoshard.compile(on_meta(), Mesh({"data": 1}), example_inputs=(TOKENS,))
+    init = partial(init_without_table, seed=3)
+    init(step)
+    init(one)
+    for name, weight in step.sharded.state_dict().items():
+        part = LocalPart.of(weight)
+        assert torch.equal(part.tensor, one.state_dict()[name][part.index]), name
+    assert torch.allclose(step(TOKENS), one(TOKENS).detach())
+    with pytest.raises(RankMismatchError, match=r"init_weights\(seed\): 0 on ranks \[0\]"):
+        init_without_table(step, seed=dist.get_rank())
+
+
+def init_without_table(step: Any, seed: int) -> None:
+    """The table of `Tied` is computed by its constructor alone."""
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, Tied):
+            module.table.copy_(torch.linspace(0, 1, 8))
+
+    step.init_weights(seed, fill)
+
+
+def check_llama() -> None:
+    """Under the layouts that experts write, and the planner's own choice."""
+    model, inputs = llama()
+    config = model.config
+
+    def made(mesh: Mesh, constraints: dict[str, PartitionSpec]) -> Any:
+        with torch.device("meta"):
+            on_meta = type(model)(config)
+        sharded = autoshard.compile(on_meta, mesh, example_inputs=inputs, constraints=constraints, time_budget_s=5.0)
+        sharded.init_weights(0)
+        return sharded
+
+    expected = made(Mesh({"data": 1}), {})
+    for constraints in layouts("llama").values():
+        sharded = made(Mesh({"data": 2, "model": 2}), constraints)
+        for name, weight in sharded.state_dict().items():
+            part = LocalPart.of(weight)
+            assert torch.equal(part.tensor, expected.state_dict()[name][part.index]), name
+        assert torch.equal(
+            sharded.get_buffer("model.rotary_emb.inv_freq"), model.get_buffer("model.rotary_emb.inv_freq")
+        )
+
+
+CHECKS = {"places": check_places, "step": check_step}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_have_their_part_of_the_weights_of_one_device(ranks: int) -> None:
+    checks = CHECKS if ranks == 2 else {"places": check_places}
+    outcomes = run_checks(checks, ranks=ranks)
+    for name in checks:
+        report(outcomes, name)
+
+
+@pytest.mark.slow
+def test_four_ranks_have_their_part_of_the_weights_of_one_device() -> None:
+    checks = {"places": check_places, "llama": check_llama}
+    outcomes = run_checks(checks, ranks=4)
+    for name in checks:
+        report(outcomes, name)
+
+
+def test_what_no_initialiser_writes_is_named() -> None:
+    with pytest.raises(TraceError, match=r"No initialiser gives a value to 'table', made on the meta device.*init_fn"):
+        compiled(on_meta(), None).init_weights(0)
+
+
+def test_weights_need_a_place_first() -> None:
+    with pytest.raises(NotAvailableError, match=r"init_weights would write.*example_inputs="):
+        compiled(on_meta(), None, example_inputs=None).init_weights(0)
+
+
+def test_a_model_in_memory_keeps_what_no_initialiser_writes() -> None:
+    model = Tied()
+    before, table = model.embed.weight.detach().clone(), model.table.clone()
+    sharded = compiled(model, None)
+    sharded.init_weights(5)
+    assert not torch.equal(sharded.embed.weight, before)
+    assert torch.equal(sharded.table, table)
+
+
+class Scale(nn.Module):
+    """A table that no state has, and that an initialiser makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.empty(8), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(8) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+def test_tables_are_made_where_weights_were_loaded() -> None:
+    """A checkpoint does not have them."""
+    source = nn.Sequential(nn.Linear(8, 8), Scale())
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), Scale())
+    sharded: Any = autoshard.compile(model, Mesh({"data": 2}), example_inputs=(torch.ones(4, 8),))
+    sharded.load_state_dict(source.state_dict())
+    assert torch.equal(sharded(torch.ones(4, 8)), source(torch.ones(4, 8)))
+    assert torch.equal(sharded.get_buffer("1.table"), torch.arange(8) / 8)

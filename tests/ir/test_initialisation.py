@@ -1,0 +1,81 @@
+"""Tests of `autoshard.ir.initialisation`."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.ir.initialisation import Box, Place, contiguous_strides, cover
+
+_SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+
+
+@st.composite
+def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    start = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return Box(start, tuple(draw(st.integers(1, size - first)) for size, first in zip(shape, start, strict=True)))
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return Place(0, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+@given(_SHAPES, st.data())
+def test_a_view_of_a_box_is_found_to_be_it(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Dims of one element may be dropped, as by `weight[row]`."""
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    box = data.draw(_boxes(shape))
+    view = box.of(whole)
+    for dim in reversed(range(len(shape))):
+        if box.size[dim] == 1 and data.draw(st.booleans()):
+            view = view.select(dim, 0)
+    found = _place(view).box_in(shape)
+    assert found is not None
+    assert torch.equal(found[0].of(whole).reshape(view.shape), view)
+    assert tuple(found[0].size[dim] for dim in found[1]) == tuple(view.shape)
+
+
+@given(_SHAPES, st.data())
+def test_what_is_said_to_be_a_box_is_one(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Of any strided tensor."""
+    whole = torch.arange(torch.Size(shape).numel())
+    sizes = data.draw(st.lists(st.integers(1, 4), max_size=3))
+    strides = [data.draw(st.integers(0, 8)) for _ in sizes]
+    room = whole.numel() - 1 - sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if room < 0:
+        return
+    view = whole.as_strided(sizes, strides, data.draw(st.integers(0, room)))
+    found = _place(view).box_in(shape)
+    if found is not None:
+        assert torch.equal(found[0].of(whole.view(shape)).reshape(view.shape), view)
+
+
+@given(_SHAPES, st.permutations(range(3)))
+def test_a_transposed_tensor_has_all_of_its_memory(shape: tuple[int, ...], order: list[int]) -> None:
+    whole = torch.zeros(shape)
+    view = whole.permute([dim for dim in order if dim < len(shape)])
+    assert contiguous_strides(shape) == whole.stride()
+    assert _place(whole).is_in_order(whole.numel())
+    assert _place(view).has_all(whole.numel())
+    if whole.numel() > 1:
+        assert not _place(view.reshape(-1)[1:]).has_all(whole.numel())
+
+
+@given(_SHAPES, st.data())
+def test_boxes_cover_what_they_write(shape: tuple[int, ...], data: st.DataObject) -> None:
+    boxes = data.draw(st.lists(_boxes(shape), max_size=4))
+    written = torch.zeros(shape, dtype=torch.bool)
+    for box in boxes:
+        box.of(written).fill_(True)
+    assert cover(boxes, shape) == bool(written.all())
+
+
+@given(_SHAPES, st.data())
+def test_what_two_boxes_share_is_in_both(shape: tuple[int, ...], data: st.DataObject) -> None:
+    one, other = data.draw(_boxes(shape)), data.draw(_boxes(shape))
+    marks = [torch.zeros(shape, dtype=torch.bool) for _ in range(3)]
+    for box, mark in zip((one, other, one.meet(other)), marks, strict=True):
+        if box.numel:
+            box.of(mark).fill_(True)
+    assert torch.equal(marks[0] & marks[1], marks[2])
