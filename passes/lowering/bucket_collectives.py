@@ -42,10 +42,13 @@ class BucketCollectives:
     than the step's latency, whatever the number of ranks.
 
     Args:
-        end_bytes: the first and the last bucket, beside which little or nothing computes, have no more than this, and
-            no more than a quarter of what the others may have.
-        least_bytes, most_bytes: the others have no more than an eighth of all bytes of their kind, within these: few
-            enough for their latency not to count, enough for all but those at the ends to be hidden.
+        end_bytes: whatever the rule below says, a bucket may have this much, but no more than a quarter of what the
+            largest may have.
+        least_bytes, most_bytes: the largest have an eighth of all bytes of their kind, within these: few enough for
+            their latency not to count.
+
+    A bucket has no more than what went before it, so that the first start soon, and no more than half of what is left,
+    so that little is on its way when nothing computes any longer.
     """
 
     end_bytes: int = MIB // 2
@@ -70,15 +73,16 @@ class BucketCollectives:
 
     def _fill(self, members: Sequence[_Member], most_bytes: int) -> Iterator[tuple[_Member, ...]]:
         end_bytes = min(self.end_bytes, most_bytes // 4)
-        left = list(accumulate(member.size for member in reversed(members)))[::-1]
+        before = list(accumulate((member.size for member in members), initial=0))
         bucket: list[_Member] = []
-        cap = end_bytes
+        start = cap = 0
         for place, member in enumerate(members):
             is_too_late = any(other.waited_at < member.started_at for other in bucket)
-            is_last = left[place] <= end_bytes < left[place - 1]
-            if bucket and (is_too_late or is_last or sum(other.size for other in (*bucket, member)) > cap):
-                yield tuple(bucket)
-                bucket, cap = [], most_bytes
+            if not bucket or is_too_late or before[place + 1] - before[start] > cap:
+                if bucket:
+                    yield tuple(bucket)
+                bucket, start = [], place
+                cap = max(end_bytes, min(most_bytes, before[place], (before[-1] - before[place]) // 2))
             bucket.append(member)
         if bucket:
             yield tuple(bucket)
