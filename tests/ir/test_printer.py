@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard.ir.kernels import Kernels, KernelUse
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import ParameterPlan, Prediction
@@ -69,6 +70,18 @@ def test_baselines_stand_beside_the_objective() -> None:
     ):  # fmt: skip
         assert row in text
     assert "objective of the search" not in render_plan(plan_with(TODAY))
+
+
+def test_kernels_alike_share_a_row() -> None:
+    """With what they save together, and the first of the calls that the first stands for."""
+    one = KernelUse("triton_gated", "forward", "mul", {"silu": 1.0, "mul": 1.0}, (), (), 1e-3, 1, 100, 2, 1024)
+    many = replace(one, name="triton_five", stands_for=dict.fromkeys("abcd", 1.0), copies=(("e", "a", 1.0),), times=3)
+    kernels = Kernels((one, replace(one, times=3), many), breakdown_without={"forward compute": 3e-3})
+    text = " ".join(render_plan(plan_with(replace(TODAY, kernels=kernels))).split())
+    assert "triton_gated │ forward │ 4 │ 8 │ 4.00 KiB │ silu, mul │" in text
+    assert "triton_five │ forward │ 3 │ 6 │ 3.00 KiB │ a, b, c, d, ... │" in text
+    of_four = Kernels((replace(many, copies=()),))
+    assert "a, b, c, d │" in " ".join(render_plan(plan_with(replace(TODAY, kernels=of_four))).split())
 
 
 def test_tables_are_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,11 @@ def test_add_rms_norm(rows: int, columns: int, dtype: torch.dtype) -> None:
     alone = {"input": total, "weight": inputs["weight"], "eps": EPS}
     assert_results((out, rstd), expected_of(RMS.forms[0], out, **alone), dtype)
     assert_results(total, (wide(inputs["x"]) + wide(inputs["residual"]),), dtype)
-    assert_results(rms_norm(total, [columns], inputs["weight"], EPS), expected_of(RMS.forms[0], out, **alone), dtype)
+    assert_results(rms_norm(**alone, **RMS.forms[0].constants(out)), expected_of(RMS.forms[0], out, **alone), dtype)
     saved = {"input": total, "rstd": rstd, "weight": inputs["weight"]}
     for index, grads in enumerate(({"residual_grad": inputs["x"]}, {})):
         form, arguments = RMS_BACKWARD.forms[index], {"grad_out": inputs["residual"], **saved, **grads}
-        actual = add_rms_norm_backward(**{"residual_grad": None, **arguments}, weight_shape=[1, 1, columns])
+        actual = add_rms_norm_backward(**arguments, **form.constants(out))
         assert_results(actual, expected_of(form, out, **arguments), dtype, scale=rows)
 
 

@@ -55,7 +55,7 @@ def test_part_of_a_vocabulary(
     grad = draw(*shape, columns, dtype=dtype)
     form = BACKWARD.forms[0 if padding >= 0 else 1]
     expected = form.results(weight, {"grad_output": wide(grad), **part, "padding_idx": padding})
-    actual = split_embedding_backward(grad, **part, num_weights=rows, padding_idx=padding)
+    actual = split_embedding_backward(grad, **part, **{"padding_idx": padding, **form.constants(weight)})
     assert_results(actual, expected, dtype, scale=max(1, indices.numel()) ** 0.5)
 
 

@@ -21,9 +21,9 @@ def test_gated(rows: int, columns: int, dtype: torch.dtype, activation: str) -> 
     """Forward and both gradients at odd sizes, of every activation."""
     grad_out, gate, up = (draw(rows, columns, dtype=dtype) for _ in range(3))
     form = FORWARD.forms[ACTIVATIONS.index(activation)]
-    assert_results(gated(gate, up, activation), expected_of(form, gate, gate=gate, up=up), dtype)
+    assert_results(gated(gate, up, **form.constants(gate)), expected_of(form, gate, gate=gate, up=up), dtype)
     form = BACKWARD.forms[ACTIVATIONS.index(activation)]
-    grads = gated_backward(grad_out, gate, up, activation)
+    grads = gated_backward(grad_out, gate, up, **form.constants(gate))
     assert_results(grads, expected_of(form, gate, grad_out=grad_out, gate=gate, up=up), dtype)
 
 

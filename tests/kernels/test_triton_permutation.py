@@ -29,7 +29,7 @@ def _check(x: Tensor, y: Tensor, shares: Tensor, order: Tensor) -> None:
     """All four kernels, for x and gradients [T, H], and y [T k, H]."""
     count, inverse, dtype = len(y) // len(x), order.argsort(), x.dtype
     assert torch.equal(permute(x, order, count), x[order // count])
-    back = permute_backward(y, order, count, len(x))
+    back = permute_backward(y, order, count, **PERMUTE_BACKWARD.forms[0].constants(x))
     assert_results(back, _wide_results(PERMUTE_BACKWARD.forms[0], x, grad=y, order=order, count=count), dtype, count)
     arguments = {"y": y, "shares": shares, "inverse": inverse, "count": count}
     assert_results(combine(**arguments), _wide_results(COMBINE.forms[1], x, **arguments), dtype, count)

@@ -37,8 +37,8 @@ def test_rotary(
     q, k = draw(batch, heads, length, size, dtype=dtype), draw(batch, groups, length, size, dtype=dtype)
     cos, sin = (x.to(dtype) for x in _angles(batch if per_batch else 1, start, length, size))
     arguments = {"q": q, "k": k, "cos": cos, "sin": sin}
-    assert_results(rotary(**arguments, interleaved=False, inverse=False), expected_of(FORWARD, q, **arguments), dtype)
-    assert_results(rotary(**arguments, interleaved=False, inverse=True), expected_of(BACKWARD, q, **arguments), dtype)
+    for form in (FORWARD, BACKWARD):
+        assert_results(rotary(**arguments, **form.constants(q)), expected_of(form, q, **arguments), dtype)
 
 
 def test_interleaved_pairs() -> None:
@@ -59,7 +59,7 @@ def test_strided_inputs() -> None:
     q, k = draw(2, 5, 3, 6).transpose(1, 2), draw(2, 6, 2, 5).permute(0, 2, 3, 1)
     cos, sin = _angles(1, 0, 5, 6)
     arguments = {"q": q, "k": k, "cos": cos, "sin": sin}
-    assert_results(rotary(**arguments, interleaved=False, inverse=False), expected_of(FORWARD, q, **arguments), q.dtype)
+    assert_results(rotary(**arguments, **FORWARD.constants(q)), expected_of(FORWARD, q, **arguments), q.dtype)
 
 
 def test_what_does_not_fit_is_refused() -> None:

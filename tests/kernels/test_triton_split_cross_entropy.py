@@ -32,7 +32,7 @@ def _check(logits: Tensor, smoothing: float) -> None:
     rest |= {"is_ignored": torch.rand(rows, device=DEVICE) < 0.3, "correction": smoothing - 1.0}
     form = BACKWARD.forms[1 if smoothing else 0]
     shift = smoothing / columns
-    grad = split_cross_entropy_backward(logits, **rest, shift=shift)
+    grad = split_cross_entropy_backward(logits, **rest, **{"shift": shift, **form.constants(logits)})
     expected = form.results(logits.float(), {"logits": logits, **rest, "shift": shift})
     assert_results(grad, tuple(x.double() for x in expected), logits.dtype)
 

@@ -51,6 +51,15 @@ def test_kinds_differ_by_attributes_and_shapes() -> None:
     assert (found.kinds, found.kept) == ((0, 1, 0, 1, 0, 1), (0, 1, 2, 3))
 
 
+def test_one_block_is_no_list() -> None:
+    """Of a list of one stage the blocks within it are cut; nor is a list without parameters one."""
+    model = nn.Module()
+    model.stages = nn.ModuleList([Deep([Block(4, index) for index in range(5)])])
+    model.drops = nn.ModuleList([nn.Dropout(), nn.Dropout()])
+    (found,) = shorten(model).lists
+    assert (found.path, found.kept) == ("stages.0.body.layers", (0, 1))
+
+
 def test_an_attribute_that_happens_to_equal_the_position_of_one_block_still_counts() -> None:
     """Only what numbers all blocks is ignored."""
     model = Deep([Block(4, index, window=2) for index in range(5)])

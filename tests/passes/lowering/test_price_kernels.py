@@ -162,6 +162,18 @@ def test_products_within_kernels_are_priced() -> None:
     assert times["triton_linear_cross_entropy_backward"] > 3 * one
 
 
+def test_kernels_of_one_operator_are_named() -> None:
+    """A norm's kernels stand for one call each, and are listed beside those of groups."""
+    model = nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16), Scaled())
+    one = Cluster("h100_sxm", nodes=1, devices_per_node=1)
+    plan = autoshard.plan(
+        model, one, mesh=Mesh({"x": 1}), example_inputs=(torch.randn(8, 64),), backend="triton", precision=None
+    )
+    alone = {use.name: dict(use.stands_for) for use in plan.predicted.kernels.uses}
+    assert alone["triton_layer_norm"] == {"native_layer_norm": 1.0}
+    assert alone["triton_layer_norm_backward"] == {"native_layer_norm_backward": 1.0}
+
+
 def test_groups_are_shown() -> None:
     """A parameter's explanation names the kernel that reads it, what that stands for and what it saves; JSON too."""
     plan = autoshard.plan(Scaled(), CLUSTER, mesh=Mesh({"x": 2}), example_inputs=(torch.ones(8, 16),))
