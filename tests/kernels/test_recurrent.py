@@ -234,3 +234,24 @@ def test_shapes_that_do_not_fit_are_refused(call: Callable[[Tensor], Any], messa
     """The message names the operator, what it takes and what was found."""
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(3, 4, 5))
+
+
+_FITTING: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "lstm": (lambda *x: lstm(*x, None, None, False), [(2, 3, 12), (2, 3), (2, 3), (12, 3)]),
+    "projected": (lambda *x: lstm(*x, None, False), [(2, 3, 12), (2, 2), (2, 3), (12, 2), (2, 3)]),
+    "gru": (lambda *x: gru(*x, None, None, False), [(2, 3, 9), (2, 3), (9, 3)]),
+    "rnn": (lambda *x: rnn(*x, None, False, False), [(2, 3, 3), (2, 3), (3, 3)]),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(_FITTING))
+def test_no_size_may_differ_alone(kind: str) -> None:
+    """Every size but the steps' number stands in two operands: one more, or one fewer, in one of them is refused."""
+    call, shapes = _FITTING[kind]
+    call(*map(torch.zeros, shapes))
+    for place, shape in enumerate(shapes):
+        for dim in range(len(shape)):
+            for size in {shape[dim] - 1, shape[dim] + 1} if (place, dim) != (0, 1) else ():
+                other = (*shape[:dim], size, *shape[dim + 1 :])
+                with pytest.raises(ValueError, match="takes inputs"):
+                    call(*map(torch.zeros, [*shapes[:place], other, *shapes[place + 1 :]]))
