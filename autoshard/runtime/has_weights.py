@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
-from autoshard.runtime.engine import Engine
 from autoshard.runtime.export_weights import MAX_FILE_BYTES, export_weights
 from autoshard.runtime.load_weights import load_weights
-from autoshard.runtime.unset_weights import UnsetWeights
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedModel:
-    """A user's model whose parameters lie on ranks.
-
-    Args:
-        module: the model.
-        engine: where it runs.
-        unset: its weights that have no values yet.
-    """
-
-    module: nn.Module
-    engine: Engine
-    unset: UnsetWeights
+from autoshard.runtime.weights import InitFunction, Weights
 
 
 class HasWeights(ABC):
     """A model on ranks. Every method is called by all of them."""
 
     @abstractmethod
-    def _placed_model(self) -> PlacedModel:
-        """The user's model."""
+    def _model_weights(self) -> Weights:
+        """Those of the user's model."""
+
+    def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
+        """Give parameters and buffers the values that the modules' own initialisers give, each rank its part.
+
+        The same seed gives the same weights, bit by bit, under every plan and on any number of ranks.
+
+        Args:
+            seed: of random numbers; any integer.
+            init_fn: called with each module, submodules first, after the modules' own initialisers; see
+                docs/large_models.md.
+
+        Raises:
+            TraceError: an initialiser reads values, or a weight from the meta device has none.
+            NotAvailableError: the model was built on the meta device, and no program is compiled yet.
+        """
+        self._model_weights().init(seed, init_fn)
 
     def load_weights(self, path: str | Path, *, strict: bool = True, cast: bool = False) -> None:
         """Give parameters and persistent buffers the values in safetensors files; each rank reads its shards alone.
@@ -50,8 +47,9 @@ class HasWeights(ABC):
             WeightsError: on every rank, and nothing was changed: names what is missing, unexpected, of another shape or
                 type, or which file is damaged.
         """
-        model = self._placed_model()
-        load_weights(model.module, model.engine, path, strict=strict, cast=cast)
+        weights = self._model_weights()
+        weights.check_are_placed("load_weights")
+        load_weights(weights.model, weights.engine, path, strict=strict, cast=cast)
 
     def export(self, path: str | Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Write a folder of safetensors files that transformers (`from_pretrained`) and `load_weights` read.
@@ -66,6 +64,7 @@ class HasWeights(ABC):
         Raises:
             WeightsError: on every rank: what cannot be written, and why.
         """
-        model = self._placed_model()
-        model.unset.refuse_use(model.module, model.engine)
-        export_weights(model.module, model.engine, path, max_file_bytes=max_file_bytes)
+        weights = self._model_weights()
+        weights.check_are_placed("export")
+        weights.refuse_use()
+        export_weights(weights.model, weights.engine, path, max_file_bytes=max_file_bytes)

@@ -35,7 +35,7 @@ from autoshard.runtime.autograd import Call, run
 from autoshard.runtime.compiler import Compiler, Request
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram, Executable, check_state
-from autoshard.runtime.has_weights import HasWeights, PlacedModel
+from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
@@ -47,7 +47,7 @@ from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, key_of
 from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
-from autoshard.runtime.weights import InitFunction, Weights
+from autoshard.runtime.weights import Weights
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ class ShardedModule(nn.Module, HasWeights):
         """Where the programs run."""
         return self._engine
 
-    def _placed_model(self) -> PlacedModel:
-        return PlacedModel(self._original[0], self._engine, self.unset)
+    def _model_weights(self) -> Weights:
+        return self.weights
 
     def train(self, mode: bool = True) -> ShardedModule:
         """See `nn.Module.train`."""
@@ -433,22 +433,6 @@ class ShardedModule(nn.Module, HasWeights):
         self._placed.update(new)
         if new:
             self.weights.place(self._placed)
-
-    def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
-        """Give parameters and buffers the values that the modules' own initialisers give, each rank its part.
-
-        The same seed gives the same weights, bit by bit, under every plan and on any number of ranks.
-
-        Args:
-            seed: of random numbers; any integer.
-            init_fn: called with each module, submodules first, after the modules' own initialisers; see
-                docs/large_models.md.
-
-        Raises:
-            TraceError: an initialiser reads values, or a weight from the meta device has none.
-            NotAvailableError: the model was built on the meta device, and no program is compiled yet.
-        """
-        self.weights.init(seed, init_fn)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
         """What the program takes, in order, once the ranks agreed on the call."""

@@ -19,13 +19,13 @@ from autoshard.errors import TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
-from autoshard.runtime.has_weights import HasWeights, PlacedModel
+from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import describe_hyperparameters, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, weights_of
-from autoshard.runtime.weights import InitFunction
+from autoshard.runtime.weights import Weights
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -91,10 +91,6 @@ class TrainStep(HasWeights):
         with torch.enable_grad():
             return self.sharded.compile_for_loss(part_args, part_kwargs)
 
-    def init_weights(self, seed: int, init_fn: InitFunction | None = None) -> None:
-        """See `ShardedModule.init_weights`."""
-        self.sharded.init_weights(seed, init_fn)
-
     def state_dict(self) -> dict[str, Any]:
         """The state of model (with its random numbers) and optimizer, to go on from."""
         return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -104,8 +100,8 @@ class TrainStep(HasWeights):
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _placed_model(self) -> PlacedModel:
-        return self.sharded._placed_model()
+    def _model_weights(self) -> Weights:
+        return self.sharded.weights
 
     def _needs_gradients(self, members: Members) -> bool:
         """Whether this step's gradients must be in `.grad`; the first time, say why."""

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import P
-from autoshard.errors import WeightsError
+from autoshard.errors import NotAvailableError, TraceError, WeightsError
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.export_weights import export_weights
 from autoshard.runtime.load_weights import load_weights
 from autoshard.runtime.safetensors_writer import SafetensorsWriter
-from tests.end_to_end.models import llama
+from tests.end_to_end.models import gpt2, llama
 from tests.runtime.architectures import BUILDERS, build, logits
 from tests.runtime.processes import report, run_checks
 
@@ -57,14 +57,15 @@ def engine_on(sizes: dict[str, int]) -> DistributedEngine:
 @contextmanager
 def shared_folder() -> Iterator[Path]:
     """A new folder, the same on all ranks."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
+    names = [tempfile.mkdtemp() if rank_of_this() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names)
     folder = Path(str(names[0]))
     try:
         yield folder
     finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
+        wait_for_all()
+        if rank_of_this() == 0:
             shutil.rmtree(folder)
 
 
@@ -253,6 +254,37 @@ def check_a_step_trains_on() -> None:
             dist.barrier()
 
 
+def check_from_meta(build_model: Callable[[], tuple[nn.Module, dict[str, Any]]], *, with_optimizer: bool) -> None:
+    """A model on meta has the weights of files, and buffers that no file has, once it is loaded; it exports them."""
+    saved, inputs = build_model()
+    with shared_folder() as folder:
+        if rank_of_this() == 0:
+            saved.save_pretrained(folder / "first")
+        wait_for_all()
+        with torch.device("meta"):
+            model = build_model()[0]
+        options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} if with_optimizer else {}
+        compiled = autoshard.compile(
+            model, autoshard.Mesh(PAIR), example_inputs=inputs, constraints={"*.weight": P("data")}, **options
+        )
+        compiled.load_weights(folder / "first")
+        compiled.export(folder / "second")
+        loaded = type(saved).from_pretrained(folder / "second")
+        for name, value in loaded.state_dict().items():
+            assert torch.equal(value, saved.state_dict()[name]), name
+        loss = compiled(**inputs) if with_optimizer else compiled(**inputs).loss
+        torch.testing.assert_close(loss.detach(), saved(**inputs).loss.detach())
+
+
+def rank_of_this() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def _pairs() -> dict[str, Callable[[], None]]:
     """Each architecture under one layout, and the layouts in turn."""
     layouts = list(LAYOUTS)
@@ -268,7 +300,11 @@ ON_FOUR = {
     "errors": check_errors_are_the_same_on_every_rank,
     "full disk": check_a_full_disk_is_told_to_every_rank,
 }
-ON_TWO = {"step": check_a_step_trains_on}
+ON_TWO = {
+    "step": check_a_step_trains_on,
+    "from meta": partial(check_from_meta, llama, with_optimizer=False),
+    "from meta, tied": partial(check_from_meta, gpt2, with_optimizer=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -280,3 +316,24 @@ def outcomes() -> dict[str, str]:
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
     """On four ranks and on two."""
     report(outcomes, name)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True], ids=["module", "step"])
+def test_on_the_simulator(with_optimizer: bool) -> None:
+    """What `compile` returns, with an optimizer and without, has both methods."""
+    check_from_meta(llama, with_optimizer=with_optimizer)
+
+
+def test_a_model_without_values_is_not_exported(tmp_path: Path) -> None:
+    """Before it has a plan, and before it has weights."""
+    with torch.device("meta"):
+        model, inputs = llama()
+    sharded = autoshard.compile(model, autoshard.Mesh(PAIR))
+    with pytest.raises(NotAvailableError, match=r"export would write weights.*example_inputs="):
+        sharded.export(tmp_path / "a")
+    with pytest.raises(NotAvailableError, match=r"load_weights would write weights.*example_inputs="):
+        sharded.load_weights(tmp_path)
+    inputs = {name: torch.zeros_like(value, device="cpu") for name, value in inputs.items()}
+    sharded.compile_for(**inputs)
+    with pytest.raises(TraceError, match="no values yet"):
+        sharded.export(tmp_path / "a")
