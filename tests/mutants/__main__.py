@@ -89,9 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Change the source on purpose, and see whether the tests notice.")
     parser.add_argument("--count", type=int, default=200, help="changes that are drawn")
     parser.add_argument("--seed", type=int, default=13)
-    parser.add_argument(
-        "--seconds", type=float, default=90.0, help="of the processor, for the nearest tests and again for the next"
-    )
+    parser.add_argument("--seconds", type=float, default=90.0, help="of the processor, for the tests of each step")
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no further change is run")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     return parser

@@ -17,8 +17,8 @@ MOST_FILES = 8
 """Files of each step, those of fewest imports first: they are about little else."""
 
 
-def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str]]:
-    """The files of tests to run first, and those to run where these notice nothing."""
+def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    """The files of tests of each step, to run where those before notice nothing; none is in two."""
     mirrored, module = _mirrored(root, path), _module(path)
     importers = _importers(root)
     direct = [name for name in importers.get(module, ()) if name.startswith("tests/")]
@@ -32,9 +32,10 @@ def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str]]:
         far += [user for user in users if user.startswith("tests/")]
         sources = [user for user in dict.fromkeys(users) if not user.startswith("tests/") and user not in known]
     own = [path] if ">>>" in (root / path).read_text(encoding="utf-8") else []
-    first = list(dict.fromkeys([*own, *mirrored, *_narrow(root, direct)]))
-    second = [test for test in _narrow(root, far, 2 * MOST_FILES) if test not in first]
-    return first, second[:MOST_FILES]
+    first = [*own, *mirrored]
+    second = [test for test in _narrow(root, direct) if test not in first]
+    third = [test for test in _narrow(root, far, 3 * MOST_FILES) if test not in (*first, *second)]
+    return first, second, third[:MOST_FILES]
 
 
 def _narrow(root: Path, tests: Sequence[str], most: int = MOST_FILES) -> list[str]:

@@ -6,6 +6,7 @@ nothing. A test that alone takes `HANGS` counts as failed: tests that are not ma
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -25,7 +26,8 @@ HANGS = 100
 _WAITS = 1200
 """Seconds by the wall's clock, for tests whose processes wait for each other."""
 _SETTINGS = {"HYPOTHESIS_PROFILE": "ci", "OMP_NUM_THREADS": "1"}
-_ALIKE = ("torch", "torch.distributed.tensor", "torch.export", "torch.testing", "pytest", "sympy", "highspy")
+_ALIKE = ("torch.distributed.tensor", "torch.export", "torch.testing", "pytest", "sympy", "highspy")
+_ALIKE += ("torch._dynamo", "torch._inductor", "networkx")
 """What most tests import."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 _BEGUN = "begun: "
@@ -34,8 +36,13 @@ _BEGUN = "begun: "
 def prepare() -> None:
     """Import what most tests do, once."""
     os.environ.update(_SETTINGS)
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, before triton is imported
     for name in _ALIKE:
         importlib.import_module(name)
+    gc.freeze()  # pytest collects garbage again and again: of its own only
 
 
 def failed_test(tree: Path, tests: Sequence[str], limit_s: float) -> str | None:
@@ -82,6 +89,7 @@ def _run(tree: Path, tests: Sequence[str], limit_s: float, output: int) -> None:
         os.dup2(output, 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree)
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(tree.parent / "compiled")
         _forget(tree)
         resource.setrlimit(resource.RLIMIT_CPU, (HANGS, -1))
         words = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]

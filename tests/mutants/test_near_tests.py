@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_nearest_first() -> None:
     """The file's own examples, where it has some, its mirror, then what imports it."""
-    first, _ = near_tests(ROOT, "passes/solver/search_control.py")
-    assert first[0].startswith("tests/passes/solver/")
+    _, second, _ = near_tests(ROOT, "passes/solver/search_control.py")
+    assert second[0].startswith("tests/passes/solver/")
     assert near_tests(ROOT, "autoshard/ir/mesh.py")[0][0] == "autoshard/ir/mesh.py"
     assert near_tests(ROOT, "autoshard/ir/mesh.py")[0][1] == "tests/ir/test_mesh.py"
     assert near_tests(ROOT, "cost_models/hardware.py")[0][1] == "tests/cost_models/test_hardware.py"
@@ -20,10 +20,10 @@ def test_nearest_first() -> None:
 
 def test_what_nothing_imports_directly_is_met_by_way_of_its_users() -> None:
     """A file without a test of its own name has those of the files that import it."""
-    first, second = near_tests(ROOT, "autoshard/rules/hub.py")
+    first, second, third = near_tests(ROOT, "autoshard/rules/hub.py")
     assert "tests/rules/test_hub.py" in first
-    assert set(first).isdisjoint(second)
-    assert second
+    assert len({*first, *second, *third}) == len(first) + len(second) + len(third)
+    assert third
     assert any(near_tests(ROOT, "passes/recipe_search/bound_islands.py"))
 
 
