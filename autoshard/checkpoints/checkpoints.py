@@ -20,7 +20,7 @@ from autoshard.checkpoints.files import Stored, Writer, Written
 from autoshard.checkpoints.ranks import Ranks
 from autoshard.checkpoints.snapshot import PartSnapshot, Spread, differing, suffix_of, take
 from autoshard.checkpoints.state import TrainingState, mesh_of, plan_of, ranks_of
-from autoshard.checkpoints.trees import own_slots
+from autoshard.checkpoints.trees import own_slots, unpacked
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
 from autoshard.runtime.train_step import TrainStep
@@ -165,7 +165,7 @@ class Checkpoints:
         stored = ranks.do(what, partial(Stored, self.folder / name))
         names = ranks.do(what, lambda: state.wanted(stored, ranks.rank, ranks.size))
         found = _read(stored, dict.fromkeys(names.values()), ranks, what)
-        rests = {key: own_slots(found[name], suffix_of(name)) for key, name in names.items()}
+        rests = {key: own_slots(unpacked(found[name]), suffix_of(name)) for key, name in names.items()}
         places = ranks.do(what, lambda: state.places(stored, rests, names))
         tensors = _read(stored, places, ranks, what)
         ranks.do(what, lambda: state.load(rests, tensors))

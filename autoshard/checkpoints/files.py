@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from autoshard.checkpoints import manifest as manifests
@@ -130,9 +130,6 @@ class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         self.writing = index.fqn
         return self._values.pop(index.fqn)
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
 
 
 class Writer:

@@ -113,6 +113,7 @@ def _take(part: Part, shares: _Shares, known: dict[Any, torch.Tensor], *, copies
     tensors, rest = ({}, part.state) if part.spread is Spread.OWN else split(part.keyword, part.state)
     items = {}
     for name, tensor in tensors.items():
+        refuse_meta(name, tensor)
         is_mine = shares.is_mine(name, tensor)
         if is_mine or (part.spread is Spread.UNKNOWN and not isinstance(tensor, DTensor)):
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -120,6 +121,12 @@ def _take(part: Part, shares: _Shares, known: dict[Any, torch.Tensor], *, copies
             items[name] = Item(tensor, value, is_mine)
     items[whole_name(part.keyword)] = Item(None, packed(rest), shares.is_first)
     return PartSnapshot(part.keyword, part.spread, items, described(rest) if part.spread is Spread.UNKNOWN else "")
+
+
+def refuse_meta(name: str, tensor: torch.Tensor) -> None:
+    """Raise `CheckpointError` for a tensor without memory."""
+    if tensor.is_meta:
+        raise CheckpointError(f"{name!r} is on the meta device, without values. Give the model memory first.")
 
 
 def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.checkpoints.files import Stored
 from autoshard.checkpoints.optimizers import NamedOptimizer
 from autoshard.checkpoints.ranks import Ranks
-from autoshard.checkpoints.snapshot import Part, Spread, own_name, suffix_of, whole_name
+from autoshard.checkpoints.snapshot import Part, Spread, own_name, refuse_meta, suffix_of, whole_name
 from autoshard.checkpoints.trees import Slot, join, slots_in, split
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
@@ -69,6 +69,8 @@ class TrainingState:
 
     def parts(self, at: int) -> list[Part]:
         """What is saved after `at` steps, as it is now."""
+        if isinstance(self.model, ShardedModule) and not self.model.weights.have_values:
+            self.model.weights.refuse_use()
         seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
         return [
             Part(MODEL, dict(self.model.state_dict()), Spread.ALIKE),
@@ -111,6 +113,8 @@ class TrainingState:
         return places
 
     def _places_in_model(self, stored: Stored, rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        if isinstance(self.model, ShardedModule):
+            self.model.weights.check_are_placed("Checkpoints.load")
         now = self.model.state_dict()
         problems = [f"{name!r} is not in the checkpoint" for name in now if name not in rest and name != _EXTRA]
         problems += [f"{name!r} is not in the model" for name in rest if name not in now and name != _EXTRA]
@@ -121,6 +125,7 @@ class TrainingState:
             shape, dtype = stored.tensor(slot.name)
             tensor = now.get(name)
             if isinstance(tensor, torch.Tensor) and (tensor.shape, tensor.dtype) == (shape, dtype):
+                refuse_meta(slot.name, tensor)
                 places[slot.name] = tensor
             elif isinstance(tensor, torch.Tensor):
                 problems.append(
@@ -215,16 +220,24 @@ def _random_state() -> dict[str, Any]:
     """Where the generators of this process stand."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
-        "torch": torch.get_rng_state(),
+        "torch": _bytes_of(torch.get_rng_state()),
         "python": random.getstate(),
         "numpy": np.random.get_state(),
-        "accelerator": None if accelerator is None else torch.get_device_module(accelerator).get_rng_state(),
+        "accelerator": None if accelerator is None else _bytes_of(torch.get_device_module(accelerator).get_rng_state()),
     }
 
 
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _tensor_of(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
 def _set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(_tensor_of(state["torch"]))
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if state["accelerator"] is not None and torch.accelerator.is_available():
-        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(state["accelerator"])
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(_tensor_of(state["accelerator"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +67,12 @@ def own_slots(rest: Any, suffix: str) -> Any:
 
 def packed(rest: Any) -> bytes:
     """What has no tensors as bytes, which no later change of it reaches."""
-    buffer = io.BytesIO()
-    torch.save(rest, buffer)
-    return buffer.getvalue()
+    return pickle.dumps(rest)
+
+
+def unpacked(data: bytes) -> Any:
+    """Of which `packed` gave `data`."""
+    return pickle.loads(data)
 
 
 def described(value: Any) -> str:
