@@ -361,7 +361,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot be called without arguments, as that of LBFGS."""
-    parameters = inspect.signature(optimizer.step).parameters.values()
+    """Whether `step` cannot be called without arguments, as that of LBFGS.
+
+    A learning-rate schedule puts a wrapper in the place of an optimizer's `step`, so the class is asked.
+    """
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(item.default is inspect.Parameter.empty and item.kind in kinds for item in parameters)

@@ -183,6 +183,14 @@ def test_an_optimizer_that_calls_the_model_itself() -> None:
         autoshard.plan(model, MESH, example_inputs=INPUTS, optimizer="lbfgs")
 
 
+def test_an_optimizer_with_a_schedule() -> None:
+    """Which wraps its step."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    autoshard.compile(model, MESH, optimizer=optimizer)
+
+
 def test_optimizers_that_do_not_take_the_model() -> None:
     with pytest.raises(NotAvailableError, match=r"optimizer=SparseAdam takes sparse gradients only"):
         autoshard.plan(small(), MESH, example_inputs=INPUTS, optimizer="sparseadam")

@@ -5,12 +5,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 _SMALL = ("--steps", "3", "--layers", "1", "--width", "32", "--heads", "4", "--length", "16")
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+_ON_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+_TORCHRUN = (*_ON_RANKS, "4")
 
 
 def _run(*arguments: str, folder: Path) -> str:
@@ -54,3 +58,41 @@ def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
     text = _run(_example("plan_llama.py"), "--layers", "2", folder=tmp_path)
     assert "model.layers.*.mlp.up_proj.weight" in text
     assert "Cost of one step" in text
+
+
+def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
+    """Stopped after four steps on two ranks, it ends on one as one device does that never stopped."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).train()
+    model.save_pretrained(tmp_path / "start")
+    runs = [
+        _run(*_ON_RANKS, ranks, _example("finetune.py"), "start", steps, folder=tmp_path)
+        for ranks, steps in (("2", "4"), ("1", "7"))
+    ]
+    found = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", "".join(runs))]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    for number, loss_found in enumerate(found):
+        words = torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(number))
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        assert loss_found == pytest.approx(loss.item(), abs=2e-6), number
+    assert len(found) == 7
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_quickstart_page_is_the_example() -> None:
+    """Word by word, behind the docstring."""
+    _, code = Path(_example("finetune.py")).read_text().split('"""\n\n', 1)
+    assert f"```python\n{code}```" in (ROOT / "docs" / "quickstart.md").read_text()
