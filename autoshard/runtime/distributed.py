@@ -31,6 +31,7 @@ from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import NOTHING, Loaded
 from autoshard.runtime.fold_views import fold_views
 from autoshard.runtime.freed_memory import keep_freed_memory
+from autoshard.runtime.gather_region import gather_region
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layout, Layouts
 from autoshard.runtime.lost_ranks import naming_lost_ranks
@@ -45,6 +46,9 @@ CheckInPlace = Callable[[fx.GraphModule, fx.GraphModule, Mapping[int, int]], Non
 FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
 
 REPLICATED = PartitionSpec()
+
+SMALL_BYTES = 2**20
+"""Bytes of a tensor that may be whole for a moment, several times over."""
 
 _MOST_RESHARDS = 1024
 """Reshards at the boundary that are kept ready to run: some for each input and output of the programs in use."""
@@ -253,6 +257,13 @@ class DistributedEngine:
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
         return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...]) -> torch.Tensor:
+        """See `Engine`: small tensors are gathered whole, in one collective."""
+        if not isinstance(tensor, DTensor) or tensor.nbytes <= SMALL_BYTES:
+            return self.global_copy(tensor)[region]
+        with naming_lost_ranks():
+            return gather_region(tensor, region, self.groups.name(",".join(self.mesh.axis_names)))
 
     def agree(self, facts: Callable[[], Facts]) -> None:
         """See `Engine`."""

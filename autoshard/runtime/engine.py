@@ -145,6 +145,10 @@ class Engine(Protocol):
         """A plain tensor with the global value and shape of a parameter, buffer or input."""
         ...
 
+    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...]) -> torch.Tensor:
+        """As `global_copy`, but of a region of the tensor, with memory for little more than that."""
+        ...
+
     def agree(self, facts: Callable[[], Facts]) -> None:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`."""
         ...
@@ -245,6 +249,10 @@ class SimulatorEngine:
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
         return tensor.detach()
+
+    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...]) -> torch.Tensor:
+        """See `Engine`."""
+        return tensor.detach()[region]
 
     def agree(self, facts: Callable[[], Facts]) -> None:
         """See `Engine`: one process agrees with itself."""

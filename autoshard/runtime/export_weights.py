@@ -1,7 +1,7 @@
 """A model's weights as files: what `from_pretrained` of transformers and `load_weights` read.
 
-Ranks gather one tensor at a time, and the first rank writes it: no rank holds more than its shards and that tensor. The
-files are written aside, and moved to where they belong when they are whole.
+Ranks gather a block of a tensor at a time, and the first rank writes it: no rank holds more than its shards and that
+block. The files are written aside, and moved to where they belong when they are whole.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,13 +23,16 @@ from autoshard.runtime.engine import Engine
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.load_weights import together
 from autoshard.runtime.safetensors_writer import SafetensorsWriter, check_types, in_file_order
-from autoshard.runtime.unread import Region, Unread
+from autoshard.runtime.unread import Region, Unread, blocks_of
 from autoshard.runtime.unset_weights import check_is_placed
 from autoshard.runtime.weight_files import INDEX, SINGLE
 from autoshard.runtime.weight_names import names_by_tensor, persistent_tensors, to_write
 
 MAX_FILE_BYTES = 5_000_000_000
 """Bytes of tensors in a file, where the user does not say."""
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes that are gathered, and written, at a time."""
 
 _OURS = re.compile(rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors")
 """Names of the files of weights that an export writes, and replaces."""
@@ -56,31 +60,12 @@ def export_weights(model: nn.Module, engine: Engine, path: str | Path, *, max_fi
     on_writer(f"export to {path}", lambda: _finish(model, files, path, aside))
 
 
-class _Gathered:
-    """Whole tensors, the last of which is kept: what is written may be several parts of it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._of: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
-
-    def as_unread(self, tensor: torch.Tensor) -> Unread:
-        """A tensor that ranks gather when it is read."""
-
-        def read(region: Region) -> torch.Tensor:
-            if self._of is not tensor or self._whole is None:
-                self._whole = None  # freed before the next is there
-                self._of, self._whole = tensor, self._engine.global_copy(tensor)
-            return self._whole[region]
-
-        return Unread(tensor.shape, tensor.dtype, read)
-
-
 def _tensors(model: nn.Module, engine: Engine) -> Mapping[str, Unread]:
     """What is written, by name."""
     held = persistent_tensors(model)
-    gathered = _Gathered(engine)
-    unread = {name: gathered.as_unread(tensor) for name, tensor in held.items()}
+    unread = {
+        name: Unread(tensor.shape, tensor.dtype, partial(engine.gather_region, tensor)) for name, tensor in held.items()
+    }
     written = to_write(model, unread, names_by_tensor(held))
     check_types(written)
     return written
@@ -111,22 +96,30 @@ def _begin(path: Path, aside: Path) -> None:
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
     """Write a file; ranks that have no `path` take part in gathering what is written."""
-    names = iter(in_file_order(tensors))
+    blocks = _blocks(tensors)
     try:
         if path is not None:
             with SafetensorsWriter(path, tensors) as writer:
-                for name in names:
-                    writer.write(tensors[name].read())
+                for tensor, region in blocks:
+                    writer.write(tensor.read(region))
     except OSError as error:
-        _gather(tensors, names)
+        _gather(blocks)
         raise WeightsError(f"{path} cannot be written: {error}.") from error
-    _gather(tensors, names)
+    _gather(blocks)
 
 
-def _gather(tensors: Mapping[str, Unread], names: Iterator[str]) -> None:
+def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
+    """What a file holds, in its order."""
+    for name in in_file_order(tensors):
+        tensor = tensors[name]
+        for region in blocks_of(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
+            yield tensor, region
+
+
+def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
     """Take part in gathering, for the rank that writes or in its place where it failed."""
-    for name in names:
-        tensors[name].read()
+    for tensor, region in blocks:
+        tensor.read(region)
 
 
 def _finish(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], path: Path, aside: Path) -> None:

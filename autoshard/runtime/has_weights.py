@@ -54,8 +54,8 @@ class HasWeights(ABC):
     def export(self, path: str | Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Write a folder of safetensors files that transformers (`from_pretrained`) and `load_weights` read.
 
-        The ranks gather one tensor at a time, and the first writes it. The folder also gets the model's configuration,
-        if it has one. In a folder that is there weights are replaced, and other files stay.
+        The ranks gather a part of a tensor at a time, and the first writes it. The folder also gets the model's
+        configuration, if it has one. In a folder that is there weights are replaced, and other files stay.
 
         Args:
             path: the folder.

@@ -6,6 +6,7 @@ equal values. Ranks tell each other what does not, so the error is the same on a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,15 @@ from autoshard.errors import WeightsError
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.local_part import LocalPart
-from autoshard.runtime.unread import Unread
+from autoshard.runtime.unread import Region, Unread, blocks_of
 from autoshard.runtime.unset_weights import check_is_placed
 from autoshard.runtime.weight_files import WeightFiles, describe
 from autoshard.runtime.weight_names import match, names_by_tensor, persistent_tensors
 
 T = TypeVar("T")
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes of a file that are read at a time, with what lies between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +121,9 @@ def _untied(found: Sequence[Found]) -> Iterator[str]:
     """Tied parameters of which this rank holds a part that differs from name to name."""
     for item in found:
         if len(item.sources) > 1:
-            index = LocalPart.of(item.tensor).index
-            first, *others = (source.read(index) for source in item.sources)
-            if not all(torch.equal(first, other) for other in others):
+            blocks = [there for _, there in _blocks(LocalPart.of(item.tensor))]
+            first, *others = item.sources
+            if not all(torch.equal(first.read(at), other.read(at)) for other in others for at in blocks):
                 yield " = ".join(map(repr, item.names))
 
 
@@ -132,4 +136,18 @@ def _listed(title: str, texts: Iterable[str]) -> Iterator[str]:
 def _take_all(found: Sequence[Found]) -> None:
     for item in found:
         part = LocalPart.of(item.tensor)
-        part.tensor.copy_(item.sources[0].read(part.index))
+        for here, there in _blocks(part):
+            part.tensor[here] = item.sources[0].read(there)
+        if not part.tensor.numel():
+            part.tensor.zero_()  # nothing, but in place: weights that were written are told by that
+
+
+def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
+    """Regions of what this rank holds, and where in the whole they lie, in each of which few bytes of a file lie."""
+    held = part.tensor.shape
+    if not held.numel():
+        return
+    itemsize = part.tensor.dtype.itemsize * math.prod(part.shape[1:]) // math.prod(held[1:])  # with what lies between
+    for region in blocks_of(held, itemsize, BLOCK_BYTES):
+        moved = (slice(at.start + start, at.stop + start) for at, start in zip(region, part.offset, strict=True))
+        yield region, tuple(moved)

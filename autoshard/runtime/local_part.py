@@ -64,6 +64,18 @@ def offset_of(
         >>> offset_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
         (5,)
     """
+    return tuple(part.start for part in index_of(shape, placements, sizes, coordinate))
+
+
+def index_of(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[slice, ...]:
+    """What DTensor gives to a rank, as slices of the whole; see `offset_of`.
+
+    Example:
+        >>> index_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
+        (slice(5, 7, None),)
+    """
     offset, left = [0] * len(shape), list(shape)
     for placement, size, place in zip(placements, sizes, coordinate, strict=True):
         if type(placement) is Replicate:
@@ -75,4 +87,4 @@ def offset_of(
         start = min(place * chunk, left[dim])
         offset[dim] += start
         left[dim] = min(chunk, left[dim] - start)
-    return tuple(offset)
+    return tuple(slice(start, start + size) for start, size in zip(offset, left, strict=True))

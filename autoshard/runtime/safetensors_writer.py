@@ -1,8 +1,8 @@
-"""A safetensors file that is written tensor by tensor.
+"""A safetensors file that is written block by block.
 
-The library writes a file from tensors that are all in memory; here each is gathered, written and freed. The format
-(https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little-endian; the header,
-JSON of each tensor's type, shape and place; then the values of all tensors, without gaps.
+The library writes a file from tensors that are all in memory; here blocks of them are gathered, written and freed. The
+format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little-endian; the
+header, JSON of each tensor's type, shape and place; then the values of all tensors, without gaps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
 
 
 class SafetensorsWriter:
-    """A file of some tensors, of which `write` takes the values in the order of `in_file_order`.
+    """A file of some tensors, of which `write` takes the values in the order of `in_file_order`, block by block.
 
     Args:
         path: where it is made.
@@ -62,7 +62,7 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, values: torch.Tensor) -> None:
-        """Add the values of the next tensor."""
+        """Add the next values."""
         flat = values.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)

@@ -8,7 +8,8 @@ before anything is read. Any other function waits until its result is read, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +27,26 @@ Read = Callable[[Region], torch.Tensor]
 def whole_region(shape: Sequence[int]) -> Region:
     """All of a tensor of this shape."""
     return tuple(slice(0, size) for size in shape)
+
+
+def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[Region]:
+    """Regions of at most so many bytes, in the order in which a tensor of this shape lies in memory.
+
+    Example:
+        >>> list(blocks_of((3, 2), 4, 16))
+        [(slice(0, 2, None), slice(0, 2, None)), (slice(2, 3, None), slice(0, 2, None))]
+    """
+    size, row_bytes = (shape[0], math.prod(shape[1:]) * itemsize) if shape else (1, itemsize)
+    if not shape or size * row_bytes <= most_bytes:
+        yield whole_region(shape)
+    elif row_bytes <= most_bytes or len(shape) == 1:
+        rows = max(1, most_bytes // row_bytes)
+        for start in range(0, size, rows):
+            yield (slice(start, min(start + rows, size)), *whole_region(shape[1:]))
+    else:
+        for row in range(size):
+            for rest in blocks_of(shape[1:], itemsize, most_bytes):
+                yield (slice(row, row + 1), *rest)
 
 
 def shape_of(region: Region) -> tuple[int, ...]:

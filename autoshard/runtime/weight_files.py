@@ -24,8 +24,8 @@ from autoshard.runtime.unread import Region, Unread, shape_of
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_MOST_MAPPED_BYTES = 64 * 2**20
-"""Bytes read from a file before it is opened anew."""
+_MOST_MAPPED_BYTES = 32 * 2**20
+"""Bytes read from a file, with what lies between them, before it is opened anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,16 @@ class _Reader:
             self._file = None  # closed before it is opened again
             self._file, self._path, self._mapped_bytes = _opened(path), path, 0
         values = self._file.get_slice(name)[region] if region else self._file.get_tensor(name)
-        self._mapped_bytes += values.nbytes
+        self._mapped_bytes += _touched_bytes(values)
         if tuple(values.shape) != shape_of(region):
             raise WeightsError(f"{path} gave shape={tuple(values.shape)} for {region} of tensor {name!r}")
         return values
+
+
+def _touched_bytes(values: torch.Tensor) -> int:
+    """Bytes of a file from the first to the last of some values."""
+    steps = zip(values.shape, values.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * values.itemsize if values.numel() else 0
 
 
 def _opened(path: Path) -> Any:

@@ -93,7 +93,10 @@ def load(model: nn.Module, engine: DistributedEngine, path: Path) -> None:
 
 
 def check_both_ways(name: str, layout: str) -> None:
-    """What transformers saved is loaded into shards, and it loads what they write: the same tensors, equal logits."""
+    """What transformers saved is loaded into shards, and it loads what they write: the same tensors, equal logits.
+
+    By blocks of few bytes, and of any.
+    """
     transformers.utils.logging.disable_progress_bar()
     sizes, lie = LAYOUTS[layout]
     engine, saved = engine_on(sizes), build(name)
@@ -101,16 +104,31 @@ def check_both_ways(name: str, layout: str) -> None:
         if dist.get_rank() == 0:
             saved.save_pretrained(folder / "theirs", max_shard_size="3KB")
         dist.barrier()
-        model = placed(build(name, seed=1), engine, lie)
-        load(model, engine, folder / "theirs")
-        assert_equal(model, saved)
-        export_weights(model, engine, folder / "ours", max_file_bytes=3000)
+        for most_bytes in (2**24, 200):
+            with by_blocks_of(most_bytes):
+                model = placed(build(name, seed=1), engine, lie)
+                load(model, engine, folder / "theirs")
+                assert_equal(model, saved)
+                export_weights(model, engine, folder / "ours", max_file_bytes=3000)
+            if dist.get_rank() == 0:
+                ours, theirs = contents(folder / "ours"), contents(folder / "theirs")
+                assert ours.keys() == theirs.keys()
+                assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+            dist.barrier()
         if dist.get_rank() == 0:
-            ours, theirs = contents(folder / "ours"), contents(folder / "theirs")
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[key], value) for key, value in theirs.items())
             loaded = type(saved).from_pretrained(folder / "ours")
             assert torch.equal(logits(name, loaded), logits(name, saved))
+
+
+@contextmanager
+def by_blocks_of(most_bytes: int) -> Iterator[None]:
+    """Within, so many bytes are read, gathered or written at a time."""
+    with (
+        mock.patch("autoshard.runtime.load_weights.BLOCK_BYTES", most_bytes),
+        mock.patch("autoshard.runtime.export_weights.BLOCK_BYTES", most_bytes),
+        mock.patch("autoshard.runtime.distributed.SMALL_BYTES", most_bytes),
+    ):
+        yield
 
 
 def check_each_rank_reads_its_slices() -> None:
@@ -144,25 +162,26 @@ def counting(read: list[int]) -> Callable[..., torch.Tensor]:
     return counted
 
 
-def check_one_tensor_at_a_time_is_gathered() -> None:
-    """No rank has two whole tensors while it exports, though experts are written one by one."""
+def check_one_block_at_a_time_is_gathered() -> None:
+    """No rank has more than a block of a tensor for a moment, and the block before is freed; experts' parts too."""
     name = "mixtral, experts apart in files"
-    engine = engine_on(FOUR)
-    model = placed(build(name), engine, LAYOUTS["rows"][1])
-    gathered: list[torch.Tensor] = []
-    last = [lambda: None]
-    original = engine.global_copy
+    engine = engine_on(SQUARE)
+    model = placed(build(name), engine, LAYOUTS["rows over two axes"][1])
+    sizes: list[int] = []
+    last: list[Callable[[], object]] = [lambda: None]
+    original = engine.gather_region
 
-    def global_copy(tensor: torch.Tensor) -> torch.Tensor:
-        assert last[0]() is None, "the tensor before is freed"
-        gathered.append(tensor)
-        result = original(tensor)
+    def gather_region(tensor: torch.Tensor, region: tuple[slice, ...]) -> torch.Tensor:
+        assert last[0]() is None, "the block before is freed"
+        result = original(tensor, region)
         last[0] = weakref.ref(result)
+        sizes.append(result.nbytes)
         return result
 
-    with shared_folder() as folder, mock.patch.object(engine, "global_copy", global_copy):
+    with shared_folder() as folder, mock.patch.object(engine, "gather_region", gather_region), by_blocks_of(200):
         export_weights(model, engine, folder / "a", max_file_bytes=10**9)
-    assert len(gathered) == len(list(model.parameters())) == len({*map(id, gathered)})
+    assert sum(sizes) == sum(item.nbytes for item in model.parameters())
+    assert max(sizes) <= 200
 
 
 def check_types() -> None:
@@ -295,7 +314,7 @@ def _pairs() -> dict[str, Callable[[], None]]:
 ON_FOUR = {
     **_pairs(),
     "slices": check_each_rank_reads_its_slices,
-    "gathered": check_one_tensor_at_a_time_is_gathered,
+    "gathered": check_one_block_at_a_time_is_gathered,
     "types": check_types,
     "errors": check_errors_are_the_same_on_every_rank,
     "full disk": check_a_full_disk_is_told_to_every_rank,
