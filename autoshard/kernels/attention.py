@@ -14,6 +14,9 @@ Shapes: B batch, H query heads, G key heads (H = G g), S queries, T keys, D head
 
 Causal means: the query of global row i sees the keys of global columns j <= i. `offset` and `global_shape`
 place the shard's probability matrix in the global one.
+
+Results lie in memory as those of torch's fused kernels: out as q does, gradients by rows, head beside head
+([B, S, H, D]). What follows attention in a model, and its backward, is views of them then, as in eager.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ def attention_reference(
     if dropout_p > 0.0:
         weights = weights * _keep(scores, seed, dropout_p, site, offset, global_shape)
     out = _merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q)
-    return out.to(q.dtype), lse
+    like_out, like_lse = empty_results(q, v)
+    return lying_as(like_out, out.to(q.dtype)), lying_as(like_lse, lse)
 
 
 def attention_backward_reference(
@@ -105,7 +109,7 @@ def attention_backward_reference(
     dq = _merge(torch.matmul(grad_scores, k.to(dtype)), q)
     dk = torch.matmul(grad_scores.mT, _group(q.to(dtype), k))
     dv = torch.matmul(_group(weights, k).mT, grad)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return by_rows(dq.to(q.dtype)), by_rows(dk.to(k.dtype)), by_rows(dv.to(v.dtype))
 
 
 def attention_composite(
@@ -211,15 +215,46 @@ def fake_attention(
 ) -> tuple[Tensor, Tensor]:
     """Empty results of the right shapes and dtypes."""
     check_attention(q, k, v, seed, dropout_p)
-    rows = q.shape[:3]
-    return q.new_empty((*rows, v.shape[3])), q.new_empty(rows, dtype=accumulation_dtype(q.dtype))
+    return empty_results(q, v)
 
 
 def fake_attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty gradients of the right shapes and dtypes."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return empty_by_rows(q), empty_by_rows(k), empty_by_rows(v)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out [B, H, S, E] and lse [B, H, S], lying as torch's kernel for the device has them."""
+    out = torch.empty_like(q) if q.shape[3] == v.shape[3] else empty_by_rows(q, v.shape[3])
+    batch, heads, rows, _ = q.shape
+    dtype = accumulation_dtype(q.dtype)
+    if q.device.type == "cpu":
+        return out, q.new_empty((batch, rows, heads), dtype=dtype).transpose(1, 2)
+    return out, q.new_empty((batch, heads, rows), dtype=dtype)
+
+
+def empty_by_rows(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for [B, H, S, size], lying as [B, S, H, size]; as long as x [B, H, S, D], and of its dtype if None."""
+    batch, heads, rows, width = x.shape
+    shape = (batch, rows, heads, width if size is None else size)
+    return x.new_empty(shape, dtype=dtype or x.dtype).transpose(1, 2)
+
+
+def lying_as(like: Tensor, x: Tensor) -> Tensor:
+    """A tensor lying as another of its shape; a copy only where it does not."""
+    if x.stride() == like.stride():
+        return x
+    order = sorted(range(x.dim()), key=like.stride, reverse=True)
+    inverse = [order.index(dim) for dim in range(x.dim())]
+    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """[B, H, S, D] lying as [B, S, H, D]; a copy only where it does not."""
+    rows = x.transpose(1, 2)
+    return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

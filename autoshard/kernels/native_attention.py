@@ -36,9 +36,13 @@ from autoshard.kernels.attention import (
     BACKWARD_ARGUMENTS,
     attention_backward_reference,
     attention_reference,
+    by_rows,
     check_attention,
+    empty_by_rows,
+    empty_results,
     fake_attention,
     fake_attention_backward,
+    lying_as,
 )
 from autoshard.kernels.library import accumulation_dtype, define
 
@@ -115,7 +119,9 @@ def native_attention(
             found.append(_merge(results) if results else _nothing(_cut(q, rows), v))
     if len(found) == 1:
         return found[0]
-    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
+    outs, norms = zip(*found, strict=True)
+    out, lse = empty_results(q, v)
+    return torch.cat(outs, 2, out=out), torch.cat(norms, 2, out=lse)
 
 
 def native_attention_backward(
@@ -165,16 +171,18 @@ class _Sums:
             self._whole = gradients
             return
         if self._sums is None:
-            wide = [accumulation_dtype(item.dtype) for item in self._like]
-            dq, dk, dv = (torch.zeros_like(item, dtype=dtype) for item, dtype in zip(self._like, wide, strict=True))
-            self._sums = dq, dk, dv
+            self._sums = self._zeros()
         for total, gradient, place in zip(self._sums, gradients, (part.rows, part.keys, part.keys), strict=True):
             _cut(total, place).add_(gradient)
 
     def gradients(self) -> Gradients:
         """Return the sums, in the dtypes of q, k and v."""
-        found = self._whole or self._sums or tuple(map(torch.zeros_like, self._like))
+        found = self._whole or self._sums or self._zeros()
         dq, dk, dv = (total.to(item.dtype) for total, item in zip(found, self._like, strict=True))
+        return dq, dk, dv
+
+    def _zeros(self) -> Gradients:
+        dq, dk, dv = (empty_by_rows(item, dtype=accumulation_dtype(item.dtype)).zero_() for item in self._like)
         return dq, dk, dv
 
 
@@ -200,7 +208,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> Resu
     if part.bias is None:
         return out, lse
     is_dead = (part.bias == -math.inf).all(-1)  # [B or 1, H or 1, S or 1]
-    return out.masked_fill(is_dead.unsqueeze(-1), 0.0), lse.masked_fill(is_dead, -math.inf)
+    return out.masked_fill_(is_dead.unsqueeze(-1), 0.0), lse.masked_fill_(is_dead, -math.inf)
 
 
 def _parts(
@@ -253,30 +261,33 @@ def _moved(offset: Sequence[int], rows: range) -> list[int]:
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """[B, G, T, D] to [B, H, T, D]: each key head for the query heads that share it."""
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+    """[B, G, T, D] to [B, H, T, D], by rows: each key head for the query heads that share it."""
+    if x.shape[1] == q.shape[1]:
+        return x
+    return x.transpose(1, 2).repeat_interleave(q.shape[1] // x.shape[1], 2).transpose(1, 2)
 
 
 def _summed(gradient: Tensor, x: Tensor) -> Tensor:
     """The way back of `_repeated`, for gradients."""
     if gradient.shape[1] == x.shape[1]:
         return gradient
-    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+    return gradient.transpose(1, 2).unflatten(2, (x.shape[1], -1)).sum(3).transpose(1, 2)
 
 
 def _nothing(q: Tensor, v: Tensor) -> Result:
     """The result of queries that see no key."""
-    out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    return out, q.new_full(q.shape[:3], -math.inf, dtype=accumulation_dtype(q.dtype))
+    out, lse = empty_results(q, v)
+    return out.zero_(), lse.fill_(-math.inf)
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Attention over all keys from that over parts of them, of which each has a key that each row sees."""
+    """Attention over all keys from that over one or two parts of them, each with a key that each row sees."""
     if len(results) == 1:
         return results[0]
-    lse = torch.stack([lse for _, lse in results]).logsumexp(0)
-    weighted = [out * torch.exp(part - lse).unsqueeze(-1) for out, part in results]
-    return torch.stack(weighted).sum(0).to(results[0][0].dtype), lse
+    (first, first_lse), (second, second_lse) = results
+    lse = torch.logaddexp(first_lse, second_lse)
+    out = first * torch.exp(first_lse - lse).unsqueeze(-1) + second * torch.exp(second_lse - lse).unsqueeze(-1)
+    return out.to(first.dtype), lse
 
 
 def _without_dead_rows(lse: Tensor) -> Tensor:
@@ -307,16 +318,25 @@ def _flash_backward(
     scale: float,
 ) -> Gradients:  # fmt: skip
     state = q.new_empty((), dtype=torch.int64)  # of a generator that nothing draws from
-    return aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, state, scale=scale
     )
+    return by_rows(dq), by_rows(dk), by_rows(dv)  # the kernel has them lie as q, k and v, which lie so in most models
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Result:
     out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned(bias, q), True, 0.0, is_causal, scale=scale
     )
-    return out, lse.narrow(2, 0, q.shape[2])
+    lse = lse.narrow(2, 0, q.shape[2])
+    return _lying_as(q, out), lse if lse.is_contiguous() else lse.clone(memory_format=torch.contiguous_format)
+
+
+def _lying_as(q: Tensor, out: Tensor) -> Tensor:
+    """A result by rows, lying as `empty_results` has it: a copy where `q` lies otherwise."""
+    batch, head, row, element = q.stride()
+    is_by_rows = batch >= row >= head >= element
+    return out if is_by_rows or q.shape != out.shape else lying_as(torch.empty_like(q), out)
 
 
 def _efficient_backward(

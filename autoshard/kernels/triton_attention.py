@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.attention import attention
+from autoshard.kernels.attention import attention, empty_by_rows
 from autoshard.kernels.kernel import Kernel, Specimen, block_specimen
 from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
 from autoshard.kernels.library import define
@@ -132,7 +132,7 @@ def attention_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """q_ptr [B, H, S, D], k_ptr and v_ptr [B, G, T, D], with adjacent elements of a head; out_ptr [B, H, S, D] and
+    """q_ptr [B, H, S, D], k_ptr and v_ptr [B, G, T, D], with adjacent elements of a head; out_ptr [B, S, H, D] and
     lse_ptr [B, H, S] float32, contiguous. group = H / G. Programs: blocks of S, then B H.
 
     Packed: B = 1, out_ptr [S, H, D]; query_starts_ptr and key_starts_ptr [sequences + 1] int32. Programs: blocks of all
@@ -141,15 +141,13 @@ def attention_forward_kernel(
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     rows = (batch * heads + head) * queries
-    out_ptr += rows * SIZE
-    out_stride = SIZE
+    out_ptr += (batch * queries * heads + head) * SIZE
     if query_starts_ptr is not None:
         sequence, block, exists = find_sequence(query_starts_ptr, sequences, block, BLOCK_M)
         first_query, count = sequence_rows(query_starts_ptr, sequence, exists)
         first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
         rows = head * queries + first_query
-        out_ptr += (first_query * heads + head - head * queries) * SIZE
-        out_stride = heads * SIZE
+        out_ptr += first_query * heads * SIZE
         q_ptr += first_query * q_stride_s
         k_ptr += first_key * k_stride_s
         v_ptr += first_key * v_stride_s
@@ -196,7 +194,7 @@ def attention_forward_kernel(
     is_empty = total == 0.0
     divisor = tl.where(is_empty, 1.0, total)
     lse = tl.where(is_empty, -float("inf"), (maximum + tl.log2(divisor)) * 0.6931471805599453)
-    tl.store(out_ptr + place * out_stride + element[None, :], acc / divisor[:, None], mask=is_query)
+    tl.store(out_ptr + place * heads * SIZE + element[None, :], acc / divisor[:, None], mask=is_query)
     tl.store(lse_ptr + rows + row, lse, mask=row < queries)
 
 
@@ -310,13 +308,13 @@ def flash_attention(
         query_offset, key_offset: global index of the first query and key.
 
     Returns:
-        out [B, H, S, D] in q's dtype, and the log-sum-exp [B, H, S] in float32.
+        out [B, H, S, D] in q's dtype, lying as [B, S, H, D], and the log-sum-exp [B, H, S] in float32.
 
     Raises:
         KernelError: the kernel does not take these.
     """
     require("flash_attention", refuse_heads(q=q, k=k, v=v))
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_by_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     options = {"is_causal": is_causal, "window": window, "offsets": (query_offset, key_offset)}
     attend_into(out, lse, q, k, v, scale, **options)
     return out, lse
@@ -335,7 +333,7 @@ def attend_into(
     offsets: tuple[int, int] = (0, 0),
     packing: Packing | None = None,
 ) -> None:
-    """`flash_attention` into `out` and `lse`.
+    """`flash_attention` into `out`, which lies as [B, S, H, D], and `lse`.
 
     With a `packing`, q is [1, H, S, D] and k, v [1, G, T, D] with all sequences, out [S, H, D], lse [H, S].
     """
@@ -398,7 +396,7 @@ def _attention(
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_by_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 CONSTANTS = "float dropout_p, bool is_causal, float scale, SymInt site, SymInt[] offset, SymInt[] global_shape"

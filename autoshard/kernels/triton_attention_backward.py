@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.attention import attention_backward
+from autoshard.kernels.attention import attention_backward, empty_by_rows
 from autoshard.kernels.kernel import Kernel, Specimen, block_specimen
 from autoshard.kernels.launch import ARCHITECTURES, architecture_of, launch, require
 from autoshard.kernels.library import define
@@ -130,7 +130,7 @@ def attention_keys_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """grad_out_ptr, q_ptr [B, H, S, D]; k_ptr, v_ptr [B, G, T, D]; lse_ptr, delta_ptr [B, H, S] float32; grad_k_ptr,
-    grad_v_ptr [B, G, T, D] contiguous. Programs: blocks of T, then B G.
+    grad_v_ptr [B, T, G, D] contiguous. Programs: blocks of T, then B G.
 
     Packed: see `attention_forward_kernel`; grad_k_ptr, grad_v_ptr [T, G, D], blocks are those of keys."""
     key_heads = heads // group
@@ -138,12 +138,12 @@ def attention_keys_kernel(
     key_head = (tl.program_id(1) % key_heads).to(tl.int64)
     block = tl.program_id(0)
     all_rows, first_query = queries.to(tl.int64), 0
-    target, target_stride = tl.program_id(1).to(tl.int64) * keys * SIZE, SIZE
+    target = (batch * keys * key_heads + key_head) * SIZE
     if key_starts_ptr is not None:
         sequence, block, exists = find_sequence(key_starts_ptr, sequences, block, BLOCK_N)
         first_query, queries = sequence_rows(query_starts_ptr, sequence, exists)
         first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
-        target, target_stride = (first_key * key_heads + key_head) * SIZE, key_heads * SIZE
+        target += first_key * key_heads * SIZE
         grad_out_ptr += first_query * grad_stride_s
         q_ptr += first_query * q_stride_s
         k_ptr += first_key * k_stride_s
@@ -186,7 +186,7 @@ def attention_keys_kernel(
             grad_weights = product(grad_out, tl.trans(v), PRECISION)
             grad_scores = weights * (grad_weights - delta[:, None])
             grad_k += product(tl.trans(grad_scores.to(k.dtype)), q, PRECISION)
-    target += place * target_stride + element[None, :]
+    target += place * key_heads * SIZE + element[None, :]
     tl.store(grad_k_ptr + target, grad_k * scale, mask=is_key)
     tl.store(grad_v_ptr + target, grad_v, mask=is_key)
 
@@ -230,20 +230,20 @@ def attention_queries_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """As `attention_keys_kernel`; grad_q_ptr [B, H, S, D] contiguous. Programs: blocks of S, then B H.
+    """As `attention_keys_kernel`; grad_q_ptr [B, S, H, D] contiguous. Programs: blocks of S, then B H.
 
     Packed: grad_q_ptr [S, H, D], blocks are those of queries."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     block = tl.program_id(0)
     rows = tl.program_id(1).to(tl.int64) * queries
-    target, target_stride = rows * SIZE, SIZE
+    target = (batch * queries * heads + head) * SIZE
     if query_starts_ptr is not None:
         sequence, block, exists = find_sequence(query_starts_ptr, sequences, block, BLOCK_M)
         first_query, queries = sequence_rows(query_starts_ptr, sequence, exists)
         first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
         rows += first_query
-        target, target_stride = (first_query * heads + head) * SIZE, heads * SIZE
+        target += first_query * heads * SIZE
         grad_out_ptr += first_query * grad_stride_s
         q_ptr += first_query * q_stride_s
         k_ptr += first_key * k_stride_s
@@ -280,7 +280,7 @@ def attention_queries_kernel(
         grad_weights = product(grad_out, tl.trans(v), PRECISION)
         grad_scores = weights * (grad_weights - delta[:, None])
         grad_q += product(grad_scores.to(k.dtype), k, PRECISION)
-    tl.store(grad_q_ptr + target + at * target_stride + element[None, :], grad_q * scale, mask=is_query)
+    tl.store(grad_q_ptr + target + at * heads * SIZE + element[None, :], grad_q * scale, mask=is_query)
 
 
 def keys_tile(size: int, dtype: torch.dtype, architecture: str) -> AttentionTile:
@@ -339,12 +339,12 @@ def flash_attention_backward(
     query_offset: int = 0,
     key_offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, in their shapes and dtypes; arguments as in `flash_attention`.
+    """The gradients of q, k and v, in their shapes and dtypes, by rows; arguments as in `flash_attention`.
 
     `out` and `lse` may be those of all shards of keys combined: then dq is this shard's addend.
     """
     require("flash_attention_backward", refuse_heads(grad_out=grad_out, q=q, k=k, v=v))
-    grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    grads = empty_by_rows(q), empty_by_rows(k), empty_by_rows(v)
     options = {"is_causal": is_causal, "window": window, "offsets": (query_offset, key_offset)}
     attend_backward_into(grads, grad_out, q, k, v, out, lse, scale, **options)
     return grads
@@ -427,7 +427,7 @@ def _attention_backward(
 def _attention_backward_fake(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return empty_by_rows(q), empty_by_rows(k), empty_by_rows(v)
 
 
 triton_attention_backward = define(

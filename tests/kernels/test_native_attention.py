@@ -12,7 +12,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from autoshard.kernels import native_attention as module
-from autoshard.kernels.attention import attention_backward_reference, attention_reference
+from autoshard.kernels.attention import (
+    attention_backward_reference,
+    attention_reference,
+    fake_attention,
+    fake_attention_backward,
+)
 from autoshard.kernels.native_attention import native_attention, native_attention_backward
 from tests.kernels.observed import Observed
 
@@ -31,10 +36,11 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     heads = groups * shared
+    kind = draw(st.sampled_from(["heads", "rows", "packed"]))
     q, k, v = (
-        drawn(batch, heads, queries, head),
-        drawn(batch, groups, keys, head),
-        drawn(batch, groups, keys, value_size),
+        _lying(kind, drawn(batch, heads, queries, head)),
+        _lying(kind, drawn(batch, groups, keys, head)),
+        _lying(kind, drawn(batch, groups, keys, value_size)),
     )
     shape = [draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys)]
     kind = draw(st.sampled_from(["none", "bool", "float"]))
@@ -44,6 +50,14 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
     dropout_p = draw(st.sampled_from([0.0, 0.0, 0.4]))
     whole = [batch, heads, queries + offset[2], keys + offset[3]]
     return q, k, v, mask, SEED, dropout_p, is_causal, 0.4, 3, offset, whole
+
+
+def _lying(kind: str, x: Tensor) -> Tensor:
+    """[B, H, S, D] that lies so, or as [B, S, H, D], or as a third of rows that are three times as long."""
+    if kind == "heads":
+        return x
+    rows = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return (rows if kind == "rows" else torch.cat([rows] * 3, 2).narrow(2, 0, rows.shape[2])).transpose(1, 2)
 
 
 @given(calls(), st.sampled_from([1 << 22, 8]))
@@ -59,6 +73,30 @@ def test_equals_the_definition(arguments: tuple[Any, ...], block_elements: int) 
         given_backward = (grad_out, q, k, v, mask, *expected, *rest)
         gradients = native_attention_backward(*given_backward)
     _assert_close(gradients, attention_backward_reference(*given_backward), q.dtype)
+
+
+@given(calls(), st.sampled_from([1 << 22, 8]))
+def test_lies_as_fakes_say(arguments: tuple[Any, ...], block_elements: int) -> None:
+    """Results and gradients of the kernels, and of the definition, have the strides that a trace takes them to have."""
+    q, k, v, mask, *rest = arguments
+    for forward, backward in (
+        (native_attention, native_attention_backward),
+        (attention_reference, attention_backward_reference),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_BLOCK_ELEMENTS", block_elements)
+            found = forward(*arguments)
+            gradients = backward(torch.randn_like(found[0]), q, k, v, mask, *found, *rest)
+        assert _strides(found) == _strides(fake_attention(*arguments))
+        assert _strides(gradients) == _strides(fake_attention_backward(found[0], q, k, v))
+
+
+def _strides(tensors: tuple[Tensor, ...]) -> list[list[int]]:
+    """Strides of the dims that are longer than one."""
+    return [
+        [step for step, size in zip(item.stride(), item.shape, strict=True) if size > 1 and item.numel()]
+        for item in tensors
+    ]
 
 
 def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
@@ -93,23 +131,28 @@ CUDA_KERNELS = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["heads", "rows", "packed"])
 @pytest.mark.parametrize(("dtype", "options", "kernel"), CUDA_KERNELS)
-def test_kernels_on_cuda(dtype: torch.dtype, options: dict[str, Any], kernel: str) -> None:
-    """On fake CUDA tensors the operators that run are torch's fused kernels, forward and backward."""
+def test_kernels_on_cuda(dtype: torch.dtype, options: dict[str, Any], kernel: str, kind: str) -> None:
+    """On fake CUDA tensors the operators that run are torch's fused kernels; results lie as a trace takes them to."""
     size, head, shift = 64, options.get("head", 32), options.get("shift", 0)
+    keys = options.get("keys", size)
     with FakeTensorMode() as fakes:
 
         def on_cuda(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return FakeTensor(fakes, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda"))
 
-        q = on_cuda(2, 4, size, head)
-        k, v = on_cuda(2, 2, 2, options.get("keys", size), head).unbind()
+        by_heads = (on_cuda(2, heads, rows, head) for heads, rows in ((4, size), (2, keys), (2, keys)))
+        q, k, v = (_lying(kind, x) for x in by_heads)
         mask = on_cuda(2, 1, size, size, dtype=torch.bool) if options.get("masked") else None
         constants = (None, 0.0, True, 0.3, 0, [0, 0, shift, 0], [2, 4, size + shift, size])
         with Observed() as mode:
             out, lse = native_attention(q, k, v, mask, *constants)
             assert (out.shape, lse.shape) == ((2, 4, size, head), (2, 4, size))
             gradients = native_attention_backward(torch.empty_like(out), q, k, v, mask, out, lse, *constants)
+        made = fake_attention(q, k, v, mask, *constants)
+        assert _strides((out, lse)) == _strides(made)
+        assert _strides(gradients) == _strides(fake_attention_backward(out, q, k, v))
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
     name = f"_scaled_dot_product_{kernel}_attention"
     assert {name, f"{name}_backward"} <= mode.operators
