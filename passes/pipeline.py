@@ -14,17 +14,18 @@ import torch
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
-from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
+from autoshard.ir.recompute import Recompute
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of
+from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.hoist import Hoist
 from passes.lowering.join_biases import JoinBiases
 from passes.lowering.lower import Lower, result_key
@@ -39,10 +40,10 @@ from passes.memory.lowered_memory import peak_bytes
 from passes.overlap import overlapped, room_of
 from passes.phases import OnPass, phases_of, run_passes
 from passes.planning.baselines import solve_baselines
+from passes.planning.bucket_prices import solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.cover import cover
-from passes.planning.exact_memory import exact_peak
 from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, find_fusion
 from passes.planning.rewrite_prices import Within
 from passes.planning.search import Search
@@ -52,12 +53,10 @@ from passes.prediction.segment_step import repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
-from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute import InsertRecompute
-from passes.recomputation.recompute_problem import Again
 from passes.recomputation.recompute_search import solve_jointly
-from passes.recomputation.with_again import with_again
+from passes.recomputation.savings import savings_of
 from passes.solver.assignment import Solution
 from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import ALL_PLANS, SearchControl
@@ -78,6 +77,9 @@ PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHub
 
 _NEAR = 0.1
 """A known recipe that costs so much more than what the search found is not faster where communication is hidden."""
+
+_SURE = 0.01
+"""Part of a step by which a choice at the prices of buckets must be faster than the search's, and known recipes."""
 
 _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 """Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
@@ -131,6 +133,7 @@ class Decision:
         recompute: what is recomputed.
         offload: what is offloaded.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
+        bucketed: the best solution with what is sent of parameters and gradients priced in buckets, likewise.
     """
 
     planning: PlanningProblem
@@ -138,6 +141,7 @@ class Decision:
     recompute: Recompute
     offload: Offload
     baselines: Mapping[str, Solution | None]
+    bucketed: Solution | None = None
 
 
 UNKNOWN = Prediction(0.0, 0, {}, {})
@@ -181,21 +185,27 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> Plan:
-    """The plan of the search, or of a known recipe that is nearly as cheap: which its lowered program says is fastest.
+    """The plan of the search, of a known recipe that is nearly as cheap, or of the search with prices of buckets.
 
-    The search adds up what a step does. What runs puts collectives into buckets and hides them, in some plans more than
-    in others. The bound is the search's.
+    Their lowered programs say which is fastest. The search adds up what a step does; what runs puts collectives into
+    buckets and hides them, in some plans more than in others. The bound is the search's.
     """
     solution, limit = found.solution, (1 + _NEAR) * found.solution.cost
     plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
-    plans = [replace(plan, recompute=found.recompute, offload=found.offload)]
-    known = [each for each in found.baselines.values() if each is not None and each.cost <= limit]
-    if options.runtime.overlap is None and not options.with_kernels:
-        for each in {tuple(item.choice): item for item in known}.values():
-            other = plan_of_choice(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
-            if options.memory_budget is None or other.predicted.peak_memory_bytes <= options.memory_budget:
-                plans.append(other)
-    return min(plans, key=lambda item: item.predicted.step_time_s)
+    best = replace(plan, recompute=found.recompute, offload=found.offload)
+    if options.runtime.overlap is not None or options.with_kernels:
+        return best
+    seen = {solution.choice} if found.planning is planning else set()
+    for each in (*found.baselines.values(), found.bucketed):
+        if each is None or each.cost > limit or each.choice in seen:
+            continue
+        seen.add(each.choice)
+        other = plan_of_choice(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
+        fits = options.memory_budget is None or other.predicted.peak_memory_bytes <= options.memory_budget
+        gain = _SURE if each is found.bucketed else 0.0
+        if fits and other.predicted.step_time_s < (1 - gain) * best.predicted.step_time_s:
+            best = other
+    return best
 
 
 @one_blas_thread()
@@ -213,6 +223,9 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     )  # fmt: skip
     baselines = solve_baselines(planning, quick, allowed, options.before, end) if options.with_baselines else {}
     start = [found for found in baselines.values() if found is not None]
+    bucketed = None
+    if options.with_baselines and not planning.elided.sites:
+        bucketed = solve_in_buckets(planning, BucketCollectives().least_bytes, quick, allowed)
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
     recompute = options.recompute and not planning.elided.sites
@@ -220,27 +233,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     found = solve_jointly(
         planning, search, allowed, start, recompute=recompute, offload=options.offload, before=before
     )  # fmt: skip
-    return Decision(found.planning, found.solution, *_savings(planning, found), baselines)
-
-
-def _savings(planning: PlanningProblem, found: JointSolution) -> tuple[Recompute, Offload]:
-    """What recomputation and offload do, each beside the other."""
-    choice, again = found.solution.choice, found.again
-
-    def without(left: Again) -> tuple[int, float]:
-        """Bytes that the peak has less, and seconds that the step takes more, than with what is left alone."""
-        other = with_again(planning, left)
-        peaks = [int(exact_peak(item, choice)) for item in (other, found.planning)]
-        costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]
-        return peaks[0] - peaks[1], costs[1] - costs[0]
-
-    recompute, offload = NO_RECOMPUTE, NO_OFFLOAD
-    if again.recomputed:
-        recompute = Recompute(again.recomputed, found.recomputable, *without(replace(again, recomputed=())))
-    if again.offloaded:
-        host = int(found.host_bytes)
-        offload = Offload(again.offloaded, found.offloadable, host, *without(replace(again, offloaded=())))
-    return recompute, offload
+    return Decision(found.planning, found.solution, *savings_of(planning, found), baselines, bucketed)
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
