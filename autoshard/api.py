@@ -33,6 +33,7 @@ from autoshard.arguments import (
     checked_budget,
     checked_cluster,
     checked_constraints,
+    checked_hardware,
     checked_outputs,
     checked_reduce_dtype,
     split_inputs,
@@ -93,6 +94,7 @@ def compile(
     timeout_s: float = TIMEOUT_S,
     outputs: str = "all",
     gather_outputs: bool = False,
+    cluster: Cluster | None = None,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -142,6 +144,8 @@ def compile(
             need is neither computed nor kept. A `TrainStep` needs the loss alone whatever this says.
         gather_outputs: hand outputs out whole, but for those in `constraints`. By default, where there are processes,
             those that are no scalars are DTensors that lie as the plan has them; see docs/running.md.
+        cluster: with a mesh: the hardware that plans are for, such as what `calibrate` measured; default: this machine,
+            and other hosts of `torchrun` as gigabit Ethernet joins them.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -169,7 +173,7 @@ def compile(
     update = update_for(model, optimizer, max_grad_norm, fixed, strict=strict)
     device = _device_of(model, mesh)
     planner = Planner(
-        cluster=mesh if isinstance(mesh, Cluster) else None,
+        cluster=checked_hardware(cluster, mesh),
         fixed=fixed,
         loss_fn=loss_fn,
         precision=precision,

@@ -332,6 +332,26 @@ def check_target(target: Any, mesh: Any) -> None:
         )
 
 
+def checked_hardware(cluster: Any, mesh: Any) -> Cluster | None:
+    """What the plans of `compile` are priced for; None: this machine.
+
+    Raises:
+        MeshError: it is no cluster, goes with no mesh, or has not a device for each rank.
+    """
+    if cluster is None:
+        return mesh if isinstance(mesh, Cluster) else None
+    if not isinstance(cluster, Cluster):
+        raise MeshError(f"cluster={cluster!r} is a {type(cluster).__name__}; pass a Cluster, Cluster('h100_sxm').")
+    if not isinstance(mesh, DeviceMesh | Mesh):
+        raise MeshError(
+            f"cluster={cluster.name} goes with a mesh, and mesh={mesh!r} is none; pass a Mesh, or a DeviceMesh."
+        )
+    ranks = Mesh.from_device_mesh(mesh).size if isinstance(mesh, DeviceMesh) else mesh.size
+    if ranks != cluster.size:
+        raise MeshError(f"{mesh} has {ranks} ranks, and cluster={cluster.name} has {cluster.size} devices.")
+    return cluster
+
+
 def checked_cluster(target: Any, mesh: Any) -> Cluster | JoinedCluster:
     """What recipes are planned for; they choose the axes.
 

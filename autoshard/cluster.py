@@ -200,19 +200,30 @@ def meshes_of(target: Any, mesh: Mesh | None) -> list[Mesh]:
 
 
 def local_cluster(mesh: Mesh) -> PricedCluster:
-    """This machine, as hardware with a device for each rank of a mesh.
+    """The machines of this run, as hardware with a device for each rank of a mesh.
+
+    Hosts without GPUs are taken to be joined by gigabit Ethernet; `calibrate` measures what joins them.
 
     Raises:
-        NotAvailableError: it has GPUs that no hardware file describes.
+        NotAvailableError: there are GPUs that no hardware file describes.
     """
     if world_size() != mesh.size or not torch.cuda.is_available():
+        per_node = ranks_per_host(mesh.size)
         kind = node_type("cpu_laptop")
-        return PricedCluster(replace(kind, devices_per_node=max(mesh.size, kind.devices_per_node)), 1, mesh.size)
+        kind = kind if per_node == mesh.size else kind.with_network("ethernet_1g")
+        kind = replace(kind, devices_per_node=max(per_node, kind.devices_per_node))
+        return PricedCluster(kind, mesh.size // per_node, per_node)
     found = torch.cuda.get_device_name()
     name = next((node for part, node in _NODES_BY_DEVICE.items() if part in found), None)
     if name is None:
         raise NotAvailableError(
             f"No hardware file describes {found!r}; there are {', '.join(_NODES_BY_DEVICE.values())}. Pass a Cluster."
         )
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
+    per_node = ranks_per_host(mesh.size)
     return PricedCluster(name, nodes=mesh.size // per_node, devices_per_node=per_node)
+
+
+def ranks_per_host(ranks: int) -> int:
+    """How many of the ranks that run are on each host, as `torchrun` says; all of them where it says nothing."""
+    found = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if world_size() == ranks > 1 else ranks
+    return found if ranks % found == 0 else ranks

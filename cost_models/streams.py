@@ -25,8 +25,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cost_models import constants
-from cost_models.device import Device
 from cost_models.errors import CostArgumentError
+from cost_models.hardware import Cluster
 from cost_models.timeline import COMPUTE, Span, Timeline
 
 
@@ -78,19 +78,26 @@ class Overlap:
     slowdown: float = field(default_factory=lambda: measured_slowdown())
 
 
-def overlap_of(device: Device) -> Overlap | None:
-    """How computation runs beside communication that a program leaves under way on a device; None: not at all.
+def overlap_of(cluster: Cluster) -> Overlap | None:
+    """How computation runs beside communication that a program leaves under way on a cluster; None: not at all.
 
-    On a GPU collectives take some of its processors (`measured_slowdown`). A CPU is kept as busy by communication as by
-    computation: 62 ms one after the other were 64 ms beside each other (Gloo on loopback, two cores, 2026-11-23).
+    On a GPU collectives take some of its processors (`measured_slowdown`). CPUs of one machine are kept as busy by
+    communication as by computation: 62 ms one after the other were 64 ms beside each other (Gloo on loopback, two
+    cores, 2026-11-23). CPUs behind a network wait for it, and lose less than they hide.
     """
-    return Overlap() if device.dispatch_s else None
+    if cluster.device.dispatch_s:
+        return Overlap()
+    return Overlap(slowdown=_number("network_slowdown")) if cluster.nodes > 1 else None
 
 
 @lru_cache(maxsize=1)
 def measured_slowdown() -> float:
     """The published mean, from `data/runtime/overlap.toml`."""
-    return constants.load("runtime", "overlap").number("compute_slowdown", "1")
+    return _number("compute_slowdown")
+
+
+def _number(key: str) -> float:
+    return constants.load("runtime", "overlap").number(key, "1")
 
 
 @dataclass(frozen=True, slots=True)

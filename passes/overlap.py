@@ -9,6 +9,8 @@ from typing import Any
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, Program
+from cost_models.hardware import Cluster
+from cost_models.streams import overlap_of
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.start_soon import StartSoon
@@ -20,6 +22,16 @@ Pass = Callable[[PhasedProgram], PhasedProgram]
 
 APART: Sequence[Pass] = (WaitLate(), StartSoon(), StartAhead(by=None))
 """What brings starts before what they do not need, and waits behind it, so that collectives come together."""
+
+FEWEST = 12 * MIB
+"""A rank's piece of a bucket that nothing runs beside. Larger buckets would win little, and a CPU's C library gives
+memory of 32 MiB and more back to the system when it is freed, and takes it anew at each step."""
+
+ALONE: Sequence[Sequence[Pass]] = tuple(
+    (*APART, BucketCollectives(end_bytes=None, least_bytes=size, most_bytes=size), StartAhead(), WaitInTurn())
+    for size in (FEWEST, FEWEST // 3, FEWEST // 6)
+)
+"""What comes before `OVERLAP` where nothing runs beside communication: the fewest buckets that memory has room for."""
 
 OVERLAP: Sequence[Sequence[Pass]] = (
     (*APART, BucketCollectives(), StartAhead(), WaitInTurn()),
@@ -41,19 +53,22 @@ def overlapped(
     on_pass: Callable[[Any, Any, Any], None] | None = None,
     micro_batches: int = 1,
     memory_bytes: float | None = None,
+    cluster: Cluster | None = None,
 ) -> PhasedProgram:
-    """The phases after rows of `OVERLAP`.
+    """The phases after rows of `OVERLAP`, or of `ALONE`.
 
     Args:
         phased: the program.
         on_pass: sees what each pass was given and made.
         micro_batches: how many a step has.
         memory_bytes: the most that each rank may have in use; None: no more than the program has without.
+        cluster: where it runs, which decides whether anything runs beside communication; None: it does.
     """
     peak = peak_bytes(phased, micro_batches=micro_batches)
     limit = peak if memory_bytes is None else max(peak, min(memory_bytes, (1 + IN_FLIGHT) * peak))
     made, left = phased, list(phased.phases)
-    for row in OVERLAP:
+    rows = OVERLAP if cluster is None or overlap_of(cluster) is not None else (*ALONE, *OVERLAP)
+    for row in rows:
         steps = list(_run(row, phased))
         tried = {name: _with_phases(phased, steps[-1][-1], [name]) for name in left}
         fitting = [name for name in left if peak_bytes(tried[name], micro_batches=micro_batches) <= limit]

@@ -382,7 +382,7 @@ def lower_prepared(
     room = room_of(prepared, plan)
     first = (SplitPhases(saves_least), Hoist(micro_batches, NodeTime(plan.mesh, cluster), room))
     phased = phases_of(lowered, cluster, first, last, with_kernels, with_generated, on_pass)
-    return overlapped(phased, on_pass, micro_batches, room) if with_overlap else phased
+    return overlapped(phased, on_pass, micro_batches, room, cluster) if with_overlap else phased
 
 
 def plan_of_choice(
@@ -419,7 +419,7 @@ def _walked(
         micro_batches=micro_batches if is_whole else 1,
     )  # fmt: skip
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
-    if not is_whole and overlap_of(cluster.device) is not None:
+    if not is_whole and overlap_of(cluster) is not None:
         walked = replace(walked, segments=repeated_step(planning, choice, micro_batches))
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)

@@ -262,3 +262,25 @@ def test_a_constraint_on_an_output_that_is_not_there() -> None:
 def test_verify_of_what_is_not_compiled() -> None:
     with pytest.raises(TraceError, match=r"a Linear is not compiled; pass what autoshard.compile gave"):
         autoshard.verify(small())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cluster", "words"),
+    [
+        (Mesh({"data": 2}), "h100_sxm", r"cluster='h100_sxm' is a str; pass a Cluster"),
+        (Mesh({"data": 2}), CLUSTER, r"Mesh\(data=2\) has 2 ranks, and cluster=cpu_laptop:1x4 has 4 devices"),
+        (CLUSTER, CLUSTER, r"cluster=cpu_laptop:1x4 goes with a mesh"),
+    ],
+)
+def test_hardware_that_plans_are_for_suits_the_mesh(mesh: Any, cluster: Any, words: str) -> None:
+    """One device for each rank."""
+    with pytest.raises(MeshError, match=words):
+        autoshard.compile(nn.Linear(2, 2), mesh, cluster=cluster)
+
+
+def test_plans_are_for_the_hardware_that_is_given() -> None:
+    """With a mesh, instead of this machine."""
+    given = Cluster("h100_sxm", 1, 2)
+    sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), cluster=given, example_inputs=(torch.ones(4, 4),))
+    assert sharded.plan is not None
+    assert sharded.plan.hardware == given.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-_c10d = torch.ops._c10d_functional
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 WAIT = _c10d.wait_tensor.default
 ALL_REDUCE = _c10d.all_reduce.default
@@ -33,9 +33,11 @@ def holds_operand(node: fx.Node) -> bool:
 def reduces_in_place(node: fx.Node) -> bool:
     """Whether an all-reduce may leave its result in the memory of its operand: a fresh buffer that nothing else reads.
 
-    Processes run it so, and memory is counted so.
+    One that is packed, or is filled (`autoshard.runtime.fill_buckets`). Processes run it so, and memory is counted so.
     """
-    if node.target is not ALL_REDUCE:
+    operand = node.args[0] if node.target is ALL_REDUCE else None
+    if not isinstance(operand, fx.Node):
         return False
-    operand = node.args[0]
-    return isinstance(operand, fx.Node) and operand.target is torch.ops.aten.cat.default and len(operand.users) == 1
+    if operand.target is _aten.new_empty.default:
+        return all(user is node or user.target is _aten.split_with_sizes.default for user in operand.users)
+    return operand.target is _aten.cat.default and len(operand.users) == 1

@@ -29,6 +29,7 @@ from autoshard.runtime.agreement import ControlGroup, Facts
 from autoshard.runtime.boundary import pad_local, unpad_local
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import NOTHING, Loaded
+from autoshard.runtime.fill_buckets import fill_buckets
 from autoshard.runtime.fold_views import fold_views
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.gather_region import gather_region
@@ -60,7 +61,7 @@ class DistributedEngine:
     Args:
         device_mesh: the mesh, with names for its dims; this process must be on it.
         wrap: applied to each bound graph before it runs, e.g. a compiler.
-        check_in_place: sees each graph that writes over inputs: the functional one, the other, and what is written.
+        check_in_place: sees each graph that writes: the functional one, the other, and what inputs are written.
         finish_in_place: rewrites each graph that writes over inputs, before it is checked.
         timeout_s: how long ranks wait for one that shows no sign of life.
     """
@@ -112,7 +113,7 @@ class DistributedEngine:
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """See `Engine`: results are written over inputs; such a graph calls fused updates, which need no compiler."""
         wrap = None if written else self._wrap
-        bound = bind(self._in_place(graph_module, written) if written else graph_module, self.groups)
+        bound = bind(graph_module if wrap is not None else self._writing(graph_module, written), self.groups)
         if wrap is None:
             reduce_in_place(bound)
         if wrap is None and not written:
@@ -142,11 +143,12 @@ class DistributedEngine:
 
         return run_showing_life
 
-    def _in_place(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-        writing = write_in_place(graph_module, written)
-        if self._finish_in_place is not None:
+    def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
+        """The graph that writes: over inputs if it may, else into buckets."""
+        writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
+        if self._finish_in_place is not None and written:
             writing = self._finish_in_place(writing)
-        if self._check_in_place is not None:
+        if self._check_in_place is not None and writing is not graph_module:
             self._check_in_place(graph_module, writing, written)
         return writing
 

@@ -2,7 +2,7 @@
 
 Node by node, each rank's operands are evaluated. A collective takes the operands of each group of ranks, and
 hands each rank its result. Ranks whose operands are the same objects (copies) share one evaluation and one
-result, so a replicated computation costs once.
+result, so a replicated computation costs once. Memory that a program takes to write in is each rank's own.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Run:
             return [operator.attrgetter(str(node.target))(self.root)] * len(ranks)
         if _is_collective(node.target):
             return self._communicate(node, [_arguments_at(node, values, rank) for rank in ranks])
-        if _reads_rank(node):
+        if _reads_rank(node) or node.target is torch.ops.aten.new_empty.default:
             return [self._evaluate_at(rank, node, _arguments_at(node, values, rank)) for rank in ranks]
         operands = [values[operand] for operand in node.all_input_nodes]
         results: dict[tuple[Any, ...], Any] = {}

@@ -43,7 +43,7 @@ class BucketCollectives:
 
     Args:
         end_bytes: whatever the rule below says, a bucket may have this much, but no more than a quarter of what the
-            largest may have.
+            largest may have. None: every bucket may be as large as the largest.
         least_bytes, most_bytes: the largest have an eighth of all bytes of their kind, within these: few enough for
             their latency not to count.
 
@@ -51,7 +51,7 @@ class BucketCollectives:
     so that little is on its way when nothing computes any longer.
     """
 
-    end_bytes: int = MIB // 2
+    end_bytes: int | None = MIB // 2
     least_bytes: int = MIB // 2
     most_bytes: int = 8 * MIB
 
@@ -72,7 +72,7 @@ class BucketCollectives:
             yield from self._fill(members, min(self.most_bytes, max(self.least_bytes, share)))
 
     def _fill(self, members: Sequence[_Member], most_bytes: int) -> Iterator[tuple[_Member, ...]]:
-        end_bytes = min(self.end_bytes, most_bytes // 4)
+        end_bytes = most_bytes if self.end_bytes is None else min(self.end_bytes, most_bytes // 4)
         before = list(accumulate((member.size for member in members), initial=0))
         bucket: list[_Member] = []
         start = cap = 0

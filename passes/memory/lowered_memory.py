@@ -16,6 +16,7 @@ from torch import fx
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, OutputKind
+from autoshard.runtime.fill_buckets import filled
 from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.write_in_place import write_in_place
 from passes.memory.storages import Storage, Storages
@@ -34,14 +35,16 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
     sums = [memory.new(size) for size in _carried_bytes(phased)] if micro_batches > 1 else []
     once = _run_once(memory, phased, inputs)
     held = [*inputs, *sums, *once]
-    results = memory.run(phased.forward.graph, [*(inputs[index] for index in phased.forward_inputs), *once], held)
+    results = memory.run(
+        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], held
+    )
     count = len(phased.forward_outputs)
     outputs, saved = results[:count], results[count:]
     if phased.update is None:
         slots = (phased.lowered.outputs[index].slot for index in phased.forward_outputs)
         held += [value for slot, value in zip(slots, outputs, strict=True) if slot.kind == OutputKind.OUTPUT]
     tangents = [inputs[index] for index in phased.backward_inputs]
-    gradients = memory.run(phased.backward.graph, [*saved, *tangents], held)
+    gradients = memory.run(filled(phased.backward.graph), [*saved, *tangents], held)
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
         if sums:
@@ -56,7 +59,7 @@ def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Storage]
     """What is computed once for all micro-batches."""
     if phased.hoisted is None:
         return []
-    return memory.run(phased.hoisted.graph, [inputs[index] for index in phased.hoisted_inputs], inputs)
+    return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)
 
 
 def _add(

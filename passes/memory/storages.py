@@ -72,7 +72,7 @@ class Storages:
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
-        operands = [operand for operand in node.all_input_nodes if where.get(operand)]
+        operands = [operand for operand in _sources(node) if where.get(operand)]
         if node.target is operator.getitem and operands:
             numbers = where[operands[0]]
             return numbers if len(numbers) == 1 else (numbers[int(node.args[1])],)  # type: ignore[call-overload]
@@ -90,6 +90,12 @@ def _needed_by(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys((*operands, *sent)))
 
 
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The operands of a call, first the one that it writes if it gives that back."""
+    given = node.kwargs.get("out")
+    return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
+
+
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
     """Whether a call gives the memory of its first tensor."""
     target = node.target
@@ -100,4 +106,4 @@ def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
     if target is torch.ops.aten.contiguous.default:
         value = source.meta.get("val")
         return isinstance(value, torch.Tensor) and value.is_contiguous()
-    return any(item.alias_info is not None and not item.alias_info.is_write for item in target._schema.returns)
+    return any(item.alias_info is not None for item in target._schema.returns)

@@ -80,7 +80,7 @@ def predict(
     if walked is None:
         segments, overlap = segment_step(planning, choice, kernels, shares=not record), runtime.overlap
     else:
-        segments, overlap = walked.segments, overlap_of(planning.prices.cluster.device)
+        segments, overlap = walked.segments, overlap_of(planning.prices.cluster)
     times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(runtime.dispatch), record=record)
     memory = _memory_parts(planning, choice, times, 0 if walked is None else walked.passes_bytes)
     micro_batches = 1 if walked is None else planning.liveness.micro_batches

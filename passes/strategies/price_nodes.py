@@ -2,6 +2,7 @@
 
 * A call takes what `cost_models.operators` says of its local operands and results.
 * A collective takes what `cost_models.collectives` says, on the links of its group.
+* A bucket that is reduced takes what is copied of it; other members are computed into it (`fill_buckets`).
 * A reshard copies what is there before and after each of its steps, once (`StepPrice`); the calls by which a step is
   written out (`autoshard.ir.emit`) count as that, not one by one.
 """
@@ -20,6 +21,7 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.mesh import Mesh
 from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import TRANSFERS, to_host
+from autoshard.runtime.fill_buckets import members_of
 from cost_models.compute import memory_time, work_time
 from cost_models.hardware import Cluster
 from cost_models.operators import work
@@ -53,6 +55,9 @@ class NodePrices:
             return self._copied_s(node)
         if is_collective(node):
             return 0.0
+        if members := members_of(node):
+            copied = sum(member.size_bytes for member in members if member.computed is None)
+            return self._called_s(node, str(node.target)) * copied / _bytes(node.meta["val"])
         target = SEMANTIC.get(node.target, node.target)
         if target in TRANSFERS:
             device, size = self.cluster.device, _bytes(node.meta["val"])

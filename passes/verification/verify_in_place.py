@@ -1,4 +1,4 @@
-"""Verify that a graph which writes results over inputs computes what the functional graph does.
+"""Verify that a graph which writes, over inputs or into buckets, computes what the functional graph does.
 
 The graph is walked with a memory in which every value has a place, shared with all that may alias it, and the number
 that it has in the functional graph (`number_values`). Writing gives the written value a new number and makes
@@ -7,7 +7,7 @@ it is waited for: an all-reduce sends views too, over three Gloo ranks or more. 
 graph does not make, the results must have the functional ones' numbers, and only the inputs that are meant to be are
 written. That a twin in place computes what its functional operator does is what the kernels' tests show. Placeholders
 are taken not to alias each other: they are parameters, state and values of one program. Buckets of updates are written
-out as these first (`passes.lowering.bucket_updates`).
+out as these first (`passes.lowering.bucket_updates`), and buckets of gradients that are filled are packed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autoshard.kernels.optimizers import IN_PLACE
 from passes.preparation.number_values import Numbering, call_key
 from passes.verification.check_computed import check_computed
 from passes.verification.expand_buckets import expand_buckets
+from passes.verification.pack_buckets import pack_buckets, shaped_alike
 
 _aten = torch.ops.aten
 _FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({twin: update for update, twin in IN_PLACE.items()})
@@ -47,7 +48,10 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
             input is written that nothing should be; the message names the node.
     """
     check_computed(after.graph)
-    _Memory(before, expand_buckets(after), written).run()
+    packed = pack_buckets(after)
+    if packed is not after:
+        before = shaped_alike(before)
+    _Memory(before, expand_buckets(packed), written).run()
 
 
 @dataclass(slots=True)

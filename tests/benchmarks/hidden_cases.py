@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import autoshard
-from autoshard import Mesh, P, PartitionSpec
+from autoshard import Cluster, Mesh, P, PartitionSpec
 from autoshard.runtime.train_step import TrainStep
+from cost_models.hardware import node_type
 from tests.benchmarks.step_tensor_parallel import tensor_specs
 
 AXIS = "model"
 WORDS = 256
+
+LINKED = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=2, devices_per_node=1)
+"""Two ranks whose processors wait for the link between them: of one machine they would be busy with it."""
 
 
 def llama(layers: int, hidden: int) -> nn.Module:
@@ -51,7 +55,7 @@ def compiled(name: str, model: nn.Module, mesh: Any = None) -> TrainStep:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = autoshard.compile(
         *(model, Mesh({AXIS: 2}) if mesh is None else mesh),
-        optimizer=optimizer, constraints=PLANS[name](model), precision=None, check="off",
+        optimizer=optimizer, constraints=PLANS[name](model), precision=None, check="off", cluster=LINKED,
     )  # fmt: skip
     assert isinstance(step, TrainStep)
     return step

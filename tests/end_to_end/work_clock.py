@@ -21,7 +21,9 @@ from autoshard.ir.lowered import PhasedProgram
 from passes.strategies.collective_nodes import collective_of
 
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_PRODUCTS = {
+    _aten.mm.default: 0, _aten.mm.out: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1,
+}  # fmt: skip
 """Operators, and which operand is the first factor."""
 
 

@@ -81,7 +81,7 @@ class Run:
         given = [self._laid_out(lowered, batch) for batch in self.batches]
         run = _Simulated(lowered.mesh)
         match place:
-            case Place.PHASES | Place.MICRO_BATCHES:
+            case Place.PHASES | Place.MICRO_BATCHES | Place.FILLED:
                 return _numbers_of(lowered, _run_step(phased, given, order, run))
             case Place.IN_PLACE:
                 run.is_written = phased.update

@@ -2,8 +2,8 @@
 
 A mutant is wrong in the joint program, its slots or what of it is added up over micro-batches (`verify_program`), in
 the phases that it is cut into (`verify_phases`), in the form that is lowered (`verify_preparation`), in the update as
-it is written in place (`verify_in_place`), or on one rank alone, whose text the others compare with theirs.
-`tests.passes.mutant_runs` runs mutants beside the right program.
+it is written in place, or the backward as it fills its buckets (`verify_in_place`), or on one rank alone, whose text
+the others compare with theirs. `tests.passes.mutant_runs` runs mutants beside the right program.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Place(StrEnum):
     MICRO_BATCHES = "micro-batches"
     PREPARATION = "preparation"
     IN_PLACE = "update in place"
+    FILLED = "filled buckets"
     ONE_RANK = "one rank"
 
 
@@ -92,6 +93,8 @@ class Mutant:
                 verify_phases(self.phased)
             case Place.IN_PLACE if self.right is not None and self.right.update is not None and self.phased.update:
                 verify_in_place(self.right.update, self.phased.update, written_of(self.phased))
+            case Place.FILLED if self.right is not None:
+                verify_in_place(self.right.backward, self.phased.backward, {})
             case Place.ONE_RANK if self.right is not None:
                 if self.phased.digest() != self.right.digest():
                     raise VerificationError("ranks run unlike programs")

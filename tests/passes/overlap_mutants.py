@@ -16,6 +16,7 @@ from torch import fx
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.runtime.fill_buckets import fill_buckets
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_in_turn import WaitInTurn
@@ -23,6 +24,7 @@ from passes.overlap import APART, OVERLAP, Pass
 from passes.verification.verify_in_place import written_operands
 from tests.passes import bucket_mutations, mutations, training_mutations
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS, FLIGHT_MUTATIONS, ancestors
+from tests.passes.fill_mutations import FILL_MUTATIONS
 from tests.passes.hoist_mutations import HOIST_MUTATIONS
 from tests.passes.in_place import in_place
 from tests.passes.mutants import (
@@ -201,6 +203,20 @@ def copy_into_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     return f"{node} over {node.args[0]}"
 
 
+# The backward, as it fills its buckets.
+
+
+def _in_backward(mutation: Mutation) -> Mutate:
+    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+        module = copy_of(fill_buckets(phased.backward))
+        if not module.graph.find_nodes(op="call_function", target=_aten.new_empty.default):
+            return None
+        what = mutation(module.graph, random, phased.lowered.mesh)
+        return None if what is None else (what, replace(phased, backward=module), phased.lowered.traced)
+
+    return mutate
+
+
 # What one rank does otherwise.
 
 
@@ -245,10 +261,12 @@ _ANY = (
 )  # fmt: skip
 """Mistakes of any pass that rewrites collectives."""
 
+_IN_FLIGHT = (bucket_mutations.write_in_flight, bucket_mutations.wait_for_other, bucket_mutations.move_call)
+"""Mistakes with what is under way."""
+
 _IN_UPDATE = (
     hoist_gather, lower_wait, *map(_of_updates, (exchange_updated, leave_updated_out, update_twice)), skip_copy,
-    copy_into_other, mutations.replace_operand, mutations.swap_results, *BUCKET_MUTATIONS,
-    bucket_mutations.write_in_flight, bucket_mutations.wait_for_other, bucket_mutations.move_call,
+    copy_into_other, mutations.replace_operand, mutations.swap_results, *BUCKET_MUTATIONS, *_IN_FLIGHT,
 )  # fmt: skip
 
 _OF_ONE_RANK = (
@@ -263,6 +281,7 @@ def overlap_kinds(plain: PhasedProgram) -> Kinds:
         **{(Place.PHASES, item.__name__): item for item in (exchange_kept, exchange_places)},
         **{(Place.PHASES, item.__name__): of_steps(item) for item in HOIST_MUTATIONS},
         **{(Place.IN_PLACE, item.__name__): _in_update(item) for item in _IN_UPDATE},
+        **{(Place.FILLED, item.__name__): _in_backward(item) for item in (*FILL_MUTATIONS, *_ANY, *_IN_FLIGHT)},
         **{(Place.ONE_RANK, item.__name__): in_phase(item) for item in _OF_ONE_RANK},
         (Place.ONE_RANK, "pass_otherwise"): _passes_otherwise(plain),
     }

@@ -155,7 +155,7 @@ def test_predictions_are_of_what_runs() -> None:
     plan = plan_of_choice(planning, choice, 0.0, None, cluster, PlanOptions())
     run = lower_prepared(planning.space.program, plan, cluster)
     walked = walk(planning, run)
-    times = simulate_streams(walked.segments, overlap_of(cluster.device), dispatch_s=cluster.device.dispatch("eager"))
+    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch("eager"))
     assert plan.predicted.step_time_s == pytest.approx(times.total_s)
     assert plan.predicted.peak_memory_bytes == peak_bytes(run)
     assert plan.predicted.sent_bytes == walked.sent_bytes == pytest.approx(walk(planning, serial).sent_bytes)

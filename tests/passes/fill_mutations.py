@@ -1,0 +1,136 @@
+"""Mutations of backwards whose buckets are written as their members are computed.
+
+Each takes the graph as processes run it, as those of `tests.passes.mutations` do.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.mesh import Mesh
+from autoshard.runtime.fill_buckets import INTO
+from tests.passes.mutations import Mutation, alike, is_tensor, pick
+
+_aten = torch.ops.aten
+
+
+def _is_writer(node: fx.Node) -> bool:
+    return node.target is _aten.copy_.default or node.target in INTO.values()
+
+
+def _is_buffer(node: fx.Node) -> bool:
+    return node.target is _aten.new_empty.default
+
+
+def _written(writer: fx.Node) -> Any:
+    """What a call writes."""
+    return writer.kwargs.get("out", writer.args[0])
+
+
+def _splits(graph: fx.Graph) -> list[fx.Node]:
+    """What makes the parts of buckets that have several."""
+    found = [user for node in graph.nodes if _is_buffer(node) for user in node.users]
+    return [node for node in found if node.target is _aten.split_with_sizes.default and len(node.users) > 1]
+
+
+def exchange_written(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Two members that are written at each other's place."""
+    splits = _splits(graph)
+    if not splits:
+        return None
+    first, second = random.sample(list(random.choice(splits).users), 2)
+    first.args, second.args = second.args, first.args
+    return f"{first} and {second} take each other's place"
+
+
+def leave_unwritten(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A member that is not written."""
+    writer: Any = pick(graph, random, _is_writer)
+    if writer is None:
+        return None
+    graph.erase_node(writer)
+    return f"without {writer}"
+
+
+def write_too_late(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A member that is written when its bucket is under way."""
+    started = [node for node in graph.nodes if is_collective(node) and any(map(_is_buffer, node.all_input_nodes))]
+    writers = [node for node in graph.nodes if _is_writer(node)]
+    if not started or not writers:
+        return None
+    writer, behind = random.choice(writers), random.choice(started)
+    behind.append(writer)
+    return f"{writer} behind {behind}"
+
+
+def write_again(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A member that another value is written over."""
+    writer: Any = pick(graph, random, _is_writer)
+    if writer is None:
+        return None
+    place = _written(writer)
+    before = list(graph.nodes)[: list(graph.nodes).index(writer)]
+    values = [node for node in before if node is not place and is_tensor(node) and alike(node, place)]
+    if not values:
+        return None
+    value = random.choice(values)
+    with graph.inserting_after(writer):
+        graph.call_function(_aten.copy_.default, (place, value)).meta = dict(writer.meta)
+    return f"{value} over {place}"
+
+
+def shift_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A bucket that is cut elsewhere, into as many parts."""
+    splits = _splits(graph)
+    if not splits:
+        return None
+    split: Any = random.choice(splits)
+    sizes = list(split.args[1])
+    random.shuffle(sizes)
+    if sizes == list(split.args[1]):
+        sizes[0], sizes[1] = sizes[0] + 1, sizes[1] - 1
+    split.args = (split.args[0], sizes, *split.args[2:])
+    return f"{split} into {sizes}"
+
+
+def turn_place(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """A product that is written in another shape."""
+    writer: Any = pick(graph, random, lambda node: node.target in INTO.values())
+    if writer is None:
+        return None
+    place = _written(writer)
+    shape = list(place.args[1])
+    if shape == shape[::-1]:
+        return None
+    place.args = (place.args[0], shape[::-1])
+    return f"{place} as {shape[::-1]}"
+
+
+def send_a_part(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """Another call that reads what is in a bucket before it is sent."""
+    writer: Any = pick(graph, random, _is_writer)
+    if writer is None:
+        return None
+    place = _written(writer)
+    behind = list(graph.nodes)[list(graph.nodes).index(writer) + 1 :]
+    readers = [(node, item) for node in behind for item in node.all_input_nodes]
+    readers = [
+        (node, item)
+        for node, item in readers
+        if item is not place and node.op == "call_function" and is_tensor(item) and alike(item, place)
+    ]
+    if not readers:
+        return None
+    reader, operand = random.choice(readers)
+    reader.replace_input_with(operand, place)
+    return f"{reader} reads {place}, not {operand}"
+
+
+FILL_MUTATIONS: tuple[Mutation, ...] = (
+    exchange_written, leave_unwritten, write_too_late, write_again, shift_parts, turn_place, send_a_part,
+)  # fmt: skip

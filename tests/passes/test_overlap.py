@@ -1,0 +1,62 @@
+"""What overlaps, and how many buckets there are, follows from the hardware."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoshard.cluster import Cluster, local_cluster
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from cost_models.hardware import node_type
+from cost_models.streams import overlap_of
+from passes.overlap import overlapped
+from passes.verification.verify_phases import verify_phases
+from tests.passes.lowering.overlapped import fully_sharded
+
+ONE_MACHINE = Cluster("cpu_laptop", devices_per_node=4)
+HOSTS = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=4, devices_per_node=1)
+
+
+def sends(phased: PhasedProgram) -> int:
+    """Collectives of a step."""
+    return sum(is_collective(node) for phase in phased.phases.values() for node in phase.graph.nodes)
+
+
+def test_where_nothing_runs_beside_communication_buckets_are_few() -> None:
+    """Ranks of one machine are busy with what they send; those of several hosts wait for it."""
+    phased = fully_sharded()
+    alone, beside = (overlapped(phased, memory_bytes=math.inf, cluster=item) for item in (ONE_MACHINE, HOSTS))
+    verify_phases(alone)
+    assert sends(alone) < sends(beside) < sends(phased)
+    assert sends(beside) == sends(overlapped(phased, memory_bytes=math.inf))
+
+
+def test_memory_has_the_last_word() -> None:
+    """Without room there are no more than buckets that overlap take."""
+    phased = fully_sharded()
+    alone, beside = (overlapped(phased, cluster=item) for item in (ONE_MACHINE, HOSTS))
+    assert sends(alone) <= sends(beside)
+
+
+def test_overlap_is_that_of_the_links() -> None:
+    """None on one machine; a little slower beside a network, less than beside a GPU's collectives."""
+    behind_network, of_gpus = overlap_of(HOSTS), overlap_of(Cluster("h100_sxm"))
+    assert overlap_of(ONE_MACHINE) is None
+    assert behind_network is not None
+    assert of_gpus is not None
+    assert 0 < behind_network.slowdown < of_gpus.slowdown
+
+
+@pytest.mark.parametrize(("local", "nodes"), [("4", 1), ("2", 2), ("1", 4), ("3", 1), (None, 1)])
+def test_hosts_of_a_run_are_known(monkeypatch: pytest.MonkeyPatch, local: str | None, nodes: int) -> None:
+    """As `torchrun` tells processes, if it starts as many on each."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    found = local_cluster(Mesh({"data": 2, "model": 2}))
+    assert (found.nodes, found.size) == (nodes, 4)
+    assert local_cluster(Mesh({"data": 2})).nodes == 1  # simulated
