@@ -121,6 +121,12 @@ class ControlGroup:
         finally:
             self._is_telling = False
 
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Within, other ranks see that this one is at work, and hear of its error."""
+        with self.telling_errors(), self.channel.showing_life(what):
+            yield
+
     def gather(self, value: T, what: str) -> list[T]:
         """The value of each rank, in the order of ranks; `what` as for `agree`."""
         everyone = [pickle.loads(said) for said in self.channel.exchange(pickle.dumps(value), what)]

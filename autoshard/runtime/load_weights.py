@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -58,14 +59,18 @@ def load_weights(model: nn.Module, engine: Engine, path: str | Path, *, strict: 
 
 
 def together(engine: Engine, what: str, make: Callable[[], T]) -> T:
-    """What `make` gives, if it does on every rank; else the same `WeightsError` on all."""
+    """What `make` gives, if it does on every rank; else the same `WeightsError` on all.
+
+    Meanwhile other ranks see that this one is at work, and hear of any other error of it.
+    """
     made, failure = [], ""
-    try:
-        made.append(make())
-    except WeightsError as error:
-        failure = str(error)
-    except OSError as error:
-        failure = f"The disk failed: {error}"
+    with nullcontext() if engine.control is None else engine.control.working(what):
+        try:
+            made.append(make())
+        except WeightsError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = f"The disk failed: {error}"
     failures = _everyone(engine, failure, what)
     if any(failures):
         by_text = {text: [rank for rank, said in enumerate(failures) if said == text] for text in failures if text}

@@ -193,7 +193,7 @@ class StepAgreement:
         if self._control is None:
             yield
             return
-        with self._control.telling_errors(), self._control.channel.showing_life("compiles"):
+        with self._control.working("compiles"):
             yield
 
     def add(self, executable: Executable, model: nn.Module) -> None:

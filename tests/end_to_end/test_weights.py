@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +25,11 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import P
-from autoshard.errors import NotAvailableError, TraceError, WeightsError
+from autoshard.errors import NotAvailableError, RankMismatchError, TraceError, WeightsError
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.export_weights import export_weights
-from autoshard.runtime.load_weights import load_weights
+from autoshard.runtime.load_weights import load_weights, together
 from autoshard.runtime.safetensors_writer import SafetensorsWriter
 from tests.end_to_end.models import gpt2, llama
 from tests.runtime.architectures import BUILDERS, build, logits
@@ -222,6 +223,26 @@ def check_errors_are_the_same_on_every_rank() -> None:
         assert_equal(model, saved)
 
 
+def check_a_slow_rank_is_waited_for() -> None:
+    """A rank that reads for longer than the time limit shows that it is at work; an error of another kind is told."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    engine = DistributedEngine(mesh, timeout_s=2.0)
+
+    def read() -> int:
+        if dist.get_rank() == 3:
+            time.sleep(3.5)
+        return dist.get_rank()
+
+    assert together(engine, "read", read) == dist.get_rank()
+
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("an expert is odd")
+
+    with pytest.raises((ValueError, RankMismatchError), match="an expert is odd"):
+        together(engine, "read", fail)
+
+
 def check_a_full_disk_is_told_to_every_rank() -> None:
     """The ranks that gather do not wait for the one that writes; then all go on."""
     engine = engine_on(FOUR)
@@ -317,6 +338,7 @@ ON_FOUR = {
     "gathered": check_one_block_at_a_time_is_gathered,
     "types": check_types,
     "errors": check_errors_are_the_same_on_every_rank,
+    "slow rank": check_a_slow_rank_is_waited_for,
     "full disk": check_a_full_disk_is_told_to_every_rank,
 }
 ON_TWO = {
