@@ -74,6 +74,16 @@ def test_many_lengths_share_programs_and_equal_one_device() -> None:
     assert len(training) == 4, "two lengths, of the loss alone and of all outputs"
 
 
+def test_what_is_undefined_on_one_device_is_no_effect_of_padding() -> None:
+    """The loss of targets that are all left out is NaN, padded or not; what is finite beside it is compared."""
+    model = Tagger()
+    sharded = autoshard.compile(model, Mesh({"data": 2}), dynamic_lengths=PADDING)
+    tokens, targets = batch(10)
+    found = sharded(tokens, torch.full_like(targets, -100))
+    assert found["loss"].isnan()
+    torch.testing.assert_close(found["scores"], model(tokens, targets)["scores"])
+
+
 def test_a_training_step_pads() -> None:
     """Three steps of SGD on three lengths give the parameters of one device."""
     model = Tagger()
