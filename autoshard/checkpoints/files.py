@@ -147,16 +147,15 @@ class Writer:
         self._writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
         self._writer.fs = self._files
 
-    def write(self, items: Mapping[str, Item]) -> Written:
-        """Write what is this rank's, to the disk.
+    def write(self, items: dict[str, Item]) -> Written:
+        """Write what is this rank's, to the disk; `items` is emptied, so that each copy is freed when it is written.
 
         Raises:
             CheckpointError: a file cannot be written; it names the file and the tensor.
         """
         planner = _SavePlanner(items)
-        planner.set_up_planner(
-            {name: item.value if item.source is None else item.source for name, item in items.items()}
-        )
+        planner.set_up_planner({name: _described(item) for name, item in items.items()})
+        items.clear()
         try:
             self._writer.set_up_storage_writer(self._rank == 0)
             plan = self._writer.prepare_local_plan(planner.create_local_plan())
@@ -194,6 +193,11 @@ class Writer:
             _check_sizes(self.folder, files, {})
         except OSError as error:
             raise _cannot_be_written(error, self.folder, "") from error
+
+
+def _described(item: Item) -> Any:
+    """What tells the planner how an item lies."""
+    return item.value if item.source is None else item.source
 
 
 def _cannot_be_written(error: OSError, folder: Path, tensor: str) -> CheckpointError:

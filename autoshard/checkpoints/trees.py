@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,15 +35,20 @@ def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
         (['ema.weights.0'], 0.9, 'ema.weights.0')
     """
     tensors: dict[str, torch.Tensor] = {}
-    leaves, tree = pytree.tree_flatten_with_path(state)
-    rest = []
-    for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            name = _unused(".".join((keyword, *map(_word, path))), tensors)
-            tensors[name] = leaf
-            leaf = Slot(name, isinstance(leaf, DTensor))
-        rest.append(leaf)
-    return tensors, pytree.tree_unflatten(rest, tree)
+
+    def walk(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            name = _unused(name, tensors) if name in tensors else name
+            tensors[name] = value
+            return Slot(name, isinstance(value, DTensor))
+        if isinstance(value, dict):
+            items = {key: walk(f"{name}.{key}", item) for key, item in value.items()}
+            return OrderedDict(items) if isinstance(value, OrderedDict) else items
+        if type(value) in (list, tuple):
+            return type(value)(walk(f"{name}.{number}", item) for number, item in enumerate(value))
+        return value
+
+    return tensors, walk(keyword, state)
 
 
 def slots_in(rest: Any) -> list[Slot]:
@@ -85,18 +91,6 @@ def described(value: Any) -> str:
         return f"{type(value).__name__}({','.join(map(described, value))})"
     is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | Slot | torch.dtype)
     return repr(value) if is_plain else repr(packed(value))
-
-
-def _word(key: Any) -> str:
-    """A step of a path, as it stands in names."""
-    match key:
-        case pytree.MappingKey():
-            return str(key.key)
-        case pytree.SequenceKey():
-            return str(key.idx)
-        case pytree.GetAttrKey():
-            return key.name
-    return str(key)
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

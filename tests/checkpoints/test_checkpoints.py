@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import CheckpointError, Checkpoints, P
@@ -71,6 +72,34 @@ def check_loading(folder: Path, name: str, where: tuple[Any, Any], *, planned: b
     assert run.train(SAVED, SAVED + MORE) == pytest.approx(losses, rel=1e-6)
 
 
+def check_from_one(folder: Path) -> None:
+    """What one process saved is loaded by shards."""
+    values, losses = torch.load(folder / "one.expected")
+    run = Run("traced", PAIR, ZERO_3, seed=2)
+    assert Checkpoints(folder / "one").load(run.step, schedule=run.schedule) == SAVED
+    assert_same(run.values(), values)
+    assert run.train(SAVED, SAVED + MORE) == pytest.approx(losses, rel=1e-6)
+
+
+def save_on_one(folder: Path) -> None:
+    run = Run("traced", ONE, {})
+    run.train(0, SAVED)
+    Checkpoints(folder / "one").save(run.step, at=SAVED, schedule=run.schedule)
+    torch.save((run.values(), run.train(SAVED, SAVED + MORE)), folder / "one.expected")
+
+
+def check_state_lies_as_planned(folder: Path) -> None:
+    """Under ZeRO-1 a rank that loads holds a part of the state of a parameter that it holds whole."""
+    run = Run("traced", PAIR, ZERO_1)
+    Checkpoints(folder / "traced").load(run.step, schedule=run.schedule)
+    weight = run.step.sharded.get_parameter("second.weight")
+    held = run.step.optimizer.state[weight]["exp_avg"]
+    assert isinstance(weight, DTensor)
+    assert isinstance(held, DTensor)
+    assert weight.to_local().shape == (6, 7)
+    assert held.to_local().shape == (3, 7)
+
+
 def check_loading_before_a_plan(folder: Path) -> None:
     """A step that is not compiled yet loads whole, and goes on alike."""
     check_loading(folder, "traced", LOADERS["traced"], planned=False)
@@ -123,7 +152,7 @@ def own_loop(folder: Path, mesh: Any, *, load: bool) -> float:
 
     def train() -> float:
         loss = sharded(batch(0)[0]).square().mean()
-        loss = loss.full_tensor() if isinstance(loss, torch.distributed.tensor.DTensor) else loss
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -164,6 +193,8 @@ FOUR = {
 }
 TWO = {
     **{f"loading {name}": partial(check_loading, name=name, where=LOADERS[name]) for name in SAVERS},
+    "from one": check_from_one,
+    "state as planned": check_state_lies_as_planned,
     "before a plan": check_loading_before_a_plan,
     "own states elsewhere": check_own_states_elsewhere,
     "different steps": check_ranks_that_save_different_steps,
@@ -172,6 +203,7 @@ TWO = {
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, str]:
+    save_on_one(folder)
     four = run_checks({name: partial(check, folder) for name, check in FOUR.items()}, ranks=4, deadline_s=300)
     return {
         **four,
@@ -214,24 +246,6 @@ def test_the_library_reads_the_files(outcomes: dict[str, str], folder: Path) -> 
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(state, checkpoint_id=folder / "traced" / f"step-{SAVED}")
     assert_same({f"model.{name}": item for name, item in state["model"].items()}, _under("model.", values))
-
-
-def test_what_one_process_saved_is_loaded_on_four(folder: Path) -> None:
-    """From the simulator to processes."""
-    run = Run("traced", PAIR, {})
-    run.train(0, SAVED)
-    Checkpoints(folder / "one").save(run.step, at=SAVED, schedule=run.schedule)
-    torch.save((run.values(), run.train(SAVED, SAVED + MORE)), folder / "one.expected")
-    outcomes = run_checks({"one": partial(check_from_one, folder)}, ranks=2, deadline_s=100)
-    report(outcomes, "one")
-
-
-def check_from_one(folder: Path) -> None:
-    values, losses = torch.load(folder / "one.expected")
-    run = Run("traced", PAIR, ZERO_3, seed=2)
-    assert Checkpoints(folder / "one").load(run.step, schedule=run.schedule) == SAVED
-    assert_same(run.values(), values)
-    assert run.train(SAVED, SAVED + MORE) == pytest.approx(losses, rel=1e-6)
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""States as tensors with names, and the rest."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from autoshard.checkpoints.trees import Slot, described, join, own_slots, packed, slots_in, split, unpacked
+
+
+def test_split_and_join() -> None:
+    """Containers, their order and what is no tensor come back; equal names are told apart."""
+    state: dict[str, Any] = {
+        "b": OrderedDict(x=torch.ones(2), y="text"),
+        "a": [torch.zeros(3), (4, torch.arange(2))],
+        "b.x": torch.full((2,), 7.0),
+        3: None,
+    }
+    tensors, rest = split("k", state)
+    assert list(tensors) == ["k.b.x", "k.a.0", "k.a.1.1", "k.b.x~2"]
+    assert [slot.name for slot in slots_in(rest)] == list(tensors)
+    found = join(unpacked(packed(rest)), tensors)
+    assert list(found) == list(state)
+    assert type(found["b"]) is OrderedDict
+    assert found["b"]["x"] is state["b"]["x"]
+    assert found["a"][1][1] is state["a"][1][1]
+    assert found["b.x"] is state["b.x"]
+
+
+def test_own_slots() -> None:
+    """What is no DTensor has the name of the rank that saved it."""
+    rest = own_slots({"a": Slot("k.a", is_sharded=False), "b": Slot("k.b", is_sharded=True)}, "@3")
+    assert [slot.name for slot in slots_in(rest)] == ["k.a@3", "k.b"]
+
+
+def test_described() -> None:
+    """Equal values have one text, whatever the order of a set; others have not."""
+    assert described({"a": {"x", "y"}, "b": [1, 2.5, None]}) == described({"a": {"y", "x"}, "b": [1, 2.5, None]})
+    assert described([1]) != described((1,))
+    assert described({"lr": 0.1}) != described({"lr": 0.2})
