@@ -338,9 +338,36 @@ class DistributedEngine:
 
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
-    """The global value of a DTensor, gathered on every rank, without gradient."""
+    """The global value of a DTensor, gathered on every rank, without gradient.
+
+    Gloo copies what it gathers: of a large tensor slices are gathered, along a dim that is not cut.
+    """
+    dim = _dim_to_slice(tensor)
     with naming_lost_ranks():
-        return tensor.full_tensor().detach()
+        if dim is None:
+            return tensor.full_tensor().detach()
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        pieces = -(-tensor.nbytes // _GATHERED_AT_ONCE_BYTES)
+        step = -(-tensor.shape[dim] // pieces)
+        for first in range(0, tensor.shape[dim], step):
+            size = min(step, tensor.shape[dim] - first)
+            part = tensor.detach().narrow(dim, first, size)
+            assert isinstance(part, DTensor), "a slice of shards"
+            result.narrow(dim, first, size).copy_(part.full_tensor())
+        return result
+
+
+_GATHERED_AT_ONCE_BYTES = 8 << 20
+
+
+def _dim_to_slice(tensor: DTensor) -> int | None:
+    """The dim along which a tensor is gathered slice by slice; None where it is gathered at once."""
+    if tensor.device.type != "cpu" or tensor.nbytes <= _GATHERED_AT_ONCE_BYTES:
+        return None
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return None
+    free = [dim for dim in range(tensor.dim()) if not any(place.is_shard(dim) for place in tensor.placements)]
+    return max(free, key=lambda dim: tensor.shape[dim], default=None)
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:

@@ -20,6 +20,7 @@ from torch import nn
 from autoshard.errors import WeightsError
 from autoshard.runtime import transformers_weights
 from autoshard.runtime.engine import Engine
+from autoshard.runtime.freed_memory import give_freed_memory_back
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.load_weights import together
 from autoshard.runtime.safetensors_writer import SafetensorsWriter, check_types, in_file_order
@@ -45,6 +46,7 @@ def export_weights(model: nn.Module, engine: Engine, path: str | Path, *, max_fi
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
     check_is_placed(model, "export")
+    give_freed_memory_back()
     path = Path(path).resolve()
     aside = path.with_name(f".{path.name}.partial")
     is_writer = engine.control is None or engine.control.channel.rank == engine.control.channel.ranks[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt` (malloc.h)."""
@@ -29,7 +30,19 @@ def keep_freed_memory() -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in tunables:
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = _function("mallopt")
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
+def give_freed_memory_back() -> None:
+    """Let the C library give back what steps freed, before something else takes memory of other sizes."""
+    trim = _function("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _function(name: str) -> Any:
+    """A function of the C library, None where it has none of this name."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -88,7 +88,7 @@ class ShardedModule(nn.Module, HasWeights):
         self._members: Members | None = None
         self._notes: set[str] = set()
         self.results = Results(model)
-        self.weights = Weights(model, engine, compiler)
+        self.model_weights = Weights(model, engine, compiler)
         self.seeds = SeedSequence()
         self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
         self.training = model.training
@@ -137,7 +137,7 @@ class ShardedModule(nn.Module, HasWeights):
         return self._engine
 
     def _model_weights(self) -> Weights:
-        return self.weights
+        return self.model_weights
 
     def train(self, mode: bool = True) -> ShardedModule:
         """See `nn.Module.train`."""
@@ -203,7 +203,7 @@ class ShardedModule(nn.Module, HasWeights):
         seeds = take_seeds(state_dict, prefix, self._original[0])
         if seeds is not None:
             self.seeds.load(seeds)
-        self.weights.check_are_placed("load_state_dict")
+        self.model_weights.check_are_placed("load_state_dict")
         lay_out_state(state_dict, prefix, self._original[0], self._engine.lay_out_like)
         self._original[0]._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -253,7 +253,7 @@ class ShardedModule(nn.Module, HasWeights):
         if self._lengths is None:
             return call, 0
         padded, length = self._lengths.pad(call)
-        if self.weights.have_values:
+        if self.model_weights.have_values:
             self._lengths.check(call, padded, self._run_in_evaluation)
         return padded, length
 
@@ -432,7 +432,7 @@ class ShardedModule(nn.Module, HasWeights):
         new = {slot.slot.name: slot.spec for slot in slots if slot.slot.name not in self._placed}
         self._placed.update(new)
         if new:
-            self.weights.place(self._placed)
+            self.model_weights.place(self._placed)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
         """What the program takes, in order, once the ranks agreed on the call."""
@@ -447,7 +447,7 @@ class ShardedModule(nn.Module, HasWeights):
             else:
                 result.append(self._next_seed() if kind is InputKind.SEED else given[name])
         self.agreement.settle()
-        self.weights.refuse_use()
+        self.model_weights.refuse_use()
         if executable.draws_seed:
             self.seeds.draw()
         return result

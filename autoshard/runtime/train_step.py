@@ -101,7 +101,7 @@ class TrainStep(HasWeights):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _model_weights(self) -> Weights:
-        return self.sharded.weights
+        return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
         """Whether this step's gradients must be in `.grad`; the first time, say why."""

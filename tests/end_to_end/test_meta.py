@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
 from autoshard import Mesh, NotAvailableError, P, TraceError
@@ -114,7 +115,20 @@ def refusing_to_gather() -> Iterator[None]:
         distributed.whole = saved
 
 
-CHECKS = {"training": check_training, "refusal": check_refusal, "shards": check_shards}
+def check_gather() -> None:
+    """A large tensor is gathered slice by slice."""
+    whole = torch.arange(70.0).view(7, 10)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    saved, distributed._GATHERED_AT_ONCE_BYTES = distributed._GATHERED_AT_ONCE_BYTES, 64
+    try:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            shards = distribute_tensor(whole, mesh, [placement])
+            assert torch.equal(distributed.whole(shards), whole)
+    finally:
+        distributed._GATHERED_AT_ONCE_BYTES = saved
+
+
+CHECKS = {"gather": check_gather, "training": check_training, "refusal": check_refusal, "shards": check_shards}
 
 
 @pytest.fixture(scope="module")

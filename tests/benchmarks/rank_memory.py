@@ -1,0 +1,249 @@
+"""Peak resident memory of each rank over the life of a model that was built on meta, phase by phase.
+
+A Llama is built on meta, compiled fully sharded, initialised, trained for three steps and for one of another shape,
+saved and exported. Two ranks load the checkpoint, and as many as before the exported weights. No phase of any rank may
+take more than 1.15 times the plan's predicted peak and the largest tensor, and what the interpreter has anyway. What
+that is, a tiny model tells, which lives the same life first: imports, process groups, graphs.
+
+    python -m tests.benchmarks.rank_memory [--model 0.6b] [--ranks 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, P
+from autoshard.planner import Planner
+from autoshard.runtime.weights import Weights
+from tests.runtime.processes import report, run_checks
+
+MARGIN = 0.15
+STEPS = 3
+
+MODELS: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
+    "small": {"vocab_size": 4096, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 2},
+    "0.6b": {"vocab_size": 32000, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 18},
+}
+SHARDED = {"*.weight": P("data"), "input:*": P("data")}
+"""Every parameter is split along its first dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The most memory that a rank had in a phase, and what it may have had."""
+
+    name: str
+    rank: int
+    peak_bytes: int
+    allowed_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Life:
+    """The phases of a rank so far: the peak of each; a phase within another is not counted in it."""
+
+    peaks: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    _open: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Within, memory and time are of phase `name`."""
+        start = time.monotonic()
+        self._count()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def _count(self) -> None:
+        if self._open:
+            self.peaks[self._open[-1]] = max(self.peaks.get(self._open[-1], 0), peak_bytes())
+        forget_peak()
+
+    @contextmanager
+    def following(self, owner: type, method: str, name: str) -> Iterator[None]:
+        """Within, calls of a method are phase `name`."""
+        saved = getattr(owner, method)
+
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return saved(*args, **kwargs)
+
+        setattr(owner, method, follow)
+        try:
+            yield
+        finally:
+            setattr(owner, method, saved)
+
+
+def peak_bytes() -> int:
+    """The most resident memory of this process since `forget_peak`."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, "Linux says so"
+    return int(found[1]) * 1024
+
+
+def forget_peak() -> None:
+    """Let the peak be what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def built(name: str) -> nn.Module:
+    """A Llama on the meta device."""
+    sizes: dict[str, Any] = {**MODELS[name], "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**sizes, use_cache=False)
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+def batch(sequences: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Tokens to train on."""
+    numbers = (torch.arange(sequences * tokens) % 64).view(sequences, tokens)
+    return {"input_ids": numbers, "labels": numbers}
+
+
+def compiled(name: str, life: Life) -> Any:
+    """A step, with the phases of compiling told apart."""
+    ranks = dist.get_world_size()
+    with life.phase("construct"):
+        model = built(name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with (
+        life.phase("compile"),
+        life.following(Planner, "_trace", "trace"),
+        life.following(Planner, "_search_for", "plan"),
+        life.following(Weights, "place", "place"),
+    ):
+        mesh = Mesh({"data": ranks})
+        return autoshard.compile(
+            *(model, mesh),
+            optimizer=optimizer,
+            example_inputs=batch(ranks, 16),
+            constraints=SHARDED,
+            memory_budget=64 << 30,
+            time_budget_s=2.0,
+        )
+
+
+def train(name: str, life: Life, folder: Path) -> Any:
+    """From meta to a checkpoint and exported weights."""
+    step = compiled(name, life)
+    with life.phase("init_weights"):
+        step.init_weights(0)
+    for number in range(STEPS):
+        with life.phase(f"step {number + 1}"):
+            step(**batch(dist.get_world_size(), 16))
+    with life.phase("new shape"):
+        step(**batch(dist.get_world_size(), 24))
+    with life.phase("save"):
+        checkpoints = autoshard.Checkpoints(folder / f"{name} run", asynchronous=False)
+        checkpoints.save(step, at=1)
+        checkpoints.wait()
+    with life.phase("export"):
+        step.export(folder / f"{name} exported")
+    return step
+
+
+def resume(name: str, life: Life, folder: Path) -> Any:
+    """From a checkpoint."""
+    step = compiled(name, life)
+    with life.phase("load"):
+        assert autoshard.Checkpoints(folder / f"{name} run").load(step) == 1
+    with life.phase("step"):
+        step(**batch(dist.get_world_size(), 16))
+    return step
+
+
+def begin(name: str, life: Life, folder: Path) -> Any:
+    """From exported weights."""
+    step = compiled(name, life)
+    with life.phase("load_weights"):
+        step.load_weights(folder / f"{name} exported")
+    with life.phase("step"):
+        step(**batch(dist.get_world_size(), 16))
+    return step
+
+
+LIVES: Mapping[str, Callable[[str, Life, Path], Any]] = {"train": train, "resume": resume, "begin": begin}
+
+
+def live(kind: str, name: str, folder: Path) -> None:
+    """A life of a model on this rank, after that of a tiny one; writes its phases down."""
+    LIVES[kind]("tiny", Life(), folder)
+    gc.collect()
+    forget_peak()
+    own, life = peak_bytes(), Life()
+    step = LIVES[kind](name, life, folder)
+    largest = max(weight.nbytes for weight in built(name).parameters())
+    allowed = own + int((1 + MARGIN) * (step.plan.predicted.peak_memory_bytes + largest))
+    rank = dist.get_rank()
+    found = [Phase(key, rank, peak, allowed, life.seconds[key]) for key, peak in life.peaks.items()]
+    Path(folder, f"{kind}.{rank}.json").write_text(json.dumps([asdict(phase) for phase in found]))
+
+
+def measure(name: str, ranks: Mapping[str, int], folder: Path, deadline_s: float = 300.0) -> dict[str, list[Phase]]:
+    """The phases of all ranks, by the kind of life; `ranks` says how many each kind has."""
+    found = {}
+    for kind, count in ranks.items():
+        report(run_checks({kind: partial(live, kind, name, folder)}, ranks=count, deadline_s=deadline_s), kind)
+        said = [json.loads(Path(folder, f"{kind}.{rank}.json").read_text()) for rank in range(count)]
+        found[kind] = [Phase(**phase) for phases in said for phase in phases]
+    return found
+
+
+def worst(phases: list[Phase]) -> dict[str, Phase]:
+    """Of each phase, that of the rank that had most."""
+    result: dict[str, Phase] = {}
+    for phase in phases:
+        if phase.name not in result or phase.peak_bytes > result[phase.name].peak_bytes:
+            result[phase.name] = phase
+    return result
+
+
+def main() -> int:
+    """Print the peaks; 1 if one is higher than it may be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="0.6b")
+    parser.add_argument("--ranks", type=int, default=4)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = {"train": options.ranks, "resume": 2, "begin": options.ranks}
+        found = measure(options.model, ranks, Path(folder), deadline_s=3600.0)
+    is_over = False
+    for kind, phases in found.items():
+        for name, phase in worst(phases).items():
+            is_over |= phase.peak_bytes > phase.allowed_bytes
+            share = phase.peak_bytes / phase.allowed_bytes
+            sys.stdout.write(
+                f"{kind:8} {name:14} {phase.peak_bytes / 2**20:8.0f} MiB of {phase.allowed_bytes / 2**20:8.0f} "
+                f"({share:4.0%}), rank {phase.rank}, {phase.seconds:6.1f} s\n"
+            )
+    return int(is_over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
