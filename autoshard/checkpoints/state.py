@@ -69,8 +69,8 @@ class TrainingState:
 
     def parts(self, at: int) -> list[Part]:
         """What is saved after `at` steps, as it is now."""
-        if isinstance(self.model, ShardedModule) and not self.model.weights.have_values:
-            self.model.weights.refuse_use()
+        if isinstance(self.model, ShardedModule) and not self.model.model_weights.have_values:
+            self.model.model_weights.refuse_use()
         seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
         return [
             Part(MODEL, dict(self.model.state_dict()), Spread.ALIKE),
@@ -114,7 +114,7 @@ class TrainingState:
 
     def _places_in_model(self, stored: Stored, rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if isinstance(self.model, ShardedModule):
-            self.model.weights.check_are_placed("Checkpoints.load")
+            self.model.model_weights.check_are_placed("Checkpoints.load")
         now = self.model.state_dict()
         problems = [f"{name!r} is not in the checkpoint" for name in now if name not in rest and name != _EXTRA]
         problems += [f"{name!r} is not in the model" for name in rest if name not in now and name != _EXTRA]
