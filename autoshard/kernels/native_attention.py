@@ -38,11 +38,11 @@ from autoshard.kernels.attention import (
     attention_reference,
     by_rows,
     check_attention,
+    claimed,
     empty_by_rows,
     empty_results,
     fake_attention,
     fake_attention_backward,
-    lying_as,
 )
 from autoshard.kernels.library import accumulation_dtype, define
 
@@ -329,14 +329,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_
         q, k, v, _aligned(bias, q), True, 0.0, is_causal, scale=scale
     )
     lse = lse.narrow(2, 0, q.shape[2])
-    return _lying_as(q, out), lse if lse.is_contiguous() else lse.clone(memory_format=torch.contiguous_format)
-
-
-def _lying_as(q: Tensor, out: Tensor) -> Tensor:
-    """A result by rows, lying as `empty_results` has it: a copy where `q` lies otherwise."""
-    batch, head, row, element = q.stride()
-    is_by_rows = batch >= row >= head >= element
-    return out if is_by_rows or q.shape != out.shape else lying_as(torch.empty_like(q), out)
+    return claimed(q, out), lse if lse.is_contiguous() else lse.clone(memory_format=torch.contiguous_format)
 
 
 def _efficient_backward(

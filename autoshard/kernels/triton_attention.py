@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.attention import attention, empty_by_rows
+from autoshard.kernels.attention import attention, claimed, empty_by_rows, empty_results
 from autoshard.kernels.kernel import Kernel, Specimen, block_specimen
 from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
 from autoshard.kernels.library import define
@@ -392,11 +392,12 @@ def _attention(
     global_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     require("triton_attention", refuse_extras(mask, dropout_p))
-    return flash_attention(q, k, v, scale, is_causal=is_causal, query_offset=offset[2], key_offset=offset[3])
+    out, lse = flash_attention(q, k, v, scale, is_causal=is_causal, query_offset=offset[2], key_offset=offset[3])
+    return claimed(q, out), lse
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return empty_by_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_results(q, v)[0], q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 CONSTANTS = "float dropout_p, bool is_causal, float scale, SymInt site, SymInt[] offset, SymInt[] global_shape"
