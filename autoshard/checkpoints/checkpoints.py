@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,9 +63,11 @@ class Checkpoints:
         keep: so many of the latest stay, and older ones are deleted; None: all stay.
         asynchronous: `save` blocks for a copy of this rank's shards to the host's memory, and writes beside training;
             False: it writes without a copy, and returns when the checkpoint is complete.
+        timeout_s: seconds that ranks wait for one that neither saves or loads with them nor shows a sign of life; None:
+            as many as `compile(timeout_s=)` has, and 60 for a plain module.
 
     Raises:
-        CheckpointError: `every` or `keep` is no whole number above 0.
+        CheckpointError: `every` or `keep` is no whole number above 0, or `timeout_s` is not above 0.
 
     Example:
         >>> import tempfile, autoshard
@@ -88,11 +91,14 @@ class Checkpoints:
         every: int = 1,
         keep: int | None = None,
         asynchronous: bool = True,
+        timeout_s: float | None = None,
     ) -> None:
         for name, value in (("every", every), ("keep", 1 if keep is None else keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name}={value!r}: pass a whole number of at least 1.")
-        self.folder = Path(folder)
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise CheckpointError(f"timeout_s={timeout_s!r}: pass a number of seconds above 0.")
+        self.folder, self.timeout_s = Path(folder), timeout_s
         self.every, self.keep, self.asynchronous = every, keep, asynchronous
         self._ranks: Ranks | None = None
         self._saving: _Saving | None = None
@@ -119,6 +125,7 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint *before* could not be written, which names file and tensor. This one is
                 being written all the same, and training can go on.
+            LostRankError: a rank ended, or showed no sign of life for `timeout_s`; it is named.
         """
         if isinstance(at, bool) or not isinstance(at, int) or at < 0:
             raise CheckpointError(f"at={at!r}: pass the number of steps that are done.")
@@ -135,6 +142,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it could not be written.
+            LostRankError: see `save`.
         """
         failure = self._end()
         if failure is not None:
@@ -155,6 +163,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank: the checkpoint is damaged, or of another model. Nothing has been changed
                 then.
+            LostRankError: see `save`.
         """
         self.wait()
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)
@@ -178,7 +187,7 @@ class Checkpoints:
 
     def _ranks_of(self, step: Any) -> Ranks:
         if self._ranks is None:
-            self._ranks = ranks_of(step)
+            self._ranks = ranks_of(step, self.timeout_s)
         return self._ranks
 
     def _end(self) -> CheckpointError | None:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from autoshard.errors import CheckpointError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind
-from autoshard.runtime.engine import Engine
 from autoshard.runtime.sharded_module import ShardedModule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")
@@ -41,14 +40,12 @@ class NamedOptimizer:
     Args:
         optimizer: the optimizer.
         parameters: its parameters by name, in the order of its own state dict.
-        planned: how plans have pieces of its state lie, by `exp_avg:layers.0.weight`.
-        engine: where the plans run.
+        model: whose plans say how pieces of its state lie; None: there are no plans.
     """
 
     optimizer: torch.optim.Optimizer
     parameters: Mapping[str, torch.Tensor]
-    planned: Mapping[str, LocalSlot]
-    engine: Engine | None
+    model: ShardedModule | None
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
@@ -56,11 +53,13 @@ class NamedOptimizer:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         every = [item for group in optimizer.param_groups for item in group["params"]]
         parameters = {names.get(id(item), f"#{number}"): item for number, item in enumerate(every)}
-        if not isinstance(model, ShardedModule):
-            return cls(optimizer, parameters, {}, None)
-        slots = [slot for program in model.programs for slot in program.phased.lowered.inputs]
-        planned = {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
-        return cls(optimizer, parameters, planned, model.engine)
+        return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
+
+    def planned(self) -> dict[str, LocalSlot]:
+        """How plans have pieces of its state lie, by `exp_avg:layers.0.weight`."""
+        programs = () if self.model is None else self.model.programs
+        slots = (slot for program in programs for slot in program.phased.lowered.inputs)
+        return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
         """What to save: groups with the names of their parameters, and the state of each parameter by its name."""
@@ -107,22 +106,30 @@ class NamedOptimizer:
         return {**(options[0] if options else {}), **kept, "params": [numbers[name] for name in names]}
 
     def place_for(
-        self, owner: str, key: str, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool
+        self,
+        owner: str,
+        key: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        planned: Mapping[str, LocalSlot],
+        *,
+        is_sharded: bool,
     ) -> torch.Tensor:
         """A tensor for the state of a parameter to be read into, which lies as it will be used.
 
         Args:
             owner, key: names of the parameter and of its state.
             shape, dtype: of what was saved.
+            planned: what `planned` gave.
             is_sharded: it was a DTensor.
         """
         parameter = self.parameters[owner]
         held = self.optimizer.state.get(parameter, {}).get(key)
         if isinstance(held, torch.Tensor) and held.shape == shape and held.dtype == dtype:
             return held.detach()
-        slot = self.planned.get(f"{key}:{owner}")
-        if slot is not None and self.engine is not None and slot.shape == tuple(shape) and slot.dtype == dtype:
-            return self.engine.zeros(slot)
+        slot = planned.get(f"{key}:{owner}")
+        if slot is not None and self.model is not None and slot.shape == tuple(shape) and slot.dtype == dtype:
+            return self.model.engine.zeros(slot)
         return _empty(parameter.detach(), shape, dtype, is_sharded=is_sharded)
 
 
@@ -152,9 +159,14 @@ def _values_of(counts: Sequence[torch.Tensor]) -> dict[int, float]:
     found: dict[int, float] = {}
     for device in {count.device for count in counts}:
         there = [count for count in counts if count.device == device]
-        values = torch.stack([count.detach().reshape(()).double() for count in there]).tolist()
+        is_on_host = device.type == "cpu"
+        values = [count.item() for count in there] if is_on_host else _read_at_once(there)
         found.update(zip(map(id, there), values, strict=True))
     return found
+
+
+def _read_at_once(counts: Sequence[torch.Tensor]) -> list[float]:
+    return torch.stack([count.detach().reshape(()).double() for count in counts]).tolist()
 
 
 def _is_count(value: Any) -> bool:

@@ -1,15 +1,22 @@
-"""The processes that save and load together: an error of one is the same error on every rank."""
+"""The processes that save and load together: an error of one is the same error on every rank.
+
+Ranks meet over a `ControlChannel` before they communicate, as one may write for longer than another. So a rank at work
+is waited for, and one that ended or hangs is named within a time limit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import AutoshardError, CheckpointError
+from autoshard.runtime.control_channel import TIMEOUT_S, ControlChannel
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.sharded_module import ShardedModule
 
@@ -34,21 +41,38 @@ class Ranks:
 
     Args:
         group: a Gloo group of their own, so that a thread may communicate beside training; None for one process.
+        channel: where they meet before they communicate; None for one process.
     """
 
     group: dist.ProcessGroup | None = None
+    channel: ControlChannel | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Ranks:
-        """The processes that run `model`: those of its mesh, else all of this run. Called by all of them."""
+    def of(cls, model: nn.Module, timeout_s: float | None = None) -> Ranks:
+        """The processes that run `model`: those of its mesh, else all of this run. Called by all of them.
+
+        Args:
+            model: what is saved.
+            timeout_s: how long ranks wait for one that shows no sign of life; None: as long as `model` does, else a
+                minute.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         control = model.engine.control if isinstance(model, ShardedModule) else None
+        if timeout_s is None:
+            timeout_s = TIMEOUT_S if control is None else control.channel.timeout_s
         everyone = list(range(dist.get_world_size()))
         members = everyone if control is None else list(control.channel.ranks)
+        channel = ControlChannel(members, timeout_s)
+        channel.exchange(b"", "save or load checkpoints")
         with naming_lost_ranks():
-            group = dist.new_group(members, backend="gloo", use_local_synchronization=members != everyone)
-        return cls(group if isinstance(group, dist.ProcessGroup) else None)
+            group = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout_s),
+                backend="gloo",
+                use_local_synchronization=members != everyone,
+            )
+        return cls(group, channel) if isinstance(group, dist.ProcessGroup) else cls()
 
     @property
     def rank(self) -> int:
@@ -87,10 +111,12 @@ class Ranks:
 
         Raises:
             CheckpointError: on every rank, with one text, where one of them cannot.
+            LostRankError: a rank ended, or shows no sign of life.
         """
         try:
-            value = mine()
-            sent = shared(value)
+            with self._showing_life(what):
+                value = mine()
+                sent = shared(value)
         except Exception as error:
             text = self._settle(what, _Failed(_text_of(error)), merge, undo)
             raise CheckpointError(text.error if isinstance(text, _Failed) else str(text)) from error
@@ -101,8 +127,20 @@ class Ranks:
 
     def _settle(self, what: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
         """What the first rank makes of what all have sent, or `_Failed`; on every rank."""
+        self._meet(what)
         everyone = self._to_first(sent)
-        return self._from_first(None if everyone is None else _merged(what, everyone, merge, undo))
+        with self._showing_life(what):
+            merged = None if everyone is None else _merged(what, everyone, merge, undo)
+        self._meet(what)
+        return self._from_first(merged)
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks, as long as those that are missing show that they are at work."""
+        if self.channel is not None:
+            self.channel.exchange(b"", f"go on with {what[:1].lower()}{what[1:]}")
+
+    def _showing_life(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.channel is None else self.channel.showing_life(what)
 
     def _to_first(self, value: Any) -> list[Any] | None:
         """The values of all ranks, on the first."""

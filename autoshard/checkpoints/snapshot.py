@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.checkpoints.ranks import Ranks
 from autoshard.checkpoints.trees import described, packed, split
@@ -144,6 +145,32 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """The ranks that hold the same piece of a tensor.
+
+    Args:
+        sizes: of the dims of its mesh along which it is copied.
+        place: which of them this rank is; None: none, it is not on the mesh.
+    """
+
+    sizes: tuple[int, ...]
+    place: int | None
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> _Holders:
+        """The ranks that hold the piece of `tensor` that this one does."""
+        mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        copied = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+        sizes = tuple(mesh.size(dim) for dim in copied)
+        if own is None:
+            return cls(sizes, None)
+        place = 0
+        for dim, size in zip(copied, sizes, strict=True):
+            place = place * size + own[dim]
+        return cls(sizes, place)
+
+
 class _Shares:
     """Who writes what several ranks hold: of each kind, who has the fewest bytes to write so far.
 
@@ -153,6 +180,7 @@ class _Shares:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._bytes: dict[tuple[int, ...], list[int]] = {}
+        self._holders: dict[tuple[int, tuple[Placement, ...]], _Holders] = {}
 
     @property
     def is_first(self) -> bool:
@@ -163,18 +191,13 @@ class _Shares:
         """Whether this rank writes the piece of a tensor that it holds."""
         if not isinstance(tensor, DTensor):
             return self._share((self._ranks.size,), tensor.nbytes) == self._ranks.rank
-        _check_placements(name, tensor)
-        mesh = tensor.device_mesh
-        copied = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-        sizes = tuple(mesh.size(dim) for dim in copied)
-        chosen = self._share(sizes, tensor.numel() * tensor.element_size())
-        place = mesh.get_coordinate()
-        if place is None:
-            return False
-        index = 0
-        for dim, size in zip(copied, sizes, strict=True):
-            index = index * size + place[dim]
-        return index == chosen
+        spec = tensor._spec
+        key = id(spec.mesh), spec.placements
+        holders = self._holders.get(key)
+        if holders is None:
+            _check_placements(name, tensor)
+            holders = self._holders[key] = _Holders.of(tensor)
+        return self._share(holders.sizes, tensor.numel() * tensor.element_size()) == holders.place
 
     def _share(self, sizes: tuple[int, ...], size_bytes: int) -> int:
         """Which of the holders of a tensor writes it; they are numbered."""

@@ -73,7 +73,7 @@ class TrainingState:
             self.model.model_weights.refuse_use()
         seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
         return [
-            Part(MODEL, dict(self.model.state_dict()), Spread.ALIKE),
+            Part(MODEL, _state_of(self.model), Spread.ALIKE),
             *(Part(key, item.state(), Spread.ALIKE) for key, item in self.optimizers.items()),
             *(Part(key, item.state_dict()) for key, item in self.others.items()),
             Part(_PROGRESS, {"step": at, "seeds": seeds}, Spread.ALIKE),
@@ -158,6 +158,11 @@ class TrainingState:
             self.model.seeds.load(torch.tensor(seeds, dtype=torch.int64))
 
 
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model; of a compiled one, with the parameters themselves, as to detach a DTensor is slow."""
+    return dict(model.state_dict(keep_vars=True) if isinstance(model, ShardedModule) else model.state_dict())
+
+
 def model_of(step: Any) -> nn.Module:
     """The module of what is saved."""
     model = step.sharded if isinstance(step, TrainStep) else step
@@ -176,9 +181,9 @@ def mesh_of(step: Any) -> str:
     return str(step.mesh) if isinstance(step, TrainStep | ShardedModule) else ""
 
 
-def ranks_of(step: Any) -> Ranks:
-    """The processes that run it. Called by all of them."""
-    return Ranks.of(model_of(step))
+def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
+    """The processes that run it. Called by all of them; `timeout_s` as for `Ranks.of`."""
+    return Ranks.of(model_of(step), timeout_s)
 
 
 def _name_in(stored: Stored, key: str, rank: int, size: int) -> str:
@@ -197,11 +202,12 @@ def _name_in(stored: Stored, key: str, rank: int, size: int) -> str:
 
 def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     places = {slot.name: _place(stored, slot, None) for slot in slots_in({**rest, "state": None})}
+    planned = optimizer.planned()
     for owner, held in rest["state"].items():
         for key, slot in held.items():
             if isinstance(slot, Slot):
                 shape, dtype = stored.tensor(slot.name)
-                place = optimizer.place_for(owner, key, shape, dtype, is_sharded=slot.is_sharded)
+                place = optimizer.place_for(owner, key, shape, dtype, planned, is_sharded=slot.is_sharded)
                 places[slot.name] = place
             else:
                 places |= {item.name: _place(stored, item, None) for item in slots_in(slot)}

@@ -117,8 +117,8 @@ class ControlChannel:
         return (
             f"Ranks {lost} did not come within {waited_s:.0f} s, and showed no sign of life, while ranks {here} waited "
             f"to {what}. What all ranks did last together: {self._before}. A rank that ended has an error of its own: "
-            "look for it first. Where a rank works alone for longer between two calls (to save a checkpoint), pass "
-            "compile(..., timeout_s=) more seconds."
+            "look for it first. Where a rank works alone for longer between two calls, pass more seconds as "
+            "compile(..., timeout_s=), or Checkpoints(..., timeout_s=)."
         )
 
     def _sign_of(self, rank: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError, NotAvailableError
@@ -35,6 +35,7 @@ from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.gather_region import gather_region
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layout, Layouts
+from autoshard.runtime.local_part import index_of
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
@@ -285,9 +286,16 @@ class DistributedEngine:
     def _shard(self, tensor: torch.Tensor, placements: Sequence) -> DTensor:
         """The shards of a parameter, or its gradient, that every rank holds whole, in memory of their own."""
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-        shards = distribute_tensor(full, self.device_mesh, placements, src_data_rank=None)
-        local = memory_of(shards.to_local().detach(), self.device)
+        local = memory_of(self._part(full, placements), self.device)
         return self._from_local(local, self._layouts.of(placements, full.shape))
+
+    def _part(self, full: torch.Tensor, placements: Sequence) -> torch.Tensor:
+        """What this rank is to hold of a whole tensor; by shards it is a view, as memory for a copy may be short."""
+        if not all(type(placement) in (Shard, Replicate) for placement in placements):
+            return distribute_tensor(full, self.device_mesh, placements, src_data_rank=None).to_local().detach()
+        coordinate = self.device_mesh.get_coordinate()
+        assert coordinate is not None, "this process is on the mesh"
+        return full[index_of(full.shape, placements, tuple(self.device_mesh.shape), coordinate)]
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
         """The padded local value of a DTensor, and its spec."""

@@ -1,7 +1,8 @@
 """A model's weights as files: what `from_pretrained` of transformers and `load_weights` read.
 
 Ranks gather a block of a tensor at a time, and the first rank writes it: no rank holds more than its shards and that
-block. The files are written aside, and moved to where they belong when they are whole.
+block. A folder is written aside, and gets its name by a rename when it is whole: a crash leaves the old folder or the
+new one, never some files of each.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def _begin(path: Path, aside: Path) -> None:
     """Make the folder aside, empty."""
     if path.exists() and not path.is_dir():
         raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
+    _put_back(path)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
 
@@ -125,7 +127,7 @@ def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
 
 
 def _finish(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], path: Path, aside: Path) -> None:
-    """Write what stands beside the weights, and move all to where it belongs."""
+    """Write what stands beside the weights, and give the folder its name."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
@@ -137,17 +139,70 @@ def _finish(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], path: P
         save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
         if callable(save_config):
             save_config(aside)
-    if path.exists():
-        _replace(path, aside)
-    else:
+    _keep_others(path, aside)
+    for file in aside.iterdir():
+        _sync(file)
+    _sync(aside)
+    _swap(path, aside)
+
+
+def _keep_others(path: Path, aside: Path) -> None:
+    """Have what lies beside the weights in a folder that is to be replaced (a tokenizer's files) in the new one too."""
+    for old in path.iterdir() if path.exists() else ():
+        new = aside / old.name
+        if new.exists() or _OURS.fullmatch(old.name):
+            continue
+        if old.is_dir() and not old.is_symlink():
+            shutil.copytree(old, new, symlinks=True, copy_function=_link)
+        else:
+            _link(old, new)
+
+
+def _link(old: str | Path, new: str | Path) -> None:
+    """A second name for a file, or a copy where the disk has no such names."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(old, new, follow_symlinks=False)
+
+
+def _swap(path: Path, aside: Path) -> None:
+    """Give the new folder its name. A crash between the two renames leaves both folders whole; see `_put_back`."""
+    replaced = _replaced(path)
+    try:
+        if path.exists():
+            os.rename(path, replaced)
         os.rename(aside, path)
+    except OSError as error:
+        _put_back(path)
+        raise WeightsError(
+            f"{path} cannot be replaced: {error.strerror}. It is as it was. If another disk is mounted there, export "
+            "to a folder inside it."
+        ) from error
+    _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _replace(path: Path, aside: Path) -> None:
-    """Move files into a folder that is there: the old weights go first, and what makes new ones whole comes last."""
-    for old in sorted(path.iterdir(), key=lambda item: item.name != INDEX):
-        if _OURS.fullmatch(old.name):
-            old.unlink()
-    for new in sorted(aside.iterdir(), key=lambda item: (item.name in (INDEX, SINGLE), item.name)):
-        os.replace(new, path / new.name)
-    aside.rmdir()
+def _put_back(path: Path) -> None:
+    """Give an old folder its name again, if a swap was cut short."""
+    replaced = _replaced(path)
+    if not replaced.exists():
+        return
+    if path.exists():
+        shutil.rmtree(replaced)
+    else:
+        os.rename(replaced, path)
+
+
+def _replaced(path: Path) -> Path:
+    """The name of the old folder while the new one takes its place."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _sync(path: Path) -> None:
+    """Have what a file holds, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -63,10 +63,10 @@ class _Hooks:
 
 @torch.no_grad()
 def memory_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The values of `tensor` in memory of their own; zeros on `device` where it is on the meta device."""
+    """The values of `tensor` in memory of their own on `device`; zeros where it is on the meta device."""
     if tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def give_buffers_memory(model: nn.Module, device: torch.device) -> None:

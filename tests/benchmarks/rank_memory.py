@@ -1,7 +1,8 @@
 """Peak resident memory of each rank over the life of a model that was built on meta, phase by phase.
 
 A Llama is built on meta, compiled fully sharded, initialised, trained for three steps and for one of another shape,
-saved and exported. Two ranks load the checkpoint, and as many as before the exported weights. No phase of any rank may
+saved and exported. Two ranks load the checkpoint. As many ranks as before load the exported weights, and live as the
+first ones did. No phase of any rank may
 take more than 1.15 times the plan's predicted peak and the largest tensor, and what the interpreter has anyway. What
 that is, a tiny model tells, which lives the same life first: imports, process groups, graphs.
 
@@ -154,18 +155,23 @@ def train(name: str, life: Life, folder: Path) -> Any:
     step = compiled(name, life)
     with life.phase("init_weights"):
         step.init_weights(0)
+    _train_and_write(step, life, folder / f"{name} run", folder / f"{name} exported")
+    return step
+
+
+def _train_and_write(step: Any, life: Life, run: Path, exported: Path) -> None:
+    """The life of a step whose weights have values."""
     for number in range(STEPS):
         with life.phase(f"step {number + 1}"):
             step(**batch(dist.get_world_size(), 16))
     with life.phase("new shape"):
         step(**batch(dist.get_world_size(), 24))
     with life.phase("save"):
-        checkpoints = autoshard.Checkpoints(folder / f"{name} run", asynchronous=False)
+        checkpoints = autoshard.Checkpoints(run, asynchronous=False)
         checkpoints.save(step, at=1)
         checkpoints.wait()
     with life.phase("export"):
-        step.export(folder / f"{name} exported")
-    return step
+        step.export(exported)
 
 
 def resume(name: str, life: Life, folder: Path) -> Any:
@@ -179,12 +185,11 @@ def resume(name: str, life: Life, folder: Path) -> Any:
 
 
 def begin(name: str, life: Life, folder: Path) -> Any:
-    """From exported weights."""
+    """From exported weights to a checkpoint, and weights in the folder that was there."""
     step = compiled(name, life)
     with life.phase("load_weights"):
         step.load_weights(folder / f"{name} exported")
-    with life.phase("step"):
-        step(**batch(dist.get_world_size(), 16))
+    _train_and_write(step, life, folder / f"{name} second run", folder / f"{name} exported")
     return step
 
 

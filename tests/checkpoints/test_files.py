@@ -257,6 +257,8 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
     for name in ("every", "keep"):
         with pytest.raises(CheckpointError, match=f"{name}=0: pass a whole number"):
             Checkpoints(tmp_path, **{name: 0})
+    with pytest.raises(CheckpointError, match="timeout_s=0: pass a number of seconds"):
+        Checkpoints(tmp_path, timeout_s=0)
     with pytest.raises(CheckpointError, match="at=-1: pass the number of steps"):
         checkpoints.save(model(), at=-1)
     with pytest.raises(CheckpointError, match=r"seed=int\(...\) has no state_dict"):

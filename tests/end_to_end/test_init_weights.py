@@ -24,6 +24,7 @@ from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import llama
 from tests.end_to_end.test_meta import TOKENS, Tied, compiled, on_meta, refusing_to_gather
 from tests.runtime.processes import report, run_checks
+from tests.tracing.test_initialisers import CONFIGS
 
 CPU = torch.device("cpu")
 
@@ -43,8 +44,14 @@ def orthogonal(module: nn.Module) -> None:
         nn.init.orthogonal_(module.weight)
 
 
-def on_one_device() -> nn.Module:
-    model = gpt2_on_meta()
+def model_on_meta(name: str) -> nn.Module:
+    """A model of transformers, by the name of its class."""
+    with torch.device("meta"):
+        return getattr(transformers, name)(CONFIGS[name]())
+
+
+def on_one_device(build: Callable[[], nn.Module] = gpt2_on_meta) -> nn.Module:
+    model = build()
     engine = SimulatorEngine(Mesh({"data": 1}))
     engine.place(model, {})
     init_weights(model, engine, lambda: record_initialisation(model, CPU, orthogonal), 0, ())
@@ -61,12 +68,12 @@ PLACES: dict[str, Callable[[Any], PartitionSpec]] = {
 MESHES = {2: (2, 1), 3: (3, 1), 4: (2, 2)}
 
 
-def check_places() -> None:
+def check_places(build: Callable[[], nn.Module] = gpt2_on_meta) -> None:
     """Under five layouts each rank has its part of what one device has, and gathers nothing."""
-    expected = on_one_device().state_dict()
+    expected = on_one_device(build).state_dict()
     device_mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()], mesh_dim_names=("data", "model"))
     for place in PLACES.values():
-        model, engine = gpt2_on_meta(), DistributedEngine(device_mesh)
+        model, engine = build(), DistributedEngine(device_mesh)
         engine.adopt(model)
         engine.place(model, {name: place(weight) for name, weight in model.named_parameters()})
         with refusing_to_gather():
@@ -125,6 +132,7 @@ def check_llama() -> None:
 
 
 CHECKS = {"places": check_places, "step": check_step}
+MODELS = {name: partial(check_places, partial(model_on_meta, name)) for name in CONFIGS}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -132,6 +140,14 @@ def test_ranks_have_their_part_of_the_weights_of_one_device(ranks: int) -> None:
     checks = CHECKS if ranks == 2 else {"places": check_places}
     outcomes = run_checks(checks, ranks=ranks)
     for name in checks:
+        report(outcomes, name)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_models_of_transformers_under_five_layouts(ranks: int) -> None:
+    """GPT-2, Llama, BERT, ViT, ResNet and Mixtral have bit by bit the weights of one device."""
+    outcomes = run_checks(MODELS, ranks=ranks)
+    for name in MODELS:
         report(outcomes, name)
 
 

@@ -112,6 +112,55 @@ def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+class Crash(BaseException):
+    """What no handler catches, as the end of a process."""
+
+
+@pytest.mark.parametrize(("act", "nth"), [("rename", 1), ("rename", 2), ("rmtree", 2)])
+def test_a_crash_leaves_one_whole_folder(act: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends at any rename, or while it deletes the old folder; the next export puts the rest right."""
+    folder, models = tmp_path / "a", [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
+    export(models[0], folder, 300)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "words.txt").write_text("a b")
+    owner, calls = {"rename": module.os, "rmtree": module.shutil}[act], []
+    real = getattr(owner, act)
+
+    def end(*arguments: object, **options: object) -> None:
+        calls.append(arguments)
+        if len(calls) == nth:
+            raise Crash
+        real(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, act, end)
+        with pytest.raises(Crash):
+            export(models[1], folder, 10**9)
+    there = [path for path in (folder, tmp_path / ".a.replaced") if path.exists()]
+    expected = models[1] if act == "rmtree" else models[0]
+    assert_same(files(there[0]), dict(expected.state_dict()))
+    assert (there[0] / "tokenizer" / "words.txt").read_text() == "a b"
+    export(models[2], folder, 10**9)
+    assert_same(files(folder), dict(models[2].state_dict()))
+    assert (folder / "tokenizer" / "words.txt").read_text() == "a b"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another disk is mounted."""
+    model = nn.Linear(8, 8)
+    export(model, tmp_path / "a")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "rename", refuse)
+        with pytest.raises(WeightsError, match=r"a cannot be replaced: Device or resource busy.*to a folder inside it"):
+            export(nn.Linear(8, 8), tmp_path / "a")
+    assert_same(files(tmp_path / "a"), dict(model.state_dict()))
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the file; the folder of before loads, and the next export works."""
     model = nn.Linear(8, 8)

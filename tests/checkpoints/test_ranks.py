@@ -1,0 +1,89 @@
+"""A rank that ends or hangs while ranks save is named on every other one; a rank at work is waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from autoshard import Checkpoints, LostRankError
+from autoshard.checkpoints import files
+from autoshard.checkpoints.ranks import Ranks
+from tests.runtime.processes import PRELOADED
+
+RANKS, TIMEOUT_S, DEADLINE_S = 3, 2.0, 120.0
+
+
+def work(rank: int, room: str, doomed: int, kind: int) -> None:
+    """Save once, slowly on one rank; then one gets a signal while it writes, and the others say how they ended."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{room}/store", rank=rank, world_size=RANKS)
+    checkpoints, model = Checkpoints(Path(room, "run"), timeout_s=TIMEOUT_S), nn.Linear(8, 8)
+    write = files.Writer.write
+
+    def slow(writer: files.Writer, items: dict) -> files.Written:
+        if rank == doomed:
+            time.sleep(1.5 * TIMEOUT_S)
+        return write(writer, items)
+
+    files.Writer.write = slow  # type: ignore[method-assign]
+    checkpoints.save(model, at=1)
+    checkpoints.wait()
+
+    def hang(writer: files.Writer, items: dict) -> files.Written:
+        if rank == doomed:
+            os.kill(os.getpid(), kind)
+        return write(writer, items)
+
+    files.Writer.write = hang  # type: ignore[method-assign]
+    checkpoints.save(model, at=2)
+    try:
+        checkpoints.wait()
+        said = "no error"
+    except LostRankError as error:
+        said = str(error)
+    Path(room, f"{rank}.txt").write_text(said)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("doomed", "kind"),
+    [(2, signal.SIGSTOP), (0, signal.SIGSTOP), (1, signal.SIGKILL)],
+    ids=["one hangs", "the first hangs", "one ends"],
+)
+def test_it_is_named_on_every_other_rank(doomed: int, kind: int, tmp_path: Path) -> None:
+    """Within the time limit, not Gloo's half an hour; what was complete stays the latest."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    processes = [context.Process(target=work, args=(rank, str(tmp_path), doomed, int(kind))) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    others = [rank for rank in range(RANKS) if rank != doomed]
+    for rank in others:
+        processes[rank].join(DEADLINE_S)
+    hanging = [rank for rank in others if processes[rank].is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not hanging
+    for rank in others:
+        text = (tmp_path / f"{rank}.txt").read_text()
+        assert text.startswith(f"Ranks [{doomed}] did not come within "), text
+        assert f"waited to go on with saving step 2 to {tmp_path / 'run'}" in text
+    latest = Checkpoints(tmp_path / "run").latest
+    assert latest is not None
+    assert latest.name == "step-1"
+
+
+def test_one_process_waits_for_nobody() -> None:
+    """There is no group, and nothing to meet over."""
+    ranks = Ranks.of(nn.Linear(2, 2))
+    assert (ranks.rank, ranks.size, ranks.channel) == (0, 1, None)
