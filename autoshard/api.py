@@ -49,6 +49,7 @@ from autoshard.ir.precision import effective_precision
 from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
+from autoshard.pipelines import check_pipeline, pipeline_of
 from autoshard.planner import (
     LossFunction,
     Planner,
@@ -59,13 +60,15 @@ from autoshard.pricing import price
 from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
-from autoshard.runtime.launch import make_engine, world_size
+from autoshard.runtime.launch import world_size
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
+from autoshard.runtime.stage_engines import make_engines
 from autoshard.runtime.step_agreement import Check
 from autoshard.runtime.traced_optimizer import update_of
 from autoshard.runtime.train_step import TrainStep
+from autoshard.stage_planner import StagePlanner
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
 
@@ -95,6 +98,8 @@ def compile(
     outputs: str = "all",
     gather_outputs: bool = False,
     cluster: Cluster | None = None,
+    schedule: str | None = None,
+    virtual_stages: int = 1,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -146,6 +151,9 @@ def compile(
             those that are no scalars are DTensors that lie as the plan has them; see docs/running.md.
         cluster: with a mesh: the hardware that plans are for, such as what `calibrate` measured; default: this machine,
             and other hosts of `torchrun` as gigabit Ethernet joins them.
+        schedule: with an axis "pipeline" in the mesh, which carries stages: "1F1B" (the default), "GPipe",
+            "Interleaved1F1B" or "LoopedBFS"; see docs/pipelines.md.
+        virtual_stages: with an axis "pipeline": stages on each of its ranks.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -194,14 +202,19 @@ def compile(
     if isinstance(mesh, Cluster):
         first = handed_out if optimizer is None else Outputs.LOSS
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update, timeout_s, first)
+    pipeline = pipeline_of(mesh, schedule, virtual_stages, micro_batches or 1)
+    if pipeline is not None:
+        check_pipeline(update, optimizer, planner, backend, dynamic_lengths)
     before = dict(model.named_parameters())
     finish = bucketing_of(backend, device)
-    engine = make_engine(mesh, device, wrap_of(backend), check_in_place if verify else None, finish, timeout_s)
+    in_place = check_in_place if verify else None
+    engine, messages = make_engines(mesh, device, wrap_of(backend), in_place, finish, timeout_s)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths)
+    compiler = planner if pipeline is None else StagePlanner(planner, pipeline, messages.rank if messages else None)
     sharded = ShardedModule(
-        model, engine, planner, max_programs=max_programs, lengths=lengths, check=Check(check), outputs=handed_out
+        model, engine, compiler, max_programs=max_programs, lengths=lengths, check=Check(check), outputs=handed_out
     )
     if optimizer is not None:
         rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))
@@ -213,6 +226,7 @@ def compile(
             max_grad_norm=max_grad_norm,
             micro_batches=micro_batches or 1,
             traced=update is not None,
+            messages=messages,
         )
         if verify:
             _check_order(step)

@@ -17,7 +17,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan, Prediction
-from autoshard.ir.program import InputKind, OutputKind, OutputSlot, Program, describe
+from autoshard.ir.program import OWNERS, InputKind, OutputSlot, Program, describe
 from autoshard.ir.recompute import Recompute
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.reshard import StepCost
@@ -486,6 +486,6 @@ def _plan_of_operators(
 
 
 def _result_spec(planning: PlanningProblem, choice: Sequence[int], slot: OutputSlot) -> PartitionSpec:
-    if slot.kind == OutputKind.OUTPUT:
+    if slot.kind not in OWNERS:
         return planning.strategy(slot.name, choice).inputs[0]
     return planning.strategy(planning.space.owner(slot), choice).outputs[0]

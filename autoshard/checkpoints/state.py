@@ -166,6 +166,8 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 def model_of(step: Any) -> nn.Module:
     """The module of what is saved."""
     model = step.sharded if isinstance(step, TrainStep) else step
+    if isinstance(model, ShardedModule):
+        model.refuse_stages("Checkpoints")
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"A {type(step).__name__} is no model; pass what autoshard.compile gave.")
     return model

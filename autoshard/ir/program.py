@@ -37,6 +37,8 @@ class InputKind(StrEnum):
     SEED = "seed"
     STATE = "state"
     HYPER = "hyper"
+    SQUARES = "squares"
+    """Of a pipeline's stage: the sum of the squares of all stages' gradients."""
 
 
 class OutputKind(StrEnum):
@@ -48,6 +50,10 @@ class OutputKind(StrEnum):
     BUFFER_UPDATE = "buffer_update"
     PARAMETER_UPDATE = "parameter_update"
     STATE_UPDATE = "state_update"
+    SENT_GRADIENT = "sent_gradient"
+    """Of a pipeline's stage: a value of the backward that a stage before reads."""
+    SQUARES = "squares"
+    """Of a pipeline's stage: the sum of the squares of its own gradients."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import is_
 from typing import Any, TypeVar
@@ -65,6 +65,8 @@ class DistributedEngine:
         check_in_place: sees each graph that writes: the functional one, the other, and what inputs are written.
         finish_in_place: rewrites each graph that writes over inputs, before it is checked.
         timeout_s: how long ranks wait for one that shows no sign of life.
+        control: the ranks that agree on what runs; default: those of `device_mesh`.
+        outer: see `ProcessGroups`.
     """
 
     def __init__(
@@ -74,12 +76,14 @@ class DistributedEngine:
         check_in_place: CheckInPlace | None = None,
         finish_in_place: FinishInPlace | None = None,
         timeout_s: float = TIMEOUT_S,
+        control: ControlGroup | None = None,
+        outer: ProcessGroups | None = None,
     ) -> None:
         if device_mesh.get_coordinate() is None:
             raise MeshError(f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()}).")
         self.device_mesh = device_mesh
-        self.groups = ProcessGroups(device_mesh, timeout_s)
-        self.control = ControlGroup(device_mesh.mesh.flatten().tolist(), timeout_s)
+        self.groups = ProcessGroups(device_mesh, timeout_s, outer)
+        self.control = control or ControlGroup(device_mesh.mesh.flatten().tolist(), timeout_s)
         self._wrap = wrap
         self._check_in_place = check_in_place
         self._finish_in_place = finish_in_place
@@ -212,6 +216,10 @@ class DistributedEngine:
         local = torch.zeros(layout.spec.local_shape(slot.shape, self.mesh), dtype=slot.dtype, device=self.device)
         return self._from_local(unpad_local(local, layout.spec, self.mesh, slot.shape, self.groups.rank), layout)
 
+    def reshard(self, value: torch.Tensor, source: LocalSlot, target: LocalSlot) -> torch.Tensor:
+        """See `Engine`."""
+        return self._reshard(value, source.spec, target.spec, target)
+
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`."""
         layout = self._layouts.stored(slot.spec, slot.shape)
@@ -257,6 +265,12 @@ class DistributedEngine:
                 swap_parameter(parameter, partial(self._shard, placements=placements))
         give_buffers_memory(model, self.device)
 
+    def leave_out(self, model: nn.Module, names: Collection[str]) -> None:
+        """See `Engine`: they are on the meta device from then on."""
+        for name, parameter in model.named_parameters():
+            if name in names and not parameter.is_meta:
+                swap_parameter(parameter, self._without_memory)
+
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
         return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
@@ -275,6 +289,9 @@ class DistributedEngine:
     def share(self, compute: Callable[[], T]) -> T:
         """See `Engine`."""
         return self.control.share(compute)
+
+    def _without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._replicate(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
     def _replicate(self, parameter: torch.Tensor) -> torch.Tensor:
         if isinstance(parameter, DTensor):

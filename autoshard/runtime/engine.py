@@ -8,7 +8,7 @@ is the engine's too, and nothing but an engine knows which kind of value it has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -83,6 +83,10 @@ class Engine(Protocol):
         """A tensor of zeros for a user to hold, that lies as `slot` says."""
         ...
 
+    def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
+        """A local value that lies as one slot says, lying as another does."""
+        ...
+
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """`tensor`, which lies as `slot` says, or else a tensor with its value that does."""
         ...
@@ -139,6 +143,10 @@ class Engine(Protocol):
 
         What is on the meta device gets memory, filled with zeros.
         """
+        ...
+
+    def leave_out(self, model: nn.Module, names: Collection[str]) -> None:
+        """Give up the memory of parameters of `model` that other processes hold, keeping their identity."""
         ...
 
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -219,6 +227,12 @@ class SimulatorEngine:
         """See `Engine`."""
         return torch.zeros(slot.shape, dtype=slot.dtype, device=self.device)
 
+    def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
+        """See `Engine`."""
+        if source.spec == target.spec:
+            return value
+        return shard_all(unshard(value, source.spec, self.mesh, source.shape), target.spec, self.mesh)
+
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
         """See `Engine`: all tensors lie alike here."""
         return tensor
@@ -245,6 +259,9 @@ class SimulatorEngine:
             if parameter.is_meta:
                 swap_parameter(parameter, partial(memory_of, device=self.device))
         give_buffers_memory(model, self.device)
+
+    def leave_out(self, model: nn.Module, names: Collection[str]) -> None:
+        """See `Engine`: there are no other processes."""
 
     def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""

@@ -14,6 +14,7 @@ from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
 from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
+from autoshard.ir.staged import StagedProgram
 from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
 from autoshard.runtime.idle_attributes import IdleAttributes, Trace
@@ -33,6 +34,8 @@ class CompiledProgram:
         fingerprint: of the traced program, see `autoshard.ir.fingerprint`; "" if there is none.
         python: what the trace read in Python.
         weights: how its loss is part of that of a batch, where the step has micro-batches.
+        staged: the stages of a pipeline; `phased` then says what they take and update together, and is not run.
+        own_stages: those that this process runs.
     """
 
     phased: PhasedProgram
@@ -42,6 +45,8 @@ class CompiledProgram:
     fingerprint: str = ""
     python: PythonUse = field(default_factory=PythonUse)
     weights: LossWeights | None = None
+    staged: StagedProgram | None = None
+    own_stages: tuple[int, ...] = ()
 
 
 _STATES = 8
@@ -129,7 +134,19 @@ class Executable:
     @cached_property
     def digest(self) -> str:
         """See `PhasedProgram.digest`."""
-        return self.phased.digest()
+        return self.phased.digest() if self.compiled.staged is None else self.compiled.staged.digest()
+
+    @cached_property
+    def stages(self) -> Mapping[int, Executable]:
+        """The stages of a pipeline that this process runs, by number."""
+        staged, update = self.compiled.staged, self.compiled.update
+        if staged is None:
+            return {}
+        programs = {number: staged.stages[number] for number in self.compiled.own_stages}
+        return {
+            number: Executable(CompiledProgram(stage.phased, stage.plan, update=update), self.engine)
+            for number, stage in programs.items()
+        }
 
     @cached_property
     def draws_seed(self) -> bool:
@@ -237,9 +254,15 @@ class Executable:
 
     def load(self) -> None:
         """Load all phases now; they may bind process groups, which all ranks do together."""
-        _ = self._hoisted, self._forward, self._backward
+        if self.compiled.staged is not None:
+            return  # the stages' are loaded by `StagedStep`
+        self.load_both_ways()
         if self.phased.update is not None:
             _ = self._update
+
+    def load_both_ways(self) -> None:
+        """Load what is not the update."""
+        _ = self._hoisted, self._forward, self._backward
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
         """The global outputs, in the order of `outputs`, and the local values kept for the backward."""
@@ -268,6 +291,18 @@ class Executable:
         results = list(self._forward(values))
         count = len(self.outputs)
         return [_apart(value) if id(value) in given else value for value in results[:count]], results[count:]
+
+    def run_forward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Local outputs, and what is kept for the backward, of local inputs and what `run_hoisted` gave; emptied."""
+        results = list(self._forward(values))
+        count = len(self.outputs)
+        return results[:count], results[count:]
+
+    def run_backward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Local gradients, and what is carried into the update, of what was kept and the tangents; emptied."""
+        results = list(self._backward(values))
+        count = len(self.gradients)
+        return results[:count], results[count:]
 
     def run_backward(
         self,

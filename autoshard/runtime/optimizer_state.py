@@ -121,8 +121,9 @@ def describe_hyperparameters(optimizer: torch.optim.Optimizer, max_grad_norm: fl
         ", ".join(f"{name}={_as_text(value)}" for name, value in sorted(group.items()) if name != "params")
         for group in optimizer.param_groups
     ]
-    first = next((item for group in optimizer.param_groups for item in group["params"]), None)
-    steps = _as_text({} if first is None else optimizer.state.get(first, {}).get("step", 0))
+    parameters = (item for group in optimizer.param_groups for item in group["params"] if not item.is_meta)
+    first = next((item for item in parameters if item in optimizer.state), None)  # of a stage, this rank's own
+    steps = _as_text({} if first is None else optimizer.state[first].get("step", 0))
     return f"{type(optimizer).__name__}({'; '.join(groups)}), max_grad_norm={max_grad_norm}, after {steps} steps"
 
 

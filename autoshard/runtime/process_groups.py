@@ -8,7 +8,7 @@ of such a graph, which torch's functional collectives can then run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.errors import NotAvailableError
 from autoshard.ir.collectives import reduces_in_place
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import axis_index
@@ -44,9 +45,15 @@ class ProcessGroups:
     ranks run the same program text, so they ask alike. There are at most three for each set of axes. `rank` is this
     process's number on the mesh, `on_cpu` says whether it runs on CPUs. There communication ends in an error after
     `timeout_s`.
+
+    Ranks of a pipeline's stages run programs of their own: their groups are those of `outer`, on the mesh of all ranks,
+    made for all stages together by `prepare`.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, device_mesh: DeviceMesh, timeout_s: float | None = None, outer: ProcessGroups | None = None
+    ) -> None:
+        self._outer = outer
         self.mesh = Mesh.from_device_mesh(device_mesh)
         self._device_mesh = device_mesh
         self._ranks: list[int] = device_mesh.mesh.flatten().tolist()
@@ -63,8 +70,23 @@ class ProcessGroups:
     def name(self, group: str) -> str:
         """The name, known to torch, of this rank's process group for a group of a lowered program."""
         if group not in self._names:
-            self._names[group] = self._group(group).group_name
+            found = self._group(group).group_name if self._outer is None else self._outer.prepared(group)
+            self._names[group] = found
         return self._names[group]
+
+    def prepare(self, groups: Iterable[str]) -> None:
+        """Make groups now, by all ranks in one order."""
+        for group in sorted(set(groups)):
+            self.name(group)
+
+    def prepared(self, group: str) -> str:
+        """The name of a group that was made before."""
+        if group not in self._names and group not in self.mesh.axis_names:
+            raise NotAvailableError(
+                f"A stage of the pipeline communicates along {group!r}, which was not made for all stages together. "
+                "Use a mesh without the axis 'pipeline' for this call."
+            )
+        return self.name(group)
 
     def _group(self, name: str) -> dist.ProcessGroup:
         axes = group_axes(name)

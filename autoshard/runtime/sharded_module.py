@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.errors import NotAvailableError
 from autoshard.ir.derivative import Derivative, Derivatives
 from autoshard.ir.loss import find_loss
 from autoshard.ir.mesh import Mesh
@@ -92,6 +93,7 @@ class ShardedModule(nn.Module, HasWeights):
         self.seeds = SeedSequence()
         self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
         self.training = model.training
+        self.holds_stages = False
         self._share_members(model)
 
     def _share_members(self, model: nn.Module) -> None:
@@ -137,7 +139,16 @@ class ShardedModule(nn.Module, HasWeights):
         return self._engine
 
     def _model_weights(self) -> Weights:
+        self.refuse_stages("init_weights, load_weights and export")
         return self.model_weights
+
+    def refuse_stages(self, what: str) -> None:
+        """Refuse what needs all parameters, where this rank holds those of its stages alone."""
+        if self.holds_stages:
+            raise NotAvailableError(
+                f"{what}: under an axis 'pipeline' with a process per rank, each rank holds the parameters of its own "
+                "stage alone. Initialise or load the model before compile; keep each rank's step.state_dict()."
+            )
 
     def train(self, mode: bool = True) -> ShardedModule:
         """See `nn.Module.train`."""

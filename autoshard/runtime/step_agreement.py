@@ -101,13 +101,15 @@ class StepAgreement:
         control: the ranks, or None where this process runs alone.
         check: when they compare.
 
-    `describe_hyperparameters` gives the text of those of the optimizer, where there is one.
+    `describe_hyperparameters` gives the text of those of the optimizer, where there is one. Parameters and buffers are
+    compared where `watches_members`: ranks hold the same model, not stages of it.
     """
 
     def __init__(self, control: ControlGroup | None, check: Check = Check.ALWAYS) -> None:
         self._control = control
         self._check = Check.OFF if control is None else check
         self.describe_hyperparameters: Callable[[], str] = str
+        self.watches_members = True
         self._call: AgreedCall | None = None
         self._has_met = False
         self._posted: _Posted | None = None
@@ -200,7 +202,8 @@ class StepAgreement:
         """Know the program that was compiled for the present call, and the model's tensors as they lie now."""
         if self._check is not Check.OFF and self._call is not None:
             self._seen.add(_identify(self._call, executable))
-            self._watch = ParameterWatch(named_tensors(model), len(self._ranks.channel.ranks))
+            watched = named_tensors(model) if self.watches_members else []
+            self._watch = ParameterWatch(watched, len(self._ranks.channel.ranks))
 
     @property
     def _ranks(self) -> ControlGroup:

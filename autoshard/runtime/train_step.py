@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import TraceError
+from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
@@ -23,6 +23,8 @@ from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import describe_hyperparameters, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.stage_messages import StageMessages
+from autoshard.runtime.staged_step import StagedStep
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, weights_of
 from autoshard.runtime.weights import Weights
@@ -41,6 +43,7 @@ class TrainStep(HasWeights):
             whole batch: parts weigh what the loss says (a sum, a mean, a sum over a count of targets). What mixes
             samples (a batch norm in training) is refused by name.
         traced: run the update as part of the program; the optimizer is one that can be, and the module's compiler can.
+        messages: between the stages of a pipeline, into which the module's compiler cuts the step; traced only.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class TrainStep(HasWeights):
         max_grad_norm: float | None = None,
         micro_batches: int = 1,
         traced: bool = False,
+        messages: StageMessages | None = None,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
@@ -59,7 +63,11 @@ class TrainStep(HasWeights):
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
         sharded.agreement.describe_hyperparameters = partial(describe_hyperparameters, optimizer, max_grad_norm)
-        self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order) if traced else None
+        self._traced: TracedStep | StagedStep | None = None
+        if messages is not None:
+            self._traced = StagedStep(sharded, optimizer, max_grad_norm, micro_batches, messages)
+        elif traced:
+            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order)
 
     @property
     def is_traced(self) -> bool:
@@ -79,6 +87,9 @@ class TrainStep(HasWeights):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
         members = self.sharded.members()
+        if isinstance(self._traced, StagedStep):
+            self._refuse_gradients(members)
+            return self._traced.run(self._parts(args, kwargs), members)
         if self._traced is not None and not self._needs_gradients(members):
             return self._traced.run(self._parts(args, kwargs), members)
         return self._run(self._parts(args, kwargs))
@@ -101,7 +112,17 @@ class TrainStep(HasWeights):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _model_weights(self) -> Weights:
+        self.sharded.refuse_stages("init_weights, load_weights and export")
         return self.sharded.model_weights
+
+    def _refuse_gradients(self, members: Members) -> None:
+        """Refuse a step whose gradients must be in `.grad`: stages hand theirs to the update."""
+        reason = why_by_autograd(self.optimizer, members.parameters.items())
+        if reason is not None:
+            raise NotAvailableError(
+                f"{reason}; under an axis 'pipeline' gradients are not in .grad. Take the hooks off and set gradients "
+                "to None, or use a mesh without the axis 'pipeline'."
+            )
 
     def _needs_gradients(self, members: Members) -> bool:
         """Whether this step's gradients must be in `.grad`; the first time, say why."""

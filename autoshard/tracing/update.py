@@ -35,20 +35,23 @@ _EPSILON = 1e-6
 _DROPPED = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
 
 
-def append_update(program: Program, update: Update) -> Program:
+def append_update(program: Program, update: Update, *, of_stage: bool = False) -> Program:
     """The program of the whole step; its graph is `program`'s, extended.
 
     Args:
         program: a joint program with gradients, as traced.
         update: what the optimizer does.
+        of_stage: the program is a stage of a pipeline. Where gradients are clipped, it returns the sum of the squares
+            of its own gradients, and takes that of all stages (`InputKind.SQUARES`).
     """
-    return _Appending(program, update).run()
+    return _Appending(program, update, of_stage).run()
 
 
 @dataclass(slots=True)
 class _Appending:
     program: Program
     update: Update
+    of_stage: bool = False
     inputs: list[InputSlot] = field(init=False)
     values: dict[object, Any] = field(default_factory=dict)
 
@@ -63,7 +66,12 @@ class _Appending:
         kept = [slot for slot in self.program.outputs if slot.kind not in _DROPPED]
         results = [nodes[slot.node] for slot in kept]
         with graph.inserting_before(output):
-            scale = self._scale(gradients)
+            total = self._squares(gradients)
+            if total is not None and self.of_stage:
+                kept.append(OutputSlot(total.name, OutputKind.SQUARES, "squares:own"))
+                results.append(total)
+                total = self._placeholder(InputKind.SQUARES, "squares:all", total.meta["val"])
+            scale = None if total is None else self._scale(total)
             for slot, node in self._updates(gradients, scale):
                 kept.append(slot)
                 results.append(node)
@@ -72,13 +80,16 @@ class _Appending:
         self.program.graph_module.recompile()
         return replace(self.program, inputs=tuple(self.inputs), outputs=tuple(kept))
 
-    def _scale(self, gradients: dict[str, fx.Node]) -> fx.Node | None:
-        """What all gradients are multiplied by, a scalar; None where they are not clipped."""
-        limit = self.update.max_grad_norm
-        if limit is None or not gradients:
+    def _squares(self, gradients: dict[str, fx.Node]) -> fx.Node | None:
+        """The sum of the squares of all gradients, a scalar; None where they are not clipped."""
+        if self.update.max_grad_norm is None or not gradients:
             return None
         squares = [self._call(_autoshard.sum_of_squares.default, node, of=name) for name, node in gradients.items()]
-        total = functools.reduce(lambda one, two: self._call(_aten.add.Tensor, one, two, of=_module(two)), squares)
+        return functools.reduce(lambda one, two: self._call(_aten.add.Tensor, one, two, of=_module(two)), squares)
+
+    def _scale(self, total: fx.Node) -> fx.Node:
+        """What all gradients are multiplied by, a scalar."""
+        limit = self.update.max_grad_norm
         norm = self._call(_aten.sqrt.default, total)
         ratio = self._call(_aten.mul.Tensor, self._call(_aten.reciprocal.default, self._more(norm)), limit)
         return self._call(_aten.clamp.default, ratio, None, 1.0)

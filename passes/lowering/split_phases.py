@@ -19,8 +19,8 @@ from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.save_least import computed_again
 
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
-UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
-UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER)
+UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES)
+UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
 """Inputs that only an update reads; it reads parameters too."""
 
 

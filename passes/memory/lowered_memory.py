@@ -94,7 +94,8 @@ def _written(phased: PhasedProgram) -> dict[int, int]:
     slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + index for index, slot in enumerate(slots)}
     updated = [phased.lowered.outputs[index].slot for index in phased.update_outputs]
-    return {index: places[OWNERS[OutputKind(slot.kind)], slot.name] for index, slot in enumerate(updated)}
+    owners = ((index, OWNERS.get(OutputKind(slot.kind)), slot.name) for index, slot in enumerate(updated))
+    return {index: places[kind, name] for index, kind, name in owners if kind is not None}
 
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:

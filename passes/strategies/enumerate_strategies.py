@@ -233,12 +233,13 @@ class EnumerateStrategies:
         self, node: fx.Node, slot: OutputSlot, owners: Mapping[tuple[InputKind, str], str]
     ) -> tuple[Site | None, Link]:
         tail, result = resolve(node)
-        if slot.kind != OutputKind.OUTPUT:
+        if slot.kind in OWNERS:
             return None, Link(tail.name, result, owners[OWNERS[slot.kind], slot.name], -1)
         shape = tuple(node.meta["val"].shape)
         specs = self.placements(shape)
         strategies = tuple(Strategy((spec,), (), ()) for spec in specs)
-        return Site(slot.name, None, "forward", strategies, ()), Link(tail.name, result, slot.name, 0)
+        phase = "forward" if slot.kind is OutputKind.OUTPUT else node.meta["phase"]
+        return Site(slot.name, None, phase, strategies, ()), Link(tail.name, result, slot.name, 0)
 
 
 def no_rule_message(node: fx.Node) -> str:

@@ -38,8 +38,8 @@ from passes.verification.verify_offload import verify_offload
 from passes.verification.widen_reductions import widen_reductions
 
 _FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
-_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE)
-_UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER)
+_UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES)
+_UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
 _KERNEL_PREFIXES = ("autoshard.triton_", "autoshard.biased_product")
 
 

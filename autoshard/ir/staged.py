@@ -1,0 +1,90 @@
+"""Training steps cut into the stages of a pipeline, as data.
+
+Each stage has a program of its own, on the mesh of the axes that the pipeline leaves. Values that cross stages are
+results of one program and inputs of others, under one name; they go from the rank that makes them to the rank with the
+same coordinates in the reading stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.pipeline_order import PipelineOrder
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, Program
+
+PIPELINE_AXIS = "pipeline"
+"""The axis of a mesh that carries stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that one stage makes and another reads, for each micro-batch.
+
+    Args:
+        name: of its slots in both programs.
+        maker: the stage whose forward (`is_forward`) or backward gives it.
+        reader: the stage whose forward or backward takes it; after the maker in the forward, before it in the backward.
+    """
+
+    name: str
+    maker: int
+    reader: int
+    is_forward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CutProgram:
+    """A traced step cut into stages.
+
+    Args:
+        stages: the program of each, with global shapes: forward and backward, and gradients of its own parameters.
+        crossings: the values that cross stages.
+    """
+
+    stages: tuple[Program, ...]
+    crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """What a stage runs, and the plan it was lowered from."""
+
+    phased: PhasedProgram
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StagedProgram:
+    """A training step that stages run together.
+
+    Args:
+        stages: in the order of the forward.
+        crossings: the values that cross stages.
+        order: what each pipeline rank does in a step.
+        loss: name of the loss among the results of its stage ("output:0").
+        loss_stage: the stage that computes the loss.
+    """
+
+    stages: tuple[StageProgram, ...]
+    crossings: tuple[Crossing, ...]
+    order: PipelineOrder
+    loss: str
+    loss_stage: int
+
+    def digest(self) -> str:
+        """A short hash of the text of all stages and of their order, which is the same on all ranks."""
+        parts = [*(stage.phased.digest() for stage in self.stages), str(self.order), str(self.crossings)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def stage_of_parameters(self) -> Mapping[str, int]:
+        """The stage that holds each parameter, by qualified name."""
+        return {
+            slot.slot.name: number
+            for number, stage in enumerate(self.stages)
+            for slot in stage.phased.lowered.inputs
+            if slot.slot.kind is InputKind.PARAMETER
+        }

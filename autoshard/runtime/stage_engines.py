@@ -1,0 +1,49 @@
+"""Where the stages of a pipeline run: an engine on the axes that the pipeline leaves, and messages between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.staged import PIPELINE_AXIS
+from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.control_channel import TIMEOUT_S
+from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
+from autoshard.runtime.engine import Engine, SimulatorEngine
+from autoshard.runtime.launch import make_engine
+from autoshard.runtime.process_groups import ProcessGroups
+from autoshard.runtime.stage_messages import MessagesBetweenRanks, MessagesInProcess, StageMessages
+
+ALONE = "data"
+"""The axis, of one rank, of a stage that has no other."""
+
+
+def make_engines(
+    mesh: DeviceMesh | Mesh,
+    device: torch.device,
+    wrap: Callable[[fx.GraphModule], Callable[..., Any]] | None = None,
+    check_in_place: CheckInPlace | None = None,
+    finish_in_place: FinishInPlace | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[Engine, StageMessages | None]:
+    """`make_engine` of a mesh; of one with a pipeline, that of a stage, and the messages between stages."""
+    options = (wrap, check_in_place, finish_in_place, timeout_s)
+    if isinstance(mesh, Mesh) and PIPELINE_AXIS in mesh.axis_names and len(mesh.axes) == 1:
+        mesh = Mesh({**dict(mesh.axes), ALONE: 1})
+    engine = make_engine(mesh, device, *options)
+    if PIPELINE_AXIS not in engine.mesh.axis_names:
+        return engine, None
+    if isinstance(engine, SimulatorEngine):
+        rest = {name: size for name, size in engine.mesh.axes if name != PIPELINE_AXIS}
+        return SimulatorEngine(Mesh(rest), device), MessagesInProcess()
+    assert isinstance(engine, DistributedEngine), "an engine runs processes, or simulates them"
+    whole = engine.device_mesh
+    rest_names = tuple(name for name in engine.mesh.axis_names if name != PIPELINE_AXIS)
+    control = ControlGroup(whole.mesh.flatten().tolist(), timeout_s)
+    groups = ProcessGroups(whole, timeout_s)
+    return DistributedEngine(whole[rest_names], *options, control, groups), MessagesBetweenRanks(whole, groups)

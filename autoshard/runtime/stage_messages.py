@@ -1,0 +1,363 @@
+"""What stages of a pipeline hand each other: within a process, or from rank to rank.
+
+Ranks send to the rank with their own coordinates on the other axes. Each pair of pipeline ranks has a communicator for
+each direction; the sender's order says in which order messages go over it, and the reader receives in that order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.ir.collectives import is_collective
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import Work
+from autoshard.ir.program import OutputKind
+from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram
+from autoshard.runtime.distributed import reshard_program
+from autoshard.runtime.engine import LocalValue
+from autoshard.runtime.lost_ranks import naming_lost_ranks
+from autoshard.runtime.process_groups import ProcessGroups
+
+
+class StageMessages(Protocol):
+    """The messages of a module's steps. All ranks call `connect`, `sum_over_stages` and `share_loss` together."""
+
+    @property
+    def rank(self) -> int | None:
+        """This process's place in the pipeline; None where it runs all stages."""
+        ...
+
+    def connect(self, staged: StagedProgram) -> None:
+        """Make what is needed to serve a program."""
+        ...
+
+    def begin(self, staged: StagedProgram, weights: Sequence[float]) -> None:
+        """A step of a connected program begins; micro-batches of no weight have no backward."""
+        ...
+
+    def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
+        """Hand a value on to its reader; it must not be written to before `end`."""
+        ...
+
+    def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
+        """Begin to receive what a stage will read."""
+        ...
+
+    def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
+        """Whether `take` gives all that a stage reads, perhaps after some waiting for other processes."""
+        ...
+
+    def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
+        """A value that a stage reads, and the slot that it was made for."""
+        ...
+
+    def end(self) -> None:
+        """Wait until all that was sent has gone."""
+        ...
+
+    def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
+        """The sum of a scalar of each stage, in the order of stages."""
+        ...
+
+    def share_loss(self, loss: torch.Tensor | None, staged: StagedProgram) -> torch.Tensor:
+        """The loss, which the process has that runs its stage, on all."""
+        ...
+
+
+class _Key(NamedTuple):
+    name: str
+    reader: int
+    is_forward: bool
+    micro_batch: int
+
+
+class _Table:
+    """What a program's stages hand each other, by reader."""
+
+    def __init__(self, staged: StagedProgram) -> None:
+        self.staged = staged
+        self.read: dict[tuple[int, bool], list[Crossing]] = {}
+        self._slots: dict[tuple[str, bool], LocalSlot] = {}
+        for crossing in staged.crossings:
+            self.read.setdefault((crossing.reader, crossing.is_forward), []).append(crossing)
+            kind = OutputKind.OUTPUT if crossing.is_forward else OutputKind.SENT_GRADIENT
+            for slot in staged.stages[crossing.maker].phased.lowered.outputs:
+                if (slot.slot.kind, slot.slot.name) == (kind, crossing.name):
+                    self._slots[crossing.name, crossing.is_forward] = slot
+
+    def slot(self, name: str, *, is_forward: bool) -> LocalSlot:
+        """The slot that a value is made for."""
+        return self._slots[name, is_forward]
+
+    def keys(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[_Key]:
+        """What a stage reads."""
+        found = self.read.get((stage, is_forward), ())
+        return [_Key(item.name, stage, is_forward, micro_batch) for item in found]
+
+
+class MessagesInProcess:
+    """All stages run in this process."""
+
+    def __init__(self) -> None:
+        self._there: dict[_Key, LocalValue] = {}
+        self._table: _Table | None = None
+
+    @property
+    def rank(self) -> None:
+        """See `StageMessages`."""
+        return None
+
+    def connect(self, staged: StagedProgram) -> None:
+        """See `StageMessages`."""
+
+    def begin(self, staged: StagedProgram, weights: Sequence[float]) -> None:
+        """See `StageMessages`."""
+        self._table = _Table(staged)
+        self._there.clear()
+
+    def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
+        """See `StageMessages`."""
+        self._there[_Key(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
+
+    def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
+        """See `StageMessages`."""
+
+    def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        return all(key in self._there for key in self._table.keys(stage, micro_batch, is_forward=is_forward))
+
+    def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        value = self._there.pop(_Key(name, stage, is_forward, micro_batch))
+        return value, self._table.slot(name, is_forward=is_forward)
+
+    def end(self) -> None:
+        """See `StageMessages`."""
+
+    def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
+        """See `StageMessages`."""
+        return _in_order([addends.get(number) for number in range(stages)])
+
+    def share_loss(self, loss: torch.Tensor | None, staged: StagedProgram) -> torch.Tensor:
+        """See `StageMessages`."""
+        assert loss is not None, "the process runs the stage of the loss"
+        return loss
+
+
+def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The sum, from the first on."""
+    total = torch.zeros((), dtype=torch.float32)
+    for index, addend in enumerate(item for item in addends if item is not None):
+        total = addend if index == 0 else total + addend
+    return total
+
+
+class MessagesBetweenRanks:
+    """Each process runs the stages of one rank of the pipeline.
+
+    Args:
+        device_mesh: all ranks; its axis "pipeline" carries stages.
+        groups: of all ranks.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, groups: ProcessGroups) -> None:
+        self._groups = groups
+        self._mesh = Mesh.from_device_mesh(device_mesh)
+        self._ranks: list[int] = device_mesh.mesh.flatten().tolist()
+        self._pipeline = device_mesh.get_group(PIPELINE_AXIS)
+        self._device_mesh = device_mesh
+        self._mine = self._mesh.coordinates(self._ranks.index(dist.get_rank()))
+        self._ways: dict[tuple[int, int], Any] = {}
+        self._tables: dict[int, tuple[_Table, dict[tuple[int, int], list[_Key]]]] = {}
+        self._table: _Table | None = None
+        self._waiting: dict[tuple[int, int], deque[_Key]] = {}
+        self._there: dict[_Key, LocalValue] = {}
+        self._posted: dict[_Key, tuple[dist.Work, torch.Tensor]] = {}
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the pipeline."""
+        return self._mine[PIPELINE_AXIS]
+
+    def connect(self, staged: StagedProgram) -> None:
+        """See `StageMessages`: groups are made by all processes, in one order.
+
+        Every pair of ranks gets its own, whether it sends or not: torch names groups by how many a process has, so all
+        processes must have equally many.
+        """
+        if id(staged) in self._tables:
+            return
+        self._groups.prepare(_groups_of(staged))
+        table, places = _Table(staged), staged.order.stage_ranks
+        pairs = sorted({(places[item.maker], places[item.reader]) for item in staged.crossings})
+        if not self._ways:
+            every = permutations(range(self._mesh.axis_size(PIPELINE_AXIS)), 2)
+            self._ways = {pair: self._new_groups(*pair) for pair in every}
+        self._tables[id(staged)] = table, {pair: list(_sent_over(table, pair)) for pair in pairs}
+
+    def _new_groups(self, maker: int, reader: int) -> Any:
+        """The group of this process's coordinates for messages from one pipeline rank to another."""
+        mine = None
+        for column in self._mesh.groups(PIPELINE_AXIS):
+            ranks = [self._ranks[column[maker]], self._ranks[column[reader]]]
+            group = dist.new_group(sorted(ranks), backend=dist.get_backend(self._pipeline))
+            if self._ranks[column[self.rank]] == dist.get_rank():
+                mine = group, *ranks
+        return mine
+
+    def begin(self, staged: StagedProgram, weights: Sequence[float]) -> None:
+        """See `StageMessages`."""
+        self._table, orders = self._tables[id(staged)]
+        self._there.clear()
+        self._posted.clear()
+        self._waiting = {
+            pair: deque(key for key in keys if key.is_forward or weights[key.micro_batch])
+            for pair, keys in orders.items()
+            if pair[1] == self.rank and pair[0] != self.rank
+        }
+
+    def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
+        """See `StageMessages`."""
+        key = _Key(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
+        there = self._of_stage(crossing.reader)
+        if there == self.rank:
+            self._there[key] = value
+            return
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        group, _, reader = self._ways[self.rank, there]
+        with naming_lost_ranks():
+            tensor = value.contiguous()
+            work = dist.isend(tensor, reader, group)
+        assert work is not None, "this process is in the group"
+        self._sent.append((work, tensor))
+
+    def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        for key in self._table.keys(stage, micro_batch, is_forward=is_forward):
+            self._post(key)
+
+    def _post(self, wanted: _Key) -> None:
+        """Begin to receive a value, and all that its sender sends before."""
+        assert self._table is not None, "a step began"
+        for pair, waiting in self._waiting.items():
+            if wanted not in waiting:
+                continue
+            group, maker, _ = self._ways[pair]
+            while wanted not in self._posted:
+                key = waiting.popleft()
+                slot = self._table.slot(key.name, is_forward=key.is_forward)
+                mesh = self._table.staged.stages[key.reader].phased.lowered.mesh
+                buffer = torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
+                with naming_lost_ranks():
+                    work = dist.irecv(buffer, maker, group)
+                assert work is not None, "this process is in the group"
+                self._posted[key] = work, buffer
+            return
+
+    @property
+    def _device(self) -> torch.device:
+        kind = self._device_mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+    def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
+        """See `StageMessages`: what other processes send is waited for; what this one makes must be there."""
+        assert self._table is not None, "a step began"
+        places = self._table.staged.order.stage_ranks
+        own = [
+            _Key(item.name, stage, is_forward, micro_batch)
+            for item in self._table.read.get((stage, is_forward), ())
+            if places[item.maker] == self.rank
+        ]
+        return all(key in self._there for key in own)
+
+    def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        key = _Key(name, stage, is_forward, micro_batch)
+        slot = self._table.slot(name, is_forward=is_forward)
+        if key in self._there:
+            return self._there.pop(key), slot
+        self._post(key)
+        work, buffer = self._posted.pop(key)
+        with naming_lost_ranks():
+            work.wait()
+        return buffer, slot
+
+    def end(self) -> None:
+        """See `StageMessages`."""
+        with naming_lost_ranks():
+            while self._sent:
+                self._sent.popleft()[0].wait()
+
+    def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
+        """See `StageMessages`: zeros stand for what other processes have."""
+        row = torch.zeros(stages, dtype=torch.float32, device=self._device)
+        for number, addend in addends.items():
+            if addend is not None:
+                row = row.to(torch.promote_types(row.dtype, addend.dtype))
+                row[number] = addend
+        with naming_lost_ranks():
+            dist.all_reduce(row, group=self._pipeline)
+        return _in_order(list(row))
+
+    def share_loss(self, loss: torch.Tensor | None, staged: StagedProgram) -> torch.Tensor:
+        """See `StageMessages`."""
+        slots = staged.stages[staged.loss_stage].phased.lowered.outputs
+        slot = next(slot for slot in slots if slot.slot.name == staged.loss)
+        given = torch.zeros((), dtype=slot.dtype, device=self._device) if loss is None else loss.clone()
+        source = {**self._mine, PIPELINE_AXIS: self._of_stage(staged.loss_stage, staged)}
+        with naming_lost_ranks():
+            dist.broadcast(given, self._ranks[self._mesh.rank_at(source)], self._pipeline)
+        return given
+
+    def _of_stage(self, stage: int, staged: StagedProgram | None = None) -> int:
+        """The pipeline rank that runs a stage."""
+        if staged is None:
+            assert self._table is not None, "a step began"
+            staged = self._table.staged
+        return staged.order.stage_ranks[stage]
+
+
+def _groups_of(staged: StagedProgram) -> Iterator[str]:
+    """The groups along which stages communicate within themselves, and reshard what they receive."""
+    yield ",".join(staged.stages[0].phased.lowered.mesh.axis_names)
+    graphs = [graph for stage in staged.stages for graph in stage.phased.phases.values()]
+    for crossing in staged.crossings:
+        made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
+        taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)
+        if made.spec != taken.spec:
+            mesh = staged.stages[crossing.reader].phased.lowered.mesh
+            graphs.append(reshard_program(made.spec, taken.spec, made.shape, made.dtype, mesh))
+    for graph_module in graphs:
+        for node in graph_module.graph.nodes:
+            if is_collective(node):
+                yield str(node.kwargs.get("group_name", node.args[-1]))
+
+
+def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
+    """The slot of a name."""
+    return next(slot for slot in slots if slot.slot.name == name)
+
+
+def _sent_over(table: _Table, pair: tuple[int, int]) -> Iterator[_Key]:
+    """What goes from one pipeline rank to another, in the sender's order."""
+    staged, (maker, reader) = table.staged, pair
+    places = staged.order.stage_ranks
+    for task in (task for slot in staged.order.ranks[maker] for task in slot):
+        for item in staged.crossings if task.work in (Work.FORWARD, Work.BACKWARD) else ():
+            is_its = item.maker == task.stage and item.is_forward == (task.work is Work.FORWARD)
+            if is_its and places[item.reader] == reader:
+                yield _Key(item.name, item.reader, item.is_forward, task.micro_batch)

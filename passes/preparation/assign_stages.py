@@ -1,0 +1,275 @@
+"""Say which stage of a pipeline each node of a traced training step belongs to.
+
+1. Values of inputs and buffers alone (masks, rotary tables) belong to no stage: each stage that reads one computes it.
+2. The other calls of the forward, in program order, are cut into consecutive runs. Cuts lie between blocks (modules
+   with a number in their path), where the fewest bytes cross, so that the longest stage takes least.
+3. A parameter belongs to the first stage that reads it. What is computed from parameters alone goes with its readers.
+4. A call of the backward belongs to the stage of its gradients, until it reads a value of the forward that this stage
+   does not have: it then belongs to the stage of that value. The backward so goes down the stages as the forward went
+   up. Calls of which only stages before read the result move there where their operands go there anyway.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autoshard.errors import NotAvailableError
+from autoshard.ir.program import InputKind, OutputKind, Program
+
+NodeSeconds = Callable[[fx.Node], float]
+"""Seconds of a node of a traced program; any unit will do."""
+
+_BLOCK = re.compile(r"((?:.*?\.)?\d+)(?:\.|$)")
+_ALONE = (InputKind.INPUT, InputKind.BUFFER, InputKind.SEED)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Where the nodes of a program belong.
+
+    Args:
+        stages: how many there are.
+        stage: of each node that belongs to one, and of each parameter.
+        repeated: the calls that each stage computes which reads them.
+    """
+
+    stages: int
+    stage: Mapping[fx.Node, int]
+    repeated: frozenset[fx.Node]
+
+
+def assign_stages(program: Program, stages: int, seconds: NodeSeconds) -> Assignment:
+    """The stage of each node.
+
+    Args:
+        program: forward and backward, as traced.
+        stages: how many; at least 2.
+        seconds: of a node, which stages are balanced by.
+
+    Raises:
+        NotAvailableError: the forward has fewer calls than there are stages, or a gradient belongs to a stage before
+            that of its parameter.
+    """
+    return _Assigning(program, stages, seconds).run()
+
+
+@dataclass(slots=True)
+class _Assigning:
+    program: Program
+    stages: int
+    seconds: NodeSeconds
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    repeated: set[fx.Node] = field(default_factory=set)
+    derived: set[fx.Node] = field(default_factory=set)
+    there: list[set[fx.Node]] = field(default_factory=list)
+
+    def run(self) -> Assignment:
+        nodes = {slot.node: slot for slot in self.program.inputs}
+        forward: list[fx.Node] = []
+        alone: set[fx.Node] = set()
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                kind = nodes[node.name].kind
+                if kind is InputKind.PARAMETER:
+                    self.derived.add(node)
+                elif kind in _ALONE:
+                    alone.add(node)
+            elif node.op == "get_attr" or (node.op == "call_function" and set(node.all_input_nodes) <= alone):
+                alone.add(node)
+                self.repeated.add(node)
+            elif node.op == "call_function" and node.meta["phase"] == "forward":
+                (self.derived.add if set(node.all_input_nodes) <= self.derived else forward.append)(node)
+        self._cut(forward)
+        self._place_derived()
+        self.there = [set() for _ in range(self.stages)]
+        for node in forward:
+            self._know(node)
+        for node in self.derived:
+            if node.op == "call_function" and node in self.stage:
+                self._know(node)
+        self._place_backward()
+        self._place_results()
+        return Assignment(self.stages, self.stage, frozenset(self.repeated))
+
+    def _know(self, node: fx.Node) -> None:
+        """A stage has what it makes, and what its forward reads."""
+        self.there[self.stage[node]].update((node, *node.all_input_nodes))
+
+    def _cut(self, forward: Sequence[fx.Node]) -> None:
+        if len(forward) < self.stages:
+            raise NotAvailableError(
+                f"A pipeline of {self.stages} stages needs a forward of so many calls on parameters; this one has "
+                f"{len(forward)}. Use a smaller axis 'pipeline'."
+            )
+        ends = cut_forward(forward, self.stages, self.seconds)
+        stage = 0
+        for index, node in enumerate(forward):
+            while stage < self.stages - 1 and index >= ends[stage]:
+                stage += 1
+            self.stage[node] = self.stage[node.all_input_nodes[0]] if node.target is operator.getitem else stage
+
+    def _place_derived(self) -> None:
+        """Parameters, and what is computed of them alone, go with the first reader in the forward."""
+        for node in reversed(list(self.program.graph.nodes)):
+            if node in self.derived:
+                readers = [self.stage[user] for user in node.users if user in self.stage]
+                if readers:
+                    self.stage[node] = min(readers)
+        for node in self.program.graph.nodes:
+            if node in self.derived and node not in self.stage:
+                owners = [self.stage[operand] for operand in node.all_input_nodes if operand in self.stage]
+                self.stage[node] = max(owners, default=0)
+
+    def _place_backward(self) -> None:
+        tangents = {slot.node for slot in self.program.inputs_of(InputKind.TANGENT)}
+        outputs = {slot.name: slot.node for slot in self.program.outputs_of(OutputKind.OUTPUT)}
+        names = self.program.nodes_by_name()
+        backward: list[fx.Node] = []
+        for slot in self.program.inputs_of(InputKind.TANGENT):
+            of = names[outputs[slot.name.replace("tangent:", "output:")]]
+            self.stage[names[slot.node]] = self.stage.get(of, self.stages - 1)
+        flows: set[fx.Node] = {names[name] for name in tangents}
+        for node in self.program.graph.nodes:
+            if node.op != "call_function" or node.meta["phase"] != "backward" or node in self.repeated:
+                continue
+            gradients = [operand for operand in node.all_input_nodes if operand in flows]
+            if not gradients:
+                self.repeated.add(node)  # a view of what the forward kept, a constant
+                continue
+            flows.add(node)
+            backward.append(node)
+            at = min(self.stage[operand] for operand in gradients)
+            if node.target is operator.getitem:
+                at = self.stage[node.all_input_nodes[0]]
+            else:
+                at = min([at, *(self.stage[leaf] for leaf in self._leaves(node, flows) if leaf not in self.there[at])])
+            self.stage[node] = at
+        self._move_down(backward, flows)
+
+    def _leaves(self, node: fx.Node, flows: set[fx.Node]) -> Iterable[fx.Node]:
+        """The values of the forward that a call of the backward reads, through calls that each stage repeats."""
+        for operand in node.all_input_nodes:
+            if operand in flows:
+                continue
+            if operand in self.repeated:
+                yield from self._leaves(operand, flows)
+            elif operand in self.stage:
+                yield operand
+
+    def _move_down(self, backward: Sequence[fx.Node], flows: set[fx.Node]) -> None:
+        homes: dict[fx.Node, int] = {}
+        names = self.program.nodes_by_name()
+        parameters = {slot.name: names[slot.node] for slot in self.program.inputs_of(InputKind.PARAMETER)}
+        for slot in self.program.outputs_of(OutputKind.GRADIENT):
+            home = self.stage[parameters[slot.name]]
+            homes[names[slot.node]] = max(home, homes.get(names[slot.node], 0))
+        wanted: dict[fx.Node, int] = {}
+        for node in reversed(backward):
+            wants = [wanted[user] for user in node.users if user in wanted]
+            wants += [homes[node]] if node in homes else []
+            wanted[node] = min(self.stage[node], max(wants, default=self.stage[node]))
+        for node in backward:
+            at = wanted[node]
+            if at == self.stage[node] or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            operands = [operand for operand in node.all_input_nodes if operand in flows]
+            comes = all(
+                self.stage[item] == at
+                or any(self.stage.get(user) == at for user in item.users if user is not node and user in flows)
+                for item in operands
+            )
+            if comes and all(leaf in self.there[at] for leaf in self._leaves(node, flows)):
+                self.stage[node] = at
+
+    def _place_results(self) -> None:
+        names = self.program.nodes_by_name()
+        stage_of = {slot.name: self.stage[names[slot.node]] for slot in self.program.inputs_of(InputKind.PARAMETER)}
+        for slot in self.program.outputs_of(OutputKind.GRADIENT):
+            found = self.stage.get(names[slot.node], 0)
+            if found < stage_of[slot.name]:
+                raise NotAvailableError(
+                    f"The gradient of {slot.name!r} is computed in stage {found}, before that of the parameter "
+                    f"({stage_of[slot.name]}), and would have to go up the pipeline. Use a smaller axis 'pipeline'."
+                )
+
+
+def cut_forward(forward: Sequence[fx.Node], stages: int, seconds: NodeSeconds) -> list[int]:
+    """Ends of the first `stages - 1` runs of a forward's calls, so that the longest run takes least.
+
+    Of ends that are alike in this, those across which the fewest bytes go.
+    """
+    crossing = _crossing_bytes(forward)
+    ends = [0, *_candidates(forward, stages, crossing), len(forward)]
+    before = [0.0]
+    for node in forward:
+        before.append(before[-1] + seconds(node))
+    best: list[dict[int, tuple[float, int, tuple[int, ...]]]] = [{0: (0.0, 0, ())}]
+    for number in range(stages):
+        row: dict[int, tuple[float, int, tuple[int, ...]]] = {}
+        for end in ends if number < stages - 1 else ends[-1:]:
+            options = [
+                (max(longest, before[end] - before[start]), sent + crossing[end], (*found, end))
+                for start, (longest, sent, found) in best[-1].items()
+                if start < end
+            ]
+            if options:
+                row[end] = min(options, key=lambda option: (float(f"{option[0]:.3g}"), *option[1:]))
+        best.append(row)
+    return list(best[-1][len(forward)][2][:-1])
+
+
+def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
+    """By position, the bytes of calls before it that calls behind it read."""
+    places = {node: index for index, node in enumerate(forward)}
+    change = [0] * (len(forward) + 2)
+    for node, index in places.items():
+        last = max((places[user] for user in node.users if user in places), default=index)
+        if last > index:
+            size = _bytes(node)
+            change[index + 1] += size
+            change[last + 1] -= size
+    total, found = 0, []
+    for index in range(len(forward) + 1):
+        total += change[index]
+        found.append(total)
+    return found
+
+
+_NOT_SENT = 1 << 60
+"""Of a tuple, whose elements alone are sent."""
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else _NOT_SENT
+
+
+def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
+    """Where the forward may be cut: between blocks, or anywhere where there are too few of them."""
+    keys = [_block_of(node) for node in forward]
+    places, last = [], None
+    for index, key in enumerate(keys):
+        if key is None:
+            continue
+        if last is not None and key != keys[last]:
+            places.append(min(range(last + 1, index + 1), key=crossing.__getitem__))
+        last = index
+    if len(places) >= stages - 1:
+        return places
+    least = sorted(range(1, len(forward)), key=lambda index: (crossing[index], index))
+    return sorted(place for place in least[:_MOST] if crossing[place] < _NOT_SENT)
+
+
+_MOST = 64
+"""Places that are tried in a forward without blocks."""
+
+
+def _block_of(node: fx.Node) -> str | None:
+    found = _BLOCK.match(node.meta.get("module") or "")
+    return None if found is None else found[1]

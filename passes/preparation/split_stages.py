@@ -1,0 +1,152 @@
+"""Cut a traced training step into the programs of a pipeline's stages.
+
+Before → after: `forward, backward` of all layers → for each stage the calls that `assign_stages` gives it. A value that
+another stage reads is a result there (an output of the forward, a sent gradient of the backward) and an input of the
+reader (an input of the forward, a tangent of the backward), both under the name "<node>". The optimizer's update is
+appended to each stage afterwards, for its own parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autoshard.errors import NotAvailableError
+from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.ir.staged import Crossing, CutProgram
+from autoshard.tracing.lazy_module import lazy_module
+from passes.preparation.assign_stages import Assignment, NodeSeconds, assign_stages
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStages:
+    """See the module's docstring.
+
+    Args:
+        stages: how many; at least 2.
+        seconds: of a node of the traced program; stages are balanced by it.
+    """
+
+    stages: int
+    seconds: NodeSeconds
+
+    def __call__(self, program: Program) -> CutProgram:
+        """The stages of a program of forward and backward, without an update.
+
+        Raises:
+            NotAvailableError: the program cannot be cut; see `assign_stages`.
+        """
+        assignment = assign_stages(program, self.stages, self.seconds)
+        building = [_Stage(program, assignment, number) for number in range(self.stages)]
+        for stage in building:
+            stage.find()
+        crossings = _crossings(assignment, building)
+        return CutProgram(tuple(stage.build(crossings) for stage in building), tuple(crossings.values()))
+
+
+_Key = tuple[fx.Node, int]
+
+
+def _crossings(assignment: Assignment, building: list[_Stage]) -> dict[_Key, Crossing]:
+    """By value and reader."""
+    found: dict[_Key, Crossing] = {}
+    for stage in building:
+        for node in stage.received:
+            maker = assignment.stage[node]
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                raise NotAvailableError(
+                    f"Node {node.name!r} ({node.meta.get('source') or 'an unknown line'}) is no tensor, and stages "
+                    f"{maker} and {stage.number} would have to share it. Use a smaller axis 'pipeline'."
+                )
+            found[node, stage.number] = Crossing(slot_name(node), maker, stage.number, maker < stage.number)
+    return found
+
+
+def slot_name(node: fx.Node) -> str:
+    """The name of the slots of a value that crosses stages."""
+    return f"<{node.name}>"
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The program of stage `number`: its own calls, those it repeats, and what it receives."""
+
+    program: Program
+    assignment: Assignment
+    number: int
+    members: set[fx.Node] = field(default_factory=set)
+    received: dict[fx.Node, None] = field(default_factory=dict)
+
+    def find(self) -> None:
+        """Find what the stage computes and reads."""
+        kinds = {slot.node: slot.kind for slot in self.program.inputs}
+        names = self.program.nodes_by_name()
+        waiting = [node for node, stage in self.assignment.stage.items() if stage == self.number and node.op[0] == "c"]
+        waiting += [names[slot.node] for slot in self._results()]
+        while waiting:
+            node = waiting.pop()
+            if node in self.members or node in self.received:
+                continue
+            stage = self.assignment.stage.get(node, self.number)
+            if stage != self.number:
+                self.received[node] = None
+                continue
+            self.members.add(node)
+            if node.op == "placeholder" and kinds[node.name] is InputKind.TANGENT:
+                continue
+            waiting += node.all_input_nodes
+
+    def _results(self) -> list[OutputSlot]:
+        """The results of the whole program that this stage gives."""
+        names = self.program.nodes_by_name()
+        parameters = {slot.name: names[slot.node] for slot in self.program.inputs_of(InputKind.PARAMETER)}
+        found = []
+        for slot in self.program.outputs:
+            if slot.kind is OutputKind.GRADIENT:
+                stage = self.assignment.stage[parameters[slot.name]]
+            else:
+                stage = self.assignment.stage.get(names[slot.node], self.assignment.stages - 1)
+            if stage == self.number and slot.kind in (OutputKind.GRADIENT, OutputKind.OUTPUT):
+                found.append(slot)
+        return found
+
+    def build(self, crossings: dict[_Key, Crossing]) -> Program:
+        """The program, once all stages know what they read."""
+        graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[InputSlot]()
+        order = {node: index for index, node in enumerate(self.program.graph.nodes)}
+        names = self.program.nodes_by_name()
+        for slot in self.program.inputs:
+            node = names[slot.node]
+            if node in self.members:
+                copies[node] = _copy(graph, node, copies)
+                inputs.append(InputSlot(copies[node].name, slot.kind, slot.name, slot.aliases))
+        for node in sorted(self.received, key=order.__getitem__):
+            is_forward = crossings[node, self.number].is_forward
+            copies[node] = graph.placeholder(f"received_{node.name}")
+            phase = "forward" if is_forward else "backward"
+            copies[node].meta = {"val": node.meta["val"], "phase": phase, "module": "", "source": node.meta["source"]}
+            kind = InputKind.INPUT if is_forward else InputKind.TANGENT
+            inputs.append(InputSlot(copies[node].name, kind, slot_name(node)))
+        for node in self.program.graph.nodes:
+            if node in self.members and node.op not in ("placeholder", "output"):
+                copies[node] = _copy(graph, node, copies)
+        outputs = [
+            OutputSlot(copies[names[slot.node]].name, slot.kind, slot.name, slot.detached) for slot in self._results()
+        ]
+        values = [copies[names[slot.node]] for slot in self._results()]
+        for (node, _), crossing in crossings.items():
+            kind = OutputKind.OUTPUT if crossing.is_forward else OutputKind.SENT_GRADIENT
+            slot = OutputSlot(copies[node].name if node in copies else "", kind, crossing.name)
+            if crossing.maker == self.number and slot not in outputs:
+                outputs.append(slot)
+                values.append(copies[node])
+        graph.output(tuple(values))
+        return Program(lazy_module(self.program.graph_module, graph), tuple(inputs), tuple(outputs))
+
+
+def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    copied = graph.node_copy(node, copies.__getitem__)
+    copied.meta = dict(node.meta)
+    return copied

@@ -1,0 +1,275 @@
+"""Training steps in stages of a pipeline equal one device: loss, and parameters after steps of AdamW with clipping."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import Mesh, MeshError, NotAvailableError, P
+from autoshard.errors import InvalidSpecError
+from tests.end_to_end.models import gpt2, llama
+from tests.runtime.processes import report, run_checks
+
+STEPS, MICRO_BATCHES, NORM = 5, 4, 0.3
+
+
+class Skips(nn.Module):
+    """A stack whose first output every later layer reads, with a mask of the inputs and a tied last weight."""
+
+    def __init__(self, layers: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        first = hidden = self.embed(tokens)
+        mask = (tokens > 2).unsqueeze(-1).to(hidden.dtype)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(torch.cat([hidden * mask, first * self.frozen], dim=-1))) + hidden
+        return F.cross_entropy((hidden @ self.embed.weight.t()).flatten(0, 1), targets.flatten())
+
+
+def skips() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = Skips()
+    tokens = torch.randint(0, 16, (8, 4), generator=torch.Generator().manual_seed(1))
+    return model, {"tokens": tokens, "targets": tokens.roll(1, 1)}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "gpt2": partial(gpt2, 4),
+    "llama": partial(llama, 4),
+    "skips": skips,
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+@cache
+def on_one_device(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters."""
+    model, inputs = MODELS[name]()
+    optimizer, losses = adamw(model), []
+    for _ in range(STEPS):
+        output = model(**inputs)
+        loss = output if isinstance(output, Tensor) else output.loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {key: value.detach().clone() for key, value in model.named_parameters()}
+
+
+def compiled(name: str, mesh: Mesh, **options: Any) -> tuple[Any, nn.Module, dict[str, Any]]:
+    model, inputs = MODELS[name]()
+    settings = {"micro_batches": MICRO_BATCHES, "max_grad_norm": NORM, "time_budget_s": 5.0, **options}
+    return autoshard.compile(model, mesh, optimizer=adamw(model), **settings), model, inputs
+
+
+def check_equal(name: str, mesh: Mesh, **options: Any) -> Any:
+    step, model, inputs = compiled(name, mesh, **options)
+    losses, parameters = on_one_device(name)
+    found = [float(step(**inputs)) for _ in range(STEPS)]
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
+    held = 0
+    for key, value in model.named_parameters():
+        if value.is_meta:
+            continue
+        held += 1
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        torch.testing.assert_close(whole.detach(), parameters[key], rtol=1e-5, atol=1e-5, msg=f"{key} differs")
+    assert held > 0, "a rank holds the parameters of its stage"
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [
+        ("skips", {"pipeline": 2}, {}),
+        ("skips", {"pipeline": 4, "data": 2}, {"schedule": "GPipe"}),
+        ("skips", {"pipeline": 2, "data": 2}, {"schedule": "Interleaved1F1B", "virtual_stages": 2}),
+        ("skips", {"data": 2, "pipeline": 2}, {"schedule": "LoopedBFS", "virtual_stages": 2}),
+        ("skips", {"pipeline": 3}, {}),
+        ("gpt2", {"pipeline": 2, "data": 2}, {}),
+        ("gpt2", {"pipeline": 4}, {}),
+        ("llama", {"pipeline": 2, "data": 2, "model": 2}, {}),
+    ],
+)
+def test_simulated_stages_train_as_one_device(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
+    """Any number of stages under any schedule gives one device's losses and parameters."""
+    check_equal(name, Mesh(axes), **options)
+
+
+def test_simulated_stages_of_sharded_weights() -> None:
+    """Weights and optimizer state lie in a stage as constraints say (ZeRO-3)."""
+    constraints = {"layers.*.weight": P("data"), "*:*weight": P("data")}
+    step = check_equal("skips", Mesh({"pipeline": 2, "data": 2}), constraints=constraints)
+    assert step.sharded.specs["layers.0.weight"] == P("data")
+
+
+def test_each_parameter_belongs_to_one_stage() -> None:
+    """Parameters are shared out among stages in the order of layers; nothing is in two."""
+    step, model, inputs = compiled("gpt2", Mesh({"pipeline": 4}))
+    step.compile_for(**inputs)
+    stages = step.sharded.program.staged.stage_of_parameters()
+    blocks = [stages[f"transformer.h.{layer}.ln_1.weight"] for layer in range(4)]
+    assert blocks == [0, 1, 2, 3]
+    assert set(stages) == {name for name, _ in model.named_parameters()}
+
+
+def test_values_cross_stages_directly() -> None:
+    """GPT-2's stages hand on the hidden values alone, and the tied embedding goes from the first to the last."""
+    step, _, inputs = compiled("gpt2", Mesh({"pipeline": 4}))
+    step.compile_for(**inputs)
+    ways = sorted((item.maker, item.reader) for item in step.sharded.program.staged.crossings)
+    assert ways == [(0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)]
+
+
+def test_dropout_is_that_of_one_device() -> None:
+    """Stages draw the random numbers that a mesh without stages draws."""
+    losses = []
+    for axes in ({"data": 2}, {"pipeline": 2}):
+        torch.manual_seed(0)
+        model, inputs = gpt2(2, dropout=0.1)
+        torch.manual_seed(5)
+        step = autoshard.compile(model, Mesh(axes), optimizer=adamw(model), micro_batches=2, time_budget_s=5.0)
+        losses.append([float(step(**inputs)) for _ in range(2)])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_on_the_simulator_reads_trained_weights() -> None:
+    """After a step in stages, a call without gradients gives the loss of the model as it is then."""
+    step, model, inputs = compiled("skips", Mesh({"pipeline": 2, "data": 2}))
+    step(**inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(step.sharded(**inputs), model(**inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_state_dict_goes_on_without_stages() -> None:
+    """What stages trained goes on without them, from the state dict."""
+    step, _, inputs = compiled("skips", Mesh({"pipeline": 2}))
+    for _ in range(2):
+        step(**inputs)
+    other, _, _ = compiled("skips", Mesh({"data": 2}))
+    other.load_state_dict(copy.deepcopy(step.state_dict()))
+    found = [float(other(**inputs)) for _ in range(STEPS - 2)]
+    torch.testing.assert_close(found, on_one_device("skips")[0][2:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"optimizer": None, "micro_batches": None, "max_grad_norm": None}, NotAvailableError, "without optimizer="),
+        ({"schedule": "ZBVZeroBubble"}, NotAvailableError, "use one of '1F1B'"),
+        ({"schedule": "1F1B", "virtual_stages": 2}, NotAvailableError, "does not run with micro_batches=4"),
+        ({"backend": "triton"}, NotAvailableError, "backend='triton' does not run stages"),
+        ({"constraints": {"nowhere.*": P()}}, InvalidSpecError, "matches no parameter"),
+    ],
+)
+def test_refused_by_name(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """What stages cannot do is refused in one sentence that names it."""
+    model, inputs = skips()
+    asked = {"optimizer": adamw(model), "micro_batches": 4, "max_grad_norm": NORM, **options}
+    with pytest.raises(error, match=words):
+        autoshard.compile(model, Mesh({"pipeline": 2}), example_inputs=inputs, **asked)
+
+
+def test_a_schedule_needs_a_pipeline() -> None:
+    """A schedule on a mesh without stages is an error."""
+    model, _ = skips()
+    with pytest.raises(MeshError, match="no axis of"):
+        autoshard.compile(model, Mesh({"data": 2}), optimizer=adamw(model), schedule="GPipe")
+
+
+def test_an_untraced_optimizer_is_refused() -> None:
+    """An optimizer whose update is no part of the program cannot run in stages."""
+    model, _ = skips()
+    with pytest.raises(NotAvailableError, match="RMSprop is not traced"):
+        autoshard.compile(model, Mesh({"pipeline": 2}), optimizer=torch.optim.RMSprop(model.parameters()))
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    """Gradients of stages are in no `.grad`, so hooks on them would not run."""
+    step, model, inputs = compiled("skips", Mesh({"pipeline": 2}))
+    next(model.parameters()).register_hook(lambda gradient: None)
+    with pytest.raises(NotAvailableError, match="has hooks on its gradient"):
+        step(**inputs)
+
+
+def test_changing_buffers_are_refused() -> None:
+    """A buffer that each call changes is refused by name."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    step = autoshard.compile(
+        model, Mesh({"pipeline": 2}), optimizer=adamw(model), loss_fn=lambda output, target: (output - target).sum()
+    )
+    with pytest.raises(NotAvailableError, match="changes buffer"):
+        step(torch.randn(8, 4), torch.randn(8, 1))
+
+
+def _trains(name: str, axes: dict[str, int], **options: Any) -> None:
+    check_equal(name, Mesh(axes), **options)
+
+
+def _holds_its_stage() -> None:
+    step, model, inputs = compiled("skips", Mesh({"pipeline": 2}))
+    step(**inputs)
+    names = {name for name, value in model.named_parameters() if not value.is_meta}
+    stages = step.sharded.program.staged.stage_of_parameters()
+    mine = torch.distributed.get_rank()
+    assert names - {"unused"} == {name for name, stage in stages.items() if stage == mine}
+    assert set(step.state_dict()["model"]) & set(stages) == names - {"unused"}
+    with pytest.raises(NotAvailableError, match="training steps only"), torch.no_grad():
+        step.sharded(**inputs)
+    with pytest.raises(NotAvailableError, match="the parameters of its own stage alone"):
+        step.export("nowhere")
+    with pytest.raises(NotAvailableError, match="Checkpoints: under an axis"):
+        autoshard.Checkpoints("nowhere", every=1).save(step, at=1)
+
+
+CHECKS_OF_TWO = {
+    "1F1B": partial(_trains, "skips", {"pipeline": 2}),
+    "gpt2": partial(_trains, "gpt2", {"pipeline": 2}),
+    "interleaved": partial(_trains, "skips", {"pipeline": 2}, virtual_stages=2),
+    "holds": _holds_its_stage,
+}
+CHECKS_OF_FOUR = {
+    "four stages": partial(_trains, "skips", {"pipeline": 4}, schedule="GPipe"),
+    "with data": partial(_trains, "skips", {"data": 2, "pipeline": 2}),
+    "with model": partial(_trains, "llama", {"pipeline": 2, "model": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_two() -> dict[str, str]:
+    return run_checks(CHECKS_OF_TWO, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_four() -> dict[str, str]:
+    return run_checks(CHECKS_OF_FOUR, ranks=4)
+
+
+@pytest.mark.parametrize("name", CHECKS_OF_TWO)
+def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
+    """Two Gloo processes, a stage or two each."""
+    report(outcomes_of_two, name)
+
+
+@pytest.mark.parametrize("name", CHECKS_OF_FOUR)
+def test_four_processes(name: str, outcomes_of_four: dict[str, str]) -> None:
+    """Four Gloo processes, alone in a stage or two to a stage."""
+    report(outcomes_of_four, name)
