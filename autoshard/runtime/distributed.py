@@ -312,7 +312,10 @@ class DistributedEngine:
             return distribute_tensor(full, self.device_mesh, placements, src_data_rank=None).to_local().detach()
         coordinate = self.device_mesh.get_coordinate()
         assert coordinate is not None, "this process is on the mesh"
-        return full[index_of(full.shape, placements, tuple(self.device_mesh.shape), coordinate)]
+        index = index_of(full.shape, placements, tuple(self.device_mesh.shape), coordinate)
+        for dim, kept in enumerate(index):  # not `full[index]`, which asks for the device of a fake CUDA tensor
+            full = full.narrow(dim, kept.start, kept.stop - kept.start)
+        return full
 
     def _take_out(self, tensor: DTensor) -> tuple[torch.Tensor, PartitionSpec]:
         """The padded local value of a DTensor, and its spec."""

@@ -66,6 +66,8 @@ def memory_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The values of `tensor` in memory of their own on `device`; zeros where it is on the meta device."""
     if tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    if tensor.device == device:  # `to` would make the device ready, which is not there for fake CUDA tensors
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
