@@ -68,8 +68,9 @@ def overlapped(
     limit = peak if memory_bytes is None else max(peak, min(memory_bytes, (1 + IN_FLIGHT) * peak))
     made, left = phased, list(phased.phases)
     rows = OVERLAP if cluster is None or overlap_of(cluster) is not None else (*ALONE, *OVERLAP)
+    known: dict[tuple[Pass, ...], PhasedProgram] = {}
     for row in rows:
-        steps = list(_run(row, phased))
+        steps = list(_run(row, phased, known))
         tried = {name: _with_phases(phased, steps[-1][-1], [name]) for name in left}
         fitting = [name for name in left if peak_bytes(tried[name], micro_batches=micro_batches) <= limit]
         if fitting and on_pass is not None:
@@ -95,9 +96,13 @@ def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[st
     return replace(phased, **chosen)
 
 
-def _run(passes: Sequence[Pass], phased: PhasedProgram) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
-    """Each pass with what it was given and made."""
-    for rewrite in passes:
-        made = rewrite(phased)
-        yield rewrite, phased, made
-        phased = made
+def _run(
+    passes: Sequence[Pass], phased: PhasedProgram, known: dict[tuple[Pass, ...], PhasedProgram]
+) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
+    """Each pass with what it was given and made; `known` has what rows made that begin with the same passes."""
+    for place, rewrite in enumerate(passes, 1):
+        done = tuple(passes[:place])
+        if done not in known:
+            known[done] = rewrite(phased)
+        yield rewrite, phased, known[done]
+        phased = known[done]

@@ -6,6 +6,8 @@ schema does not say so; they are listed here, and a test that runs torch's opera
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import fx
 
@@ -38,6 +40,7 @@ def aliased_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return _annotated(node, node.target)
 
 
+@cache
 def _returns_operands(target: torch._ops.OpOverload) -> bool:
     packet = str(target.overloadpacket).removeprefix("aten.")
     return packet in _MAY_RETURN_OPERANDS or str(target) in _MAY_RETURN_OPERANDS
@@ -45,11 +48,17 @@ def _returns_operands(target: torch._ops.OpOverload) -> bool:
 
 def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
     """The operands that the schema gives an alias to, where it gives one to a result."""
+    found: dict[fx.Node, None] = {}
+    for position, name in _aliased_arguments(target):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        fx.map_arg(given, lambda operand: found.setdefault(operand))
+    return tuple(found)
+
+
+@cache
+def _aliased_arguments(target: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """The places and names of arguments with an alias, where a result has one."""
     if not any(item.alias_info is not None for item in target._schema.returns):
         return ()
-    found: dict[fx.Node, None] = {}
-    for position, argument in enumerate(target._schema.arguments):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None:
-            fx.map_arg(given, lambda operand: found.setdefault(operand))
-    return tuple(found)
+    arguments = enumerate(target._schema.arguments)
+    return tuple((place, argument.name) for place, argument in arguments if argument.alias_info is not None)

@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd import descriptors as aot
 from autoshard.errors import TraceError
 from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.tracing.calling import Call
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.joint import JointGraph
 from autoshard.tracing.lazy_module import lazy_module
 from autoshard.tracing.operand_types import refuse_types
@@ -230,7 +231,7 @@ def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
     graph, copies = fx.Graph(), {}
     for node in copier.graph.nodes:
         if node in live:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
             if node.target in _VIEWS:
                 copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[node] for node in roots))

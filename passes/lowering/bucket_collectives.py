@@ -26,6 +26,7 @@ from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAI
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.rewrite_phases import rewrite_phases
 from passes.strategies.local_tracer import LocalTracer
@@ -182,8 +183,7 @@ class _Rewriting:
 
     def copy(self, node: fx.Node) -> None:
         """A node that is in no bucket."""
-        copied = self.copies[node] = self.made.node_copy(node, self.copies.__getitem__)
-        copied.meta = dict(node.meta)
+        self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
 
     def start(self, bucket: Sequence[_Member]) -> None:
         """Pack what the members send, and send it."""

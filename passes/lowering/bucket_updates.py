@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from autoshard.kernels.optimizers import MANY, tensors_of
 from autoshard.runtime.write_in_place import roots_of
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.verification.verify_in_place import written_operands
 
@@ -51,8 +52,7 @@ def bucket_updates(graph_module: fx.GraphModule, *, with_triton: bool = False) -
         if node in bucket_of:
             _add_bucket(graph, bucket_of[node], copies)
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)
 
 

@@ -24,6 +24,7 @@ from autoshard.ir.aliases import aliased_operands
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.offload import TRANSFERS
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.memory.lowered_memory import peak_bytes
 from passes.preparation.number_values import Numbering, draws_numbers
@@ -197,8 +198,7 @@ class _Shared:
         constants, inputs = dict[str, Any](), []
         for number, node in first.items():
             if number in needed:
-                made[number] = graph.node_copy(node, lambda operand: made[self.number(operand)])
-                made[number].meta = dict(node.meta)
+                made[number] = copy_node(graph, node, lambda operand: made[self.number(operand)])
                 if node.op == "placeholder":
                     inputs.append(self.inputs[node])
                 elif node.op == "get_attr":
@@ -302,5 +302,4 @@ def _copy_needed(
     needed = _needed(results, made)
     for node in old.graph.nodes:
         if node in needed and node not in made:
-            made[node] = graph.node_copy(node, made.__getitem__)
-            made[node].meta = dict(node.meta)
+            made[node] = copy_node(graph, node, made.__getitem__)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.rewrite_phases import rewrite_phases
 
@@ -39,7 +40,7 @@ def _joined(graph_module: fx.GraphModule) -> fx.GraphModule:
             args = fx.map_arg((node.args[1], *products[node].args), copies.__getitem__)
             copies[node] = graph.create_node("call_function", _aten.addmm.default, args, name=node.name)
         elif node not in left_out:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
         if node in copies:
             copies[node].meta = dict(node.meta)
     return lazy_module(graph_module, graph)

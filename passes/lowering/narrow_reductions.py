@@ -20,6 +20,7 @@ from torch import fx
 
 from autoshard.ir.communicators import Purpose, for_purpose
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.preparation.canonicalize import is_view
 from passes.strategies.local_tracer import LocalTracer
@@ -73,8 +74,7 @@ class NarrowReductions:
                 waited = call(node.target, (copies[node.args[0]],), node)
                 copies[node] = call(_aten._to_copy.default, (waited,), node, dtype=node.meta["val"].dtype)
             else:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-                copies[node].meta = dict(node.meta)
+                copies[node] = copy_node(graph, node, copies.__getitem__)
         return lazy_module(graph_module, graph)
 
 

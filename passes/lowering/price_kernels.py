@@ -24,6 +24,7 @@ from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED
 from autoshard.rules.hub import hub
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
@@ -281,7 +282,7 @@ def _written_out(call: fx.Node) -> fx.Graph:
     operands = {node: graph.placeholder(node.name) for node in call.all_input_nodes}
     for node, placeholder in operands.items():
         placeholder.meta["val"] = node.meta["val"]
-    graph.node_copy(call, operands.__getitem__).meta = dict(call.meta)
+    copy_node(graph, call, operands.__getitem__)
     expanded = expand_kernels(lazy_module({}, graph)).graph
     mode: Any = next(node.meta["val"].fake_mode for node in call.all_input_nodes)
     for node in expanded.nodes:

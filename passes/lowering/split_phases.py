@@ -15,6 +15,7 @@ from torch import fx
 
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.save_least import computed_again
 
@@ -144,6 +145,5 @@ def _copy(node: fx.Node, graph: fx.Graph, environment: dict[fx.Node, fx.Node]) -
     if node not in environment:
         for operand in node.all_input_nodes:
             _copy(operand, graph, environment)
-        environment[node] = graph.node_copy(node, environment.__getitem__)
-        environment[node].meta = dict(node.meta)
+        environment[node] = copy_node(graph, node, environment.__getitem__)
     return environment[node]

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.program import Program
+from autoshard.tracing.copy_node import copy_node
 from passes.preparation.rewriting import copy_program, insert_call, replace_slot_node
 
 aten = torch.ops.aten
@@ -89,7 +90,7 @@ def _repeat(graph: fx.Graph, view: fx.Node, user: fx.Node, repeated: dict[fx.Nod
         operand: _repeat(graph, operand, user, repeated) if _is_forward_view(operand) else operand
         for operand in view.all_input_nodes
     }
-    copied = graph.node_copy(view, lambda operand: operands[operand])
+    copied = copy_node(graph, view, lambda operand: operands[operand])
     copied.meta = {**view.meta, "phase": "backward"}
     repeated[view] = copied
     return copied

@@ -10,6 +10,7 @@ from torch import fx
 
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.program import Program
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 
 _INHERITED = ("phase", "module", "source")
@@ -20,8 +21,7 @@ def copy_program(program: Program) -> Program:
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        copied = graph.node_copy(node, environment.__getitem__)
-        copied.meta = dict(node.meta)
+        copied = copy_node(graph, node, environment.__getitem__)
         environment[node] = copied
     names = {node.name: copied.name for node, copied in environment.items()}
     if any(old != new for old, new in names.items()):
@@ -36,8 +36,7 @@ def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
-        copied = environment[node] = graph.node_copy(node, environment.__getitem__)
-        copied.meta = dict(node.meta)
+        copied = environment[node] = copy_node(graph, node, environment.__getitem__)
         if node.op == "call_function":
             copied.target = targets.get(node.target, node.target)
     return lazy_module(graph_module, graph)
@@ -51,20 +50,21 @@ def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) ->
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
-        copied = environment[node] = graph.node_copy(node, environment.__getitem__)
-        copied.meta = dict(node.meta)
+        copied = environment[node] = copy_node(graph, node, environment.__getitem__)
         if node in names:
             copied.args = (*copied.args[:-1], names[node])
     return lazy_module(graph_module, graph)
 
 
 def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.GraphModule:
-    """The same graph with its nodes in another order, operands before what reads them."""
+    """The same graph with its nodes in another order, operands before what reads them; itself where it has this one."""
+    nodes = list(order)
+    if nodes == list(graph_module.graph.nodes):
+        return graph_module
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
-    for node in order:
-        copied = environment[node] = graph.node_copy(node, environment.__getitem__)
-        copied.meta = dict(node.meta)
+    for node in nodes:
+        environment[node] = copy_node(graph, node, environment.__getitem__)
     return lazy_module(graph_module, graph)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from autoshard.errors import NotAvailableError
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.ir.staged import Crossing, CutProgram
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.preparation.assign_stages import Assignment, NodeSeconds, assign_stages
 
@@ -147,6 +148,4 @@ class _Stage:
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    copied = graph.node_copy(node, copies.__getitem__)
-    copied.meta = dict(node.meta)
-    return copied
+    return copy_node(graph, node, copies.__getitem__)

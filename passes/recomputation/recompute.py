@@ -28,6 +28,7 @@ from autoshard.ir.offload import OffloadedNode
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE, RecomputedNode
 from autoshard.kernels.offload import from_host, to_host
+from autoshard.tracing.copy_node import copy_node
 from passes.preparation.rewriting import copy_program, insert_call
 
 _ORIGINAL = "recomputes"
@@ -120,7 +121,7 @@ class _Inserting:
                 f"the plan recomputes {original.name!r} before its operand {min(map(str, early))!r}. Plan again."
             )
         with self.graph.inserting_before(anchor):
-            clone = self.graph.node_copy(original, lambda operand: self.again.get(operand, operand))
+            clone = copy_node(self.graph, original, lambda operand: self.again.get(operand, operand))
         clone._rename(f"{original.name}_again")
         clone.meta = {**original.meta, "phase": PHASE, _ORIGINAL: original.name}
         self._is_there(original, clone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
@@ -23,6 +24,5 @@ def expand_biases(graph_module: fx.GraphModule) -> fx.GraphModule:
             copies[node] = graph.call_function(_aten.add.Tensor, (product, bias))
             product.meta = dict(node.meta)
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)

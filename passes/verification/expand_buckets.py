@@ -11,6 +11,7 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.kernels.optimizers import MANY, tensors_of
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 
 _ONE: Mapping[Any, Any] = MappingProxyType({many: one for one, many in MANY.items()})
@@ -32,7 +33,7 @@ def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
         if node in ones:
             _write_out(graph, node, ones[node], copies)
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)
 
 

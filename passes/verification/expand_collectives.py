@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from autoshard.errors import VerificationError
 from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
@@ -150,8 +151,7 @@ class _Expanding:
             elif node.target is _aten.view.default and source in self.parts:
                 self.copies[node] = self._collective(node)
             else:
-                self.copies[node] = self.made.node_copy(node, self.copies.__getitem__)
-                self.copies[node].meta = dict(node.meta)
+                self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
         return lazy_module(graph_module, self.made)
 
     def _check(self, node: fx.Node) -> None:

@@ -22,6 +22,7 @@ from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.generated.group import Group
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, KERNELS
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 
 FORM = "form"
@@ -63,7 +64,7 @@ def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
         elif node.target is operator.getitem and node.args[0] in results:
             environment[node] = _result(node, results[node.args[0]][node.args[1]])
         else:
-            copied = environment[node] = graph.node_copy(node, environment.__getitem__)
+            copied = environment[node] = copy_node(graph, node, environment.__getitem__)
             if isinstance(node.target, OpOverload):
                 copied.target = _ORIGINALS.get(node.target, node.target)
     return lazy_module(graph_module, graph)

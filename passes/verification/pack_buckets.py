@@ -21,6 +21,7 @@ from torch import fx
 
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.runtime.fill_buckets import INTO
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
@@ -60,7 +61,7 @@ def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in graph_module.graph.nodes:
         rows = _rows_of(node) if any(map(_is_reduction, node.users)) else None
         if rows is None:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
         else:
             copies[node] = _cat(graph, [copies[_in_any_shape(item)] for item in node.args[0]], rows)
         copies[node].meta = dict(node.meta)
@@ -89,8 +90,7 @@ def _packed(graph_module: fx.GraphModule, found: Mapping[fx.Node, _Filled]) -> f
         if target is not None and node.kwargs.get("out") in inner:
             copies[node] = graph.call_function(target, fx.map_arg(node.args, copies.__getitem__))
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)
 
 

@@ -28,6 +28,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule
 from autoshard.runtime.sharded_module import Request
+from autoshard.tracing.copy_node import copy_node
 from passes.strategies.enumerate_strategies import operands_of, rule_of
 
 aten = torch.ops.aten
@@ -445,7 +446,7 @@ def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequen
     copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node in _until(inputs, results):
         if node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     made: list[fx.Node] = [copies[node] for node in results]
     graph.output(tuple(made) if len(made) > 1 else made[0])
     return fx.GraphModule(module, graph)

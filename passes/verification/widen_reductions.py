@@ -14,6 +14,7 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.ir.communicators import Purpose, without_purpose
+from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -42,8 +43,7 @@ def widen_reductions(graph_module: fx.GraphModule) -> fx.GraphModule:
             copies[node] = graph.call_function(_WAIT, (graph.call_function(start.target, operands),))
             copies[node].meta = dict(node.meta)
         elif node not in inner:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
+            copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)
 
 
