@@ -12,7 +12,7 @@ _slow_draws = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.fil
 settings.register_profile("dev", max_examples=20, deadline=None, suppress_health_check=_slow_draws)
 settings.register_profile(
     "ci",
-    max_examples=30,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,

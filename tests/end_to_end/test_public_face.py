@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard
@@ -55,6 +55,7 @@ def test_names_that_are_not_there_are_refused_as_ever() -> None:
 
 
 @given(st.data())
+@settings(max_examples=3)
 def test_strategies_draw_without_arguments(data: st.DataObject) -> None:
     """Programs, meshes and specs; plans of a program and a mesh."""
     mesh = data.draw(meshes())

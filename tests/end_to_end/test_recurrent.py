@@ -119,8 +119,9 @@ def test_uneven_splits_equal_one_device(kind: type[nn.RNNBase], mesh: Mesh) -> N
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
 
 
-@pytest.mark.parametrize("is_split", [False, True], ids=["chosen", "split"])
-@pytest.mark.parametrize(("kind", "options"), _KINDS[:2])
+@pytest.mark.parametrize(
+    ("kind", "options", "is_split"), [(*_KINDS[0], False), (*_KINDS[1], True)], ids=["chosen", "split"]
+)
 def test_packed_sequences_equal_one_device(kind: type[nn.RNNBase], options: dict[str, Any], is_split: bool) -> None:
     """Rows of different lengths, packed in the model."""
     labels, tokens = _batch().values()

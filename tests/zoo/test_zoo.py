@@ -34,8 +34,10 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 """What is run here, and what makes it smaller than in the table."""
 
+_MARKS = dict.fromkeys(("falcon_mamba", "patchtst", "wav2vec2"), pytest.mark.slow)
 
-@pytest.mark.parametrize("name", QUICK)
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, ())) for name in QUICK])
 def test_a_sharded_architecture_equals_one_device(name: str) -> None:
     """Planned near the smallest memory, proven, trained and evaluated: all is as on one device."""
     architecture = ARCHITECTURES[name]
