@@ -70,7 +70,7 @@ class PlanningProblem:
     memory: MemoryTables
     elided: Elided = NOTHING_ELIDED
     fusion: Fusion = NOTHING_FUSED
-    derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    derived: dict[str, Any] = field(default_factory=dict)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
     def strategy(self, name: str, choice: Sequence[int]) -> Strategy:

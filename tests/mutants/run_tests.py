@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,6 +92,7 @@ def _run(tree: Path, tests: Sequence[str], limit_s: float, output: int) -> None:
         os.environ["PYTHONPATH"] = str(tree)
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(tree.parent / "compiled")
         _forget(tree)
+        _import_sources(tests)
         resource.setrlimit(resource.RLIMIT_CPU, (HANGS, -1))
         words = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
         code = int(pytest.main(words, plugins=[_Watch(limit_s, output)]))
@@ -110,6 +112,17 @@ def _forget(tree: Path) -> None:
     sys.modules["__main__"] = ModuleType("__main__")
     sys.path[:] = [str(tree), *(path for path in sys.path if path and Path(path).resolve() != own)]
     importlib.invalidate_caches()
+
+
+def _import_sources(tests: Sequence[str]) -> None:
+    """Import the files whose examples are tests under their own names: pytest would execute them a second time.
+
+    One that the change keeps from being imported is left to pytest, which says so.
+    """
+    for name in tests:
+        if name.endswith(".py") and not name.startswith("tests/"):
+            with suppress(Exception):
+                importlib.import_module(name.removesuffix(".py").replace("/", "."))
 
 
 class _Watch:

@@ -135,3 +135,16 @@ def test_no_way_to_share_blocks_out_is_below_its_bounds(
             assert smallest.next_stage(pipe.stage_blocks[:stage])[count] <= sizes[pipe]
             if pipe in fits:
                 assert fastest.next_stage(pipe.stage_blocks[:stage])[count] <= times[pipe]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_of_many_micro_batches_the_bound_is_all_work_shared_out(ranks: int) -> None:
+    """Nine tenths of what one rank takes for all blocks, over the ranks, whatever their boundaries."""
+    counted, recipe = (
+        CountedModel((SPARSE.blocks[0],) * 4, SPARSE.tokens, SPARSE.count),
+        Recipe(data=2, micro_batch=64, global_batch=128 * 96),
+    )
+    whole = RecipePricer(counted, Cluster("h100_sxm", 1, 2)).time_s(recipe)
+    pricer = RecipePricer(counted, Cluster("h100_sxm", 1, 2 * ranks))
+    floor = pricer.uneven_floor(replace(recipe, pipeline=ranks, schedule="1f1b"), Pipe(ranks, "1f1b", uneven=True))
+    assert 0.9 * whole <= ranks * floor

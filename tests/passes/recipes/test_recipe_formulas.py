@@ -106,6 +106,21 @@ def test_sharded_gradients_travel_for_every_micro_batch() -> None:
     assert sent[0] - sent[1] == 2 * gradients * sympy.Rational(3, 4)
 
 
+def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> None:
+    """A stage sends 1/tensor of a hand-over, forward and backward, and gathers it unless its sequence stays split."""
+    model, length, micro_batches, tensor, stages = dense(2), 16, 3, 2, 2
+    handed_on = 2 * micro_batches * 2 * length * 64 * (stages - 1) // stages  # in bfloat16
+    sizes = {"batch": micro_batches, "micro_batch": 1, "sequence": length, "layers": 2, "data": 1, "tensor": tensor}
+    for is_split in (False, True):
+        base = Recipe(tensor=tensor, sequence_parallel=is_split, global_batch=micro_batches)
+        whole = _price(base, length, model)
+        piped = _price(dataclasses.replace(base, pipeline=stages, schedule="1f1b"), length, model)
+        assert _value(piped, "communication_bytes_pipeline", pipeline=stages, **sizes) == handed_on // tensor
+        name, gathered = "communication_bytes_tensor", 0 if is_split else handed_on * (tensor - 1) // tensor
+        within = _value(whole, name, pipeline=1, **sizes) / stages
+        assert _value(piped, name, pipeline=stages, **sizes) == within + gathered
+
+
 def test_kinds_of_blocks_have_symbols_of_their_own() -> None:
     """A model of dense and sparse blocks."""
     plan = _price(Recipe(data=4, expert=2), 16, sparse())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from passes.solver import reduce_assignment as reduce_assignment_module
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.reduce_assignment import reduce_assignment
 from passes.solver.search_control import Progress, SearchControl
@@ -102,6 +104,16 @@ def test_reductions_keep_the_optimum(problem: Assignment) -> None:
     assert small is not None
     assert small.cost + reduced.constant == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
     assert problem.cost_of(reduced.expand(small.choice)) == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
+
+
+@given(assignments(with_memory=False))
+def test_what_no_table_has_room_for_stays(problem: Assignment) -> None:
+    """The reduced problem has the same optimum where variables between two others may not go."""
+    with mock.patch.object(reduce_assignment_module, "_MAX_TABLE", 1):
+        reduced = reduce_assignment(problem)
+    best, small = solve_exhaustive(problem), solve_exhaustive(reduced.problem)
+    found = np.inf if small is None else small.cost + reduced.constant
+    assert found == pytest.approx(np.inf if best is None else best.cost, rel=1e-9, abs=1e-15)
 
 
 @given(assignments(), st.sampled_from([0.5, 0.9, 0.999, 1.001, 1.1, 3.0]))
