@@ -7,6 +7,7 @@ too, on every other rank, within the time that the user allows (`compile(..., ti
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from typing import Any, TypeVar
 from autoshard.errors import AutoshardError, LostRankError, RankMismatchError
 from autoshard.runtime.control_channel import TIMEOUT_S, ControlChannel
 from autoshard.runtime.engine import Engine
-from autoshard.runtime.vector_exchange import VectorExchange
+from autoshard.runtime.vector_exchange import VectorExchange, connect
+
+_LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -61,14 +64,16 @@ class ControlGroup:
         self.channel = ControlChannel(ranks, timeout_s)
         self._is_telling = False
 
-    def prepare_vectors(self) -> None:
-        """Make the faster way for a few numbers; called by all ranks together, right after they met."""
-        _ = self.vectors
-
     @cached_property
-    def vectors(self) -> VectorExchange:
-        """A faster way for a few numbers; see `prepare_vectors`."""
-        return VectorExchange(self.channel)
+    def vectors(self) -> VectorExchange | None:
+        """A faster way for a few numbers, if there is one; first asked for by all ranks together."""
+        found = connect(self.channel)
+        if found is None and self.channel.rank == self.channel.ranks[0]:
+            _LOGGER.warning(
+                "ranks cannot open connections to each other, so that what they compare at each call goes through the "
+                "store of the run, which takes milliseconds: where they matter, pass compile(..., check='first')"
+            )
+        return found
 
     def agree(self, facts: Callable[[], Facts], what: str = "compile the same program") -> None:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.agreement import Facts, Held
 from autoshard.runtime.digests import digest_of
+from autoshard.runtime.known_layouts import local_of
 
 WHOLE = str(())
 """The place of what every rank holds whole."""
@@ -32,7 +33,6 @@ class Piece:
     copies: int
 
 
-@torch.no_grad()
 def piece_of(tensor: torch.Tensor, ranks: int) -> Piece:
     """What this rank holds of a tensor, of which a plain one is the same on all so many `ranks`."""
     if not isinstance(tensor, DTensor):
@@ -43,7 +43,7 @@ def piece_of(tensor: torch.Tensor, ranks: int) -> Piece:
     copies = mesh.size()
     for dim in cut:
         copies //= mesh.size(dim)
-    return Piece(tensor.to_local(), tuple((dim, coordinate[dim]) for dim in cut if mesh.size(dim) > 1), copies)
+    return Piece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in cut if mesh.size(dim) > 1), copies)
 
 
 def facts_of(named: Iterable[tuple[str, torch.Tensor]], ranks: int) -> Facts:

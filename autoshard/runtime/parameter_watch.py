@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from operator import attrgetter, sub
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.agreement import Facts, Held
 from autoshard.runtime.digests import combine, digest_of_words, words_of
 from autoshard.runtime.held import facts_of, piece_of
+from autoshard.runtime.known_layouts import local_of
 
 SAMPLE = "values of parameters and buffers"
 
@@ -34,16 +38,22 @@ class ParameterWatch:
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], ranks: int) -> None:
         self._named = list(named)
         self._ranks = ranks
+        self._counted = [tensor for _, tensor in self._named if not tensor.is_inference()]
         self._versions = self._read_versions()
-        self._changes: list[int] = [0] * len(self._named)
-        self._groups: list[tuple[str, list[torch.Tensor]]] = list(self._by_place())
+        self._changes: list[int] = [0] * len(self._counted)
+        self._groups: list[tuple[str, list[_Row]]] = list(self._by_place())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
+        """Over the copies of the tensors."""
+        result = ParameterWatch(copy.deepcopy(self._named, memo), self._ranks)
+        result._groups = result._groups if self._groups else []
+        return result
 
     def changes(self) -> int:
         """A digest of which tensors were changed in place how often since the last call; 0 for none."""
-        found = self._read_versions()
-        self._changes = [new - old for new, old in zip(found, self._versions, strict=True)]
-        self._versions = found
-        return combine(self._changes) if any(self._changes) else 0
+        found, before = self._read_versions(), self._versions
+        self._changes, self._versions = [*map(sub, found, before)], found
+        return combine(self._changes) if found != before else 0
 
     def sample(self, turn: int) -> dict[Held, torch.Tensor]:
         """The digest of some elements of some tensors, others at each turn; nothing where no two ranks hold alike."""
@@ -66,37 +76,51 @@ class ParameterWatch:
 
     def facts(self) -> Facts:
         """What says which tensors differ: every piece's digest, and how often those that nobody shares were changed."""
+        names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
             f"in-place changes of {name} between two calls": str(count)
-            for (name, tensor), count in zip(self._named, self._changes, strict=True)
+            for name, tensor, count in zip(names, self._counted, self._changes, strict=True)
             if piece_of(tensor, self._ranks).copies == 1
         }
         return {**facts_of(self._named, self._ranks), **changed}
 
     def _read_versions(self) -> list[int]:
-        return [0 if tensor.is_inference() else tensor._version for _, tensor in self._named]
+        return [*map(_version_of, self._counted)]
 
-    @torch.no_grad()
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
         """Some elements of some tensors, and their place."""
-        place, tensors = self._groups[turn % len(self._groups)]
+        place, rows = self._groups[turn % len(self._groups)]
         step = turn // len(self._groups) * _ELEMENTS
-        return place, torch.cat([_elements(tensor, step) for tensor in tensors])
+        return place, torch.cat([row.elements(step) for row in rows])
 
-    def _by_place(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    def _by_place(self) -> Iterator[tuple[str, list[_Row]]]:
         """Tensors that other ranks hold too, a few at a time, all at one place, of one device and type."""
-        found: dict[tuple, list[torch.Tensor]] = {}
+        found: dict[tuple, list[_Row]] = {}
         for _, tensor in self._named:
             piece = piece_of(tensor, self._ranks)
             if piece.copies > 1 and piece.local.numel() and piece.local.is_contiguous() and not tensor.is_meta:
-                found.setdefault((piece.place, tensor.device, tensor.dtype), []).append(tensor)
-        for (place, *_), tensors in found.items():
-            for start in range(0, len(tensors), _AT_ONCE):
-                yield str(place), tensors[start : start + _AT_ONCE]
+                found.setdefault((piece.place, tensor.device, tensor.dtype), []).append(_Row(tensor))
+        for (place, *_), rows in found.items():
+            for start in range(0, len(rows), _AT_ONCE):
+                yield str(place), rows[start : start + _AT_ONCE]
 
 
-def _elements(tensor: torch.Tensor, step: int) -> torch.Tensor:
-    """Some elements of what this rank holds of a tensor, which lie after the step-th."""
-    flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)
-    count = flat.numel()
-    return flat if count <= _ELEMENTS else flat.narrow(0, step % (count - _ELEMENTS + 1), _ELEMENTS)
+class _Row:
+    """What this rank holds of a tensor, as a row; that of a DTensor is kept, as long as it holds the same."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._is_distributed = isinstance(tensor, DTensor)
+        self._local: torch.Tensor | None = None
+        self._flat = tensor
+
+    def elements(self, step: int) -> torch.Tensor:
+        """Some elements, which lie after the step-th."""
+        local = local_of(self._tensor) if self._is_distributed else self._tensor
+        if local is not self._local or not self._is_distributed:
+            self._local, self._flat = local, local.detach().view(-1)
+        count = self._flat.numel()
+        return self._flat if count <= _ELEMENTS else self._flat.narrow(0, step % (count - _ELEMENTS + 1), _ELEMENTS)
+
+
+_version_of = attrgetter("_version")

@@ -20,11 +20,11 @@ import copy
 import logging
 import re
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -39,7 +39,7 @@ from autoshard.runtime.held import WHOLE, facts_of, named_tensors, piece_of
 from autoshard.runtime.late_numbers import BEFORE, LateNumbers
 from autoshard.runtime.parameter_watch import SAMPLE, ParameterWatch
 from autoshard.runtime.seeds import SeedSequence
-from autoshard.runtime.vector_exchange import LENGTH
+from autoshard.runtime.vector_exchange import LENGTH, Row, VectorExchange
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -170,8 +170,8 @@ class StepAgreement:
     def _post(self, call: AgreedCall, state: str, seed: str) -> None:
         self._turn += 1
         self._posted = self._measure(call, state, seed)
-        if self._is_fast:
-            self._ranks.vectors.post(self._posted.numbers, _what(call))
+        if (vectors := self._vectors) is not None:
+            vectors.post(self._posted.numbers, partial(_what, call))
 
     def settle(self) -> None:
         """Wait for what all ranks posted about the present call, if anything.
@@ -211,8 +211,9 @@ class StepAgreement:
         return self._control
 
     @property
-    def _is_fast(self) -> bool:
-        return self._check is Check.ALWAYS and not self._patience
+    def _vectors(self) -> VectorExchange | None:
+        """The fast way, where there is one and no rank may be at work for long."""
+        return None if self._patience or self._check is not Check.ALWAYS else self._ranks.vectors
 
     def _measure(self, call: AgreedCall, state: str, seed: str) -> _Posted:
         digests = _digests_of(call, len(self._ranks.channel.ranks), self._turn)
@@ -229,22 +230,21 @@ class StepAgreement:
         )
         return _Posted(call, state, seed, values, numbers)
 
-    def _collect(self, posted: _Posted) -> torch.Tensor:
-        """The numbers of all ranks, [ranks, LENGTH]."""
-        if self._is_fast:
-            return self._ranks.vectors.collect(_what(posted.call))
+    def _collect(self, posted: _Posted) -> list[Row]:
+        """The numbers of all ranks."""
+        if (vectors := self._vectors) is not None:
+            return vectors.collect(partial(_what, posted.call))
         said = self._ranks.channel.exchange(array("q", posted.numbers).tobytes(), _what(posted.call))
-        return torch.stack([torch.frombuffer(bytearray(item), dtype=torch.int64) for item in said])
+        return [tuple(array("q", item)) for item in said]
 
     def _choose_way(self, *, is_patient: bool) -> None:
         """Be patient with the next calls, or go the fast way: it is made while all ranks are here, who choose alike."""
         self._patience = _PATIENCE if is_patient else max(0, self._patience - 1)
-        if self._is_fast:
-            self._ranks.prepare_vectors()
+        _ = self._vectors
 
-    def _differ_by_rounding(self, rows: torch.Tensor, posted: _Posted) -> bool:
+    def _differ_by_rounding(self, rows: Sequence[Row], posted: _Posted) -> bool:
         """Whether only values of parameters differ, and by little: what ranks compute alike may round apart."""
-        if not _are_alike(rows[:, :_BEFORE_SAMPLE]):
+        if not _are_alike([row[:_BEFORE_SAMPLE] for row in rows]):
             return False
         everyone = self._ranks.gather(self._watch.elements(posted.numbers[0]), _what(posted.call))
         if not all(_is_near(one, other) for one, other in combinations(everyone, 2)):
@@ -305,13 +305,12 @@ def _is_near(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -
     )
 
 
-def _are_alike(rows: torch.Tensor) -> bool:
-    """Whether ranks that gave these numbers, [ranks, LENGTH], agree."""
-    common = rows[:, :_COMMON]
-    if not torch.equal(common, common[:1].expand_as(common)):
+def _are_alike(rows: Sequence[Row]) -> bool:
+    """Whether ranks that gave these numbers agree."""
+    if len({row[:_COMMON] for row in rows}) > 1:
         return False
-    for first in range(_COMMON, rows.shape[1], 2):
-        pairs = {(place, value) for place, value in rows[:, first : first + 2].tolist()}
+    for first in range(_COMMON, len(rows[0]), 2):
+        pairs = {row[first : first + 2] for row in rows}
         if len(pairs) > len({place for place, _ in pairs}):
             return False
     return True

@@ -121,14 +121,11 @@ class OneOfMany:
     def exchange(self, value: bytes, what: str) -> list[bytes]:
         return [value] * len(self.ranks)
 
-    def prepare_vectors(self) -> None:
-        """They are there."""
+    def post(self, numbers: Sequence[int], what: Callable[[], str]) -> None:
+        self.numbers = tuple(numbers)
 
-    def post(self, numbers: Sequence[int], what: str) -> None:
-        self.numbers = numbers
-
-    def collect(self, what: str) -> Tensor:
-        return torch.tensor([self.numbers] * len(self.ranks), dtype=torch.int64)
+    def collect(self, what: Callable[[], str]) -> list[tuple[int, ...]]:
+        return [self.numbers] * len(self.ranks)
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
