@@ -16,7 +16,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.rules.enumeration import Strategy
 from autoshard.runtime.sharded_module import Request
-from autoshard.testing.decided_plans import greedy_plan, most_split_plan
+from autoshard.testing.decided_plans import greedy_plan, most_recomputed_plan, most_split_plan
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.counting.count_plan import PlanCounting
@@ -167,3 +167,13 @@ def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
     with pytest.raises(FormulaError, match=r"does not treat all blocks alike.*fixed=\('layers',\)"):
         plan.formula("parameter_bytes")
     assert "layers" not in map(str, plan.formula("parameter_bytes", fixed=("layers",)).free_symbols)
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_counts_once_in_a_step_and_again_on_ranks() -> None:
+    """The formula of ranks is what one counts on the program of a plan that recomputes."""
+    plan = most_recomputed_plan(PROGRAM, MESH)
+    phased = lower_program(PROGRAM, plan, _laptop(MESH))
+    plan, sizes = replace(plan, formulas=FORMULAS), {"batch": 4, "sequence": 8, **dict(MESH.axes)}
+    assert _value(plan, "step_flops", sizes) == numeric_counts.flops(PROGRAM.graph)
+    assert _value(plan, "rank_flops", sizes) == numeric_counts.flops(phased.lowered.graph_module.graph)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from autoshard import Cluster, Recipe
+from cost_models.collectives import all_gather_time
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_ends import exchange_times
@@ -15,11 +16,12 @@ from passes.recipes.price_recipe import (
     copies_time,
     products_time,
     section_time,
+    send_time,
     sharded_time,
     step_price,
 )
 from passes.recipes.recipe_groups import recipe_groups
-from tests.passes.decoders import priced_dense
+from tests.passes.decoders import HIDDEN, SEQUENCE, priced_dense
 
 MODEL = StepModel()
 PRICED = priced_dense(8)
@@ -53,6 +55,17 @@ def test_slower_parts_make_slower_steps(name: str) -> None:
 def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
     """A tiny model takes what issuing its kernels takes."""
     assert _seconds(Recipe(cuda_graph=True)) < 0.6 * _seconds(Recipe())
+
+
+def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts() -> None:
+    """Tensor ranks send a part of a block's input each; with sequence parallelism the next stage has the same part."""
+    whole = Recipe(tensor=4, pipeline=2, micro_batch=64)
+    split = dataclasses.replace(whole, sequence_parallel=True)
+    cluster = _cluster(whole)
+    groups = recipe_groups(whole, cluster)
+    sent_s = [send_time(PRICED.section_prices(each, cluster), each, groups, MODEL) for each in (split, whole)]
+    gathered_s = all_gather_time(64 * SEQUENCE * HIDDEN * 2, groups.tensor) * MODEL.fabric_slowdown
+    assert sent_s[1] - sent_s[0] == pytest.approx(gathered_s)
 
 
 def test_early_stop_saves_the_last_product() -> None:

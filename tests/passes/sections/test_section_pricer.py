@@ -44,6 +44,21 @@ def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
             assert len(found.traffic) == len(phase.sent)
 
 
+def test_products_with_weights_are_faster_in_8_bits_and_those_of_attention_are_not() -> None:
+    """Forward, where a weight is read, and in both gradients."""
+    setting = Setting(4096, (("tensor", 1),), DEVICE, "bf16")
+    section = MODEL.count(RecipeKind(False, False, False, False, False, fused=True))["layers:0"]
+    narrow, wide = (
+        [
+            [price_kernel(kernel, setting, {"tensor": 1}, precision).matmul_s for kernel in phase.kernels]
+            for phase in (section.forward, section.backward)
+        ]
+        for precision in ("f8", "bf16")
+    )
+    for phase in (0, 1):
+        assert sum(x < y for x, y in zip(narrow[phase], wide[phase], strict=True)) == (4, 8)[phase]
+
+
 def test_of_experts_gradients_a_rank_holds_its_share() -> None:
     """Of a stack of weights a rank makes the gradient of its own experts; tokens come from other ranks as they go."""
     stack_bytes, token_bytes = 4 * HIDDEN * 2 * HIDDEN * 2, 2 * SEQUENCE * 2 * HIDDEN * 2

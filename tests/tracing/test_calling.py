@@ -1,0 +1,34 @@
+"""Which of a call's arguments are the loss's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from autoshard.errors import TraceError
+from autoshard.tracing.calling import count_targets
+
+LOSSES: dict[str, tuple[Callable[..., Any], int]] = {
+    "of outputs": (lambda outputs: outputs, 0),
+    "of one target": (lambda outputs, one: outputs, 1),
+    "of three targets": (lambda outputs, one, two, three: outputs, 3),
+    "with an option": (lambda outputs, one, weight=None: outputs, 1),
+    "of what the model leaves": (lambda outputs, *targets: outputs, 2),
+    "a module": (nn.MSELoss(), 1),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_takes_its_required_arguments_behind_the_outputs(name: str) -> None:
+    """Of three arguments to a call of a model that takes one."""
+    loss, targets = LOSSES[name]
+    assert count_targets(nn.Linear(2, 2), loss, 3) == targets
+
+
+def test_a_loss_of_more_targets_than_there_are_arguments_is_refused() -> None:
+    """The message says both numbers."""
+    with pytest.raises(TraceError, match=r"takes 3 targets after the outputs, .* only 2 positional arguments"):
+        count_targets(nn.Linear(2, 2), LOSSES["of three targets"][0], 2)
