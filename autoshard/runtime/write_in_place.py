@@ -30,13 +30,17 @@ def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> 
         graph_module: functional; placeholders are not views of each other.
         written: index of a result to that of the placeholder whose place it takes.
     """
-    graph = fx.Graph()
+    return fx.GraphModule(graph_module, written_in_place(graph_module.graph, written))
+
+
+def written_in_place(graph: fx.Graph, written: Mapping[int, int]) -> fx.Graph:
+    """As `write_in_place`, of a graph."""
+    made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in graph_module.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    _Writing(graph, dict(written)).run()
-    return fx.GraphModule(graph_module, graph)
+    for node in graph.nodes:
+        copies[node] = made.node_copy(node, copies.__getitem__)
+    _Writing(made, dict(written)).run()
+    return made
 
 
 @dataclass(slots=True)

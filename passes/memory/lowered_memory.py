@@ -18,7 +18,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, OutputKind
 from autoshard.runtime.fill_buckets import filled
 from autoshard.runtime.owned_results import owned_results
-from autoshard.runtime.write_in_place import write_in_place
+from autoshard.runtime.write_in_place import written_in_place
 from passes.memory.storages import Storage, Storages
 
 
@@ -51,7 +51,7 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
             owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
             carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
-        memory.run(write_in_place(phased.update, _written(phased)).graph, read, inputs)
+        memory.run(written_in_place(phased.update.graph, _written(phased)), read, inputs)
     return memory.peak
 
 

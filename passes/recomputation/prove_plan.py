@@ -67,8 +67,11 @@ class ProvePlan:
         return bounded(better if room is None or better.host_bytes <= room else found, bound)
 
     def without_keepings(self, found: JointSolution) -> JointSolution:
-        """The same of what fits as if memory were no object, with a bound of all: keepings cost nothing less there."""
-        if found.solution.is_optimal:
+        """The same of what fits as if memory were no object, with a bound of all: keepings cost nothing less there.
+
+        What is proven to be within 1 % of the best is as good: prices are not that exact.
+        """
+        if found.solution.cost <= (1 + _ENOUGH) * found.solution.lower_bound:
             return found
         return replace(self, recompute=False)(found)
 
@@ -143,6 +146,7 @@ def joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
     )
 
 
+_ENOUGH = 0.01
 _SHARE = 0.5
 """The part of the time that is left which is spent so: what was found is there, and few plans are proven later."""
 
