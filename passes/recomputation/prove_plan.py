@@ -54,6 +54,8 @@ class ProvePlan:
 
     def __call__(self, found: JointSolution) -> JointSolution:
         """What was found, or what is cheaper and fits; where that is proven, with a bound of all that fit."""
+        if _is_near(found):
+            return found
         exact = self._problem(found)
         if exact is None:
             return found
@@ -67,13 +69,8 @@ class ProvePlan:
         return bounded(better if room is None or better.host_bytes <= room else found, bound)
 
     def without_keepings(self, found: JointSolution) -> JointSolution:
-        """The same of what fits as if memory were no object, with a bound of all: keepings cost nothing less there.
-
-        What is proven to be within 1 % of the best is as good: prices are not that exact.
-        """
-        if found.solution.cost <= (1 + _ENOUGH) * found.solution.lower_bound:
-            return found
-        return replace(self, recompute=False)(found)
+        """The same of what fits as if memory were no object, with a bound of all: keepings cost nothing less there."""
+        return found if _is_near(found) else replace(self, recompute=False)(found)
 
     def first(self) -> JointSolution | None:
         """What fits, where tables found nothing; None where nothing is found in time.
@@ -146,7 +143,13 @@ def joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
     )
 
 
+def _is_near(found: JointSolution) -> bool:
+    return found.solution.cost <= (1 + _ENOUGH) * found.solution.lower_bound
+
+
 _ENOUGH = 0.01
+"""What is proven to be within 1 % of the best is as good: prices are not that exact."""
+
 _SHARE = 0.5
 """The part of the time that is left which is spent so: what was found is there, and few plans are proven later."""
 
