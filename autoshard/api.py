@@ -49,7 +49,7 @@ from autoshard.ir.precision import effective_precision
 from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
-from autoshard.pipelines import check_pipeline, pipeline_of
+from autoshard.pipelines import Asked, asked_of, check_pipeline, pipeline_of
 from autoshard.planner import (
     LossFunction,
     Planner,
@@ -62,6 +62,7 @@ from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import world_size
 from autoshard.runtime.lengths import Lengths
+from autoshard.runtime.micro_batches import batch_size, parts_of
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
 from autoshard.runtime.stage_engines import make_engines
@@ -69,6 +70,7 @@ from autoshard.runtime.step_agreement import Check
 from autoshard.runtime.traced_optimizer import update_of
 from autoshard.runtime.train_step import TrainStep
 from autoshard.stage_planner import StagePlanner
+from autoshard.stage_plans import search_stages
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
 
@@ -99,7 +101,7 @@ def compile(
     gather_outputs: bool = False,
     cluster: Cluster | None = None,
     schedule: str | None = None,
-    virtual_stages: int = 1,
+    virtual_stages: int | None = None,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -153,7 +155,8 @@ def compile(
             and other hosts of `torchrun` as gigabit Ethernet joins them.
         schedule: with an axis "pipeline" in the mesh, which carries stages: "1F1B" (the default), "GPipe",
             "Interleaved1F1B" or "LoopedBFS"; see docs/pipelines.md.
-        virtual_stages: with an axis "pipeline": stages on each of its ranks.
+        virtual_stages: with an axis "pipeline": stages on each of its ranks, 1 by default. A plan of stages says this,
+            the schedule and micro_batches itself.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -172,9 +175,11 @@ def compile(
     check_limits(time_budget_s=time_budget_s)
     check_agreement(check=check, timeout_s=timeout_s)
     check_programs(dynamic_lengths=dynamic_lengths, max_programs=max_programs)
-    check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     mesh = one_kind(mesh)
     fixed = read_plan(plan)
+    asked = asked_of(fixed, mesh, micro_batches, schedule, virtual_stages)
+    micro_batches = asked.micro_batches
+    check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     precision = precision_of(model, precision, fixed)
     if optimizer is not None:
         refuse_scaling(precision)
@@ -202,7 +207,7 @@ def compile(
     if isinstance(mesh, Cluster):
         first = handed_out if optimizer is None else Outputs.LOSS
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update, timeout_s, first)
-    pipeline = pipeline_of(mesh, schedule, virtual_stages, micro_batches or 1)
+    pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches or 1)
     if pipeline is not None:
         check_pipeline(update, optimizer, planner, backend, dynamic_lengths)
     before = dict(model.named_parameters())
@@ -258,6 +263,9 @@ def plan(
     progress: bool | None = None,
     outputs: str = "all",
     gather_outputs: bool = False,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
 ) -> Plan:
     """How a model would run, and what it would cost; nothing is run, and the model may be on meta.
 
@@ -285,6 +293,9 @@ def plan(
             that has none, computes in its own types.
         outputs, gather_outputs: see `compile`; with an optimizer, the plan is of a step, which needs the loss alone.
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
+        micro_batches: with an optimizer: how many parts of the batch of `example_inputs` a step has. None: of a mesh
+            with an axis "pipeline", the fastest number that fits; else 1.
+        schedule, virtual_stages: of a mesh with an axis "pipeline"; see `compile`.
 
     Raises:
         AutoshardError: as `compile`.
@@ -335,7 +346,7 @@ def plan(
     check_trains(model, optimizer)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
-    check_optimizer(optimizer, max_grad_norm=max_grad_norm)
+    check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
     update = update_of(optimizer, model, max_grad_norm, strict=strict)
     planner = Planner(
         cluster=mesh_or_cluster if isinstance(mesh_or_cluster, Cluster) else None,
@@ -350,11 +361,22 @@ def plan(
         with_kernels=has_kernels(backend, device_of_plans(mesh_or_cluster)),
         gather_outputs=gather_outputs,
         progress=progress,
+        micro_batches=micro_batches or 1,
     )
     grad = any(parameter.requires_grad for parameter in model.parameters())
     handed_out = handed_out if optimizer is None else Outputs.LOSS
-    request = Request(model, args, kwargs, grad, update=update if grad else None, outputs=handed_out)
-    program, found = planner.plan_call(request, meshes_of(mesh_or_cluster, mesh))
+    update = update if grad else None
+
+    def request_of(parts: int) -> Request:
+        part_args, part_kwargs = parts_of(args, kwargs, parts)[0]
+        return Request(model, tuple(part_args), part_kwargs, grad, update=update, outputs=handed_out)
+
+    meshes, asked = meshes_of(mesh_or_cluster, mesh), Asked(micro_batches, schedule, virtual_stages or 1)
+    if pipeline_of(meshes[0], schedule, asked.virtual_stages, micro_batches) is not None:
+        check_pipeline(update, optimizer, planner, backend, None)
+        return search_stages(planner, meshes[0], asked, batch_size(args, kwargs), request_of)
+    request = request_of(micro_batches or 1)
+    program, found = planner.plan_call(request, meshes)
     check_traced(program, planner.constraints, optimizer)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
     cluster = planner.cluster_for(found.mesh)

@@ -1,33 +1,29 @@
-"""Compiles a training step for a pipeline: cuts it into stages, plans and lowers each on the mesh of the other axes."""
+"""The runtime's compiler for a mesh with a pipeline axis: training steps run in stages."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from autoshard.arguments import check_has_loss
-from autoshard.errors import InvalidSpecError, NotAvailableError, VerificationError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.initialisation import Initialisation
-from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind, Program
-from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.staged import CutProgram, StagedProgram, StageProgram
+from autoshard.ir.staged import StagedProgram
 from autoshard.pipelines import Pipeline
 from autoshard.planner import Planner
 from autoshard.runtime.agreement import make_together
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.sharded_module import Request
-from autoshard.runtime.stage_messages import find_slot
-from autoshard.tracing.update import append_update
+from autoshard.stage_plans import StagePlans, check_fits, check_stays
 
 if TYPE_CHECKING:
     from autoshard.ir.plan import Plan
@@ -46,11 +42,13 @@ class StagePlanner:
         planner: plans and lowers a stage, and any call that is no training step.
         pipeline: what was asked for.
         rank: this process's in the pipeline, or None where one process simulates all.
+        homes: the stage that holds each parameter, by name, once a program said so.
     """
 
     planner: Planner
     pipeline: Pipeline
     rank: int | None = None
+    homes: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
@@ -66,21 +64,30 @@ class StagePlanner:
         known = next((item for item in request.known if item.fingerprint == found), None)
         if known is not None:
             return replace(known, python=program.python)
-        _check_stays(program)
-        cut = self._cut(program, request, engine)
-        _check_constraints(self.planner.constraints, cut)
-        plans = engine.share(lambda: [self._plan(stage, request, engine) for stage in cut.stages])
+        check_stays(program)
+        plans, lowered = StagePlans(self.planner, self.pipeline), list[PhasedProgram]()
+        plan = engine.share(lambda: self._plan_for(plans, program, request, lowered))
         staged = make_together(
-            engine, "lowering", lambda: self._lower(program, cut, plans), lambda made: {"stages": made.digest()}
+            engine,
+            "lowering",
+            lambda: plans.lower(program, plan, request, lowered),
+            lambda made: {"stages": made.digest()},
         )
+        self.homes.update(staged.stage_of_parameters())
         weigh = self.planner.micro_batches > 1
         weights = weigh_step(program, replace(self.planner, traced=None).trace, of_gradients) if weigh else None
         own = tuple(number for number, rank in enumerate(staged.order.stage_ranks) if self.rank in (None, rank))
-        _LOGGER.info("compiled %s in %d stages for %s", request.signature, len(cut.stages), engine.mesh)
+        _LOGGER.info("compiled %s in %d stages for %s", request.signature, len(plan.stages), plan.mesh)
         whole = _whole(program, staged, own)
-        return CompiledProgram(
-            whole, plans[0], frozenset(), request.update, found, program.python, weights, staged, own
-        )  # fmt: skip
+        return CompiledProgram(whole, plan, frozenset(), request.update, found, program.python, weights, staged, own)
+
+    def _plan_for(self, plans: StagePlans, program: Program, request: Request, lowered: list[PhasedProgram]) -> Plan:
+        """The plan of a step: the one that is given, or one that is made; `lowered` is then filled with its stages."""
+        if self.planner.fixed is not None:
+            check_fits(self.planner.fixed, program, self.pipeline)
+            return self.planner.fixed
+        plan, lowered[:] = plans.plan(program, request, self.homes)
+        return plan
 
     def trace(self, request: Request) -> Program:
         """See `Compiler`."""
@@ -109,47 +116,6 @@ class StagePlanner:
         check_has_loss(program)
         return program
 
-    def _cut(self, program: Program, request: Request, engine: Engine) -> CutProgram:
-        """The programs of the stages, each with its update."""
-        from passes.preparation.split_stages import SplitStages
-        from passes.strategies.price_nodes import NodePrices
-
-        assert request.update is not None, "a training step updates"
-        prices = NodePrices(self.planner.cluster_for(engine.mesh), engine.mesh)
-        cut = SplitStages(self.pipeline.ranks * self.pipeline.virtual_stages, prices.computed_s)(program)
-        return replace(cut, stages=tuple(append_update(stage, request.update, of_stage=True) for stage in cut.stages))
-
-    def _plan(self, stage: Program, request: Request, engine: Engine) -> Plan:
-        share = replace(
-            self.planner,
-            constraints=_constraints_of(stage, self.planner.constraints),
-            time_budget_s=self.planner.time_budget_s / (self.pipeline.ranks * self.pipeline.virtual_stages),
-        )
-        return share.search(stage, engine.mesh, request.placed)
-
-    def _lower(self, program: Program, cut: CutProgram, plans: Sequence[Plan]) -> StagedProgram:
-        from passes.lowering.order_pipeline import order_pipeline
-        from passes.verification.verify_schedule import verify_schedule
-
-        order = order_pipeline(
-            *(self.pipeline.schedule, self.pipeline.ranks),
-            *(self.planner.micro_batches, self.pipeline.virtual_stages),
-        )
-        if self.planner.verify:
-            verify_schedule(order)
-        stages = [self.planner._lower(stage, plan)[0] for stage, plan in zip(cut.stages, plans, strict=True)]
-        outputs = program.outputs_of(OutputKind.OUTPUT)
-        values = {slot.name: program.nodes_by_name()[slot.node].meta["val"] for slot in outputs}
-        loss = loss_among(
-            [Output(name, tuple(value.shape), value.dtype) for name, value in values.items()],
-            {slot.name for slot in program.inputs_of(InputKind.TANGENT)},
-        ).name
-        at = next(n for n, stage in enumerate(cut.stages) if any(slot.name == loss for slot in stage.outputs))
-        made = tuple(StageProgram(phased, plan) for phased, plan in zip(stages, plans, strict=True))
-        staged = StagedProgram(made, cut.crossings, order, loss, at)
-        _check_crossings(staged)
-        return staged
-
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
     """What the runtime asks of a program, of all stages: inputs, and the updates of its own stages; it runs nothing."""
@@ -172,54 +138,3 @@ def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> Phase
 
 def _crossing_names(staged: StagedProgram) -> frozenset[str]:
     return frozenset(crossing.name for crossing in staged.crossings)
-
-
-def _check_stays(program: Program) -> None:
-    """Refuse what stages cannot share yet."""
-    buffers = [slot.name for slot in program.outputs_of(OutputKind.BUFFER_UPDATE)]
-    if buffers:
-        raise NotAvailableError(
-            f"A call changes buffer {buffers[0]!r}, and stages of a pipeline do not share buffers that change. Use a "
-            "mesh without the axis 'pipeline', or put the module into evaluation mode."
-        )
-    if program.kept:
-        raise NotAvailableError(
-            f"A call leaves a tensor in attribute {next(iter(program.kept.values()))!r}; under an axis 'pipeline' only "
-            "the loss is handed out. Leave the attribute out, or use a mesh without the axis 'pipeline'."
-        )
-    if any(slot.kind is InputKind.PARAMETER for slot in program.read_by_guards()):
-        raise NotAvailableError(
-            "The model branches on the value of a parameter, which only the ranks of its stage hold. Use a mesh "
-            "without the axis 'pipeline'."
-        )
-
-
-def _check_constraints(constraints: Mapping[str, PartitionSpec], cut: CutProgram) -> None:
-    for pattern in constraints:
-        if not any(pattern in _constraints_of(stage, constraints) for stage in cut.stages):
-            raise InvalidSpecError(
-                f"constraints[{pattern!r}] matches no parameter, buffer, input or state of any stage."
-            )
-
-
-def _constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """The constraints that mean something in a stage."""
-    state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
-    names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
-    names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}
-    return {
-        pattern: spec
-        for pattern, spec in constraints.items()
-        if any(fnmatchcase(name, pattern) and (":" in pattern or name not in state) for name in names)
-    }
-
-
-def _check_crossings(staged: StagedProgram) -> None:
-    """Each value that crosses stages is made by the stage before its reader, in the shape that the reader takes."""
-    for crossing in staged.crossings:
-        made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
-        taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)
-        if (made.shape, made.dtype) != (taken.shape, taken.dtype):
-            raise VerificationError(f"{crossing} is made as {made}, and read as {taken}.")
-        if crossing.is_forward != (crossing.maker < crossing.reader):
-            raise VerificationError(f"{crossing} goes against the order of the stages.")

@@ -63,13 +63,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("autoshard.fixed_plan", "autoshard.progress"),
     ),
     "autoshard.pipelines": (*_IR, "autoshard.planner", "cost_models"),
+    "autoshard.stage_plans": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
+    ),
     "autoshard.stage_planner": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
+        "autoshard.stage_plans",
     ),
     "autoshard.api": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
         *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
-        *("autoshard.pipelines", "autoshard.stage_planner"),
+        *("autoshard.pipelines", "autoshard.stage_planner", "autoshard.stage_plans"),
     ),
     "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
     "autoshard.fixed_plan": (*_IR, "autoshard.runtime"),

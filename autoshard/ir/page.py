@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from autoshard.ir.plan_parts import OperatorCoverage
-from autoshard.ir.printer import figure_rows, parameter_rows, summary, times_chosen
+from autoshard.ir.printer import figure_rows, parameter_rows, stage_rows, summary, times_chosen
 from autoshard.ir.text import format_bytes, format_time
 from autoshard.ir.trace import Trace, TraceSpan
 
@@ -66,8 +66,17 @@ def render_page(plan: Plan) -> str:
         operators=[_operator_row(item) for item in plan.operators[:_MOST_OPERATORS]],
         others=max(0, len(plan.operators) - _MOST_OPERATORS),
         outputs=[(name, repr(spec)) for name, spec in plan.outputs.items() if not name.startswith("gradient ")],
-        nodes=[(name, _specs(node.inputs), _specs(node.outputs)) for name, node in plan.nodes.items()],
+        stages=stage_rows(plan) if plan.stages else [],
+        nodes=_node_rows(plan),
     )
+
+
+def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """The specs of all nodes; of stages, one after the other."""
+    rows = [(name, _specs(node.inputs), _specs(node.outputs)) for name, node in plan.nodes.items()]
+    for number, stage in enumerate(plan.stages):
+        rows += [(f"stage {number}: {name}", taken, given) for name, taken, given in _node_rows(stage)]
+    return rows
 
 
 def _bar(parts: Mapping[str, float], text: Callable[[float], str]) -> tuple[Piece, ...]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from autoshard.errors import PlanMismatchError
+from autoshard.ir.read_json import read
 
 
 class Work(StrEnum):
@@ -98,6 +103,40 @@ class PipelineOrder:
     micro_batches: int
     ranks: tuple[tuple[Slot, ...], ...]
 
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each rank."""
+        return len(self.stage_ranks) // len(self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data that a person can read and edit: each rank's tasks as one line."""
+        lines = [" ".join("+".join(map(str, slot)) for slot in slots) for slots in self.ranks]
+        return {"stage_ranks": list(self.stage_ranks), "micro_batches": self.micro_batches, "ranks": lines}
+
+    @classmethod
+    def from_json(cls, data: Any) -> PipelineOrder:
+        """The inverse of `to_json`; a transfer is called on the wire by its micro-batch.
+
+        Raises:
+            PlanMismatchError: it is no order; names what is none.
+        """
+        found = read(_OrderInFile, data, ("order",))
+        ranks = tuple(tuple(map(_read_slot, line.split())) for line in found.ranks)
+        return cls(found.stage_ranks, found.micro_batches, ranks)
+
+    def places(self) -> Mapping[tuple[int, bool, int], int]:
+        """Where in its rank's order each stage's forward (True) and backward of each micro-batch stand.
+
+        Of a backward that is cut in two, its first half, which reads and makes what crosses stages.
+        """
+        return {
+            (task.stage, task.work is Work.FORWARD, task.micro_batch): place
+            for slots in self.ranks
+            for place, slot in enumerate(slots)
+            for task in slot
+            if task.work in (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
+        }
+
     def crosses_ranks(self, message: Message) -> bool:
         """Whether a message has a reader, on another rank than its maker's."""
         is_there = 0 <= message.reader < len(self.stage_ranks)
@@ -106,3 +145,25 @@ class PipelineOrder:
     def __str__(self) -> str:
         lines = (" ".join("+".join(map(str, slot)) for slot in slots) for slots in self.ranks)
         return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderInFile:
+    stage_ranks: tuple[int, ...]
+    micro_batches: int
+    ranks: tuple[str, ...]
+
+
+_TASK = re.compile(r"(\d{1,9})([A-Z]+(?:_[FB])?)(\d{1,9})")
+
+
+def _read_slot(text: str) -> Slot:
+    return tuple(map(_read_task, text.split("+")))
+
+
+def _read_task(text: str) -> StageTask:
+    found = _TASK.fullmatch(text)
+    if found is None or found[2] not in list(Work):
+        raise PlanMismatchError(f"'order' has the task {text!r}, which is none; one is written 0F1 or 1SEND_B0.")
+    work, micro_batch = Work(found[2]), int(found[3])
+    return StageTask(work, int(found[1]), micro_batch, micro_batch if work.is_transfer else 0)

@@ -20,6 +20,7 @@ from autoshard.ir.files import read_text, write_text
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.page import render_page
+from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.printer import render_plan
@@ -33,11 +34,12 @@ from autoshard.ir.trace import Trace
 if TYPE_CHECKING:
     import sympy
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
-version 4 the recipe, and recomputation; version 5 offload; version 6 the kernels of `predicted`."""
+version 4 the recipe, and recomputation; version 5 offload; version 6 the kernels of `predicted`; version 7 stages,
+and the order that they run in."""
 
-_READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
+_READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 
 _Specs = tuple[PartitionSpec, ...]
 _OF_OTHER_FORM: Mapping[str, Any] = {
@@ -49,6 +51,8 @@ _OF_OTHER_FORM: Mapping[str, Any] = {
 
 _VERSION, _TIMELINE = "autoshard_plan", "timeline"
 _NOT_IN_FILES = ("formulas", "alternatives")
+_OF_STAGES = ("stages", "order")
+"""Fields that read themselves."""
 
 
 class Formulas(Protocol):
@@ -110,6 +114,11 @@ class Plan:
             model. The plan's program is the one without these blocks.
         recipe: the recipe that it is the plan of; None for one that was searched spec by spec.
         was_interrupted: whether Ctrl-C ended the search: it is the best until then.
+        stages: of a mesh with an axis "pipeline", the plan of each stage, on the mesh of the other axes. The figures
+            of such a plan are those of the step; `nodes` is empty, as each stage has its own.
+        order: what each rank of the pipeline does in a step, and how many micro-batches that has.
+        schedule: the name of the order ("1F1B").
+        cuts: the nodes of the traced forward that the second stage and those behind it begin with.
         formulas: what makes `formula`; None for a plan without its model (one from a file, or of another process).
         alternatives: what answers `explain`; None likewise.
     """
@@ -135,6 +144,10 @@ class Plan:
     repeats: tuple[Repeat, ...] = ()
     recipe: Recipe | None = None
     was_interrupted: bool = False
+    stages: tuple[Plan, ...] = ()
+    order: PipelineOrder | None = None
+    schedule: str = ""
+    cuts: tuple[str, ...] = ()
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
@@ -354,6 +367,10 @@ class Plan:
             "baselines": dict(self.baselines),
             "recipe": None if self.recipe is None else asdict(self.recipe),
             "was_interrupted": self.was_interrupted,
+            "schedule": self.schedule,
+            "order": None if self.order is None else self.order.to_json(),
+            "cuts": list(self.cuts),
+            "stages": [stage.to_json() for stage in self.stages],
             "replicated_operators": [list(item) for item in self.replicated_operators],
             "operators": [asdict(item) for item in self.operators],
             "repeats": [asdict(item) for item in self.repeats],
@@ -380,8 +397,12 @@ class Plan:
             [item.name for item in known if is_required(item)],
         )
         found = {
-            item.name: read(kinds[item.name], data[item.name], (item.name,)) for item in known if item.name in data
+            item.name: read(kinds[item.name], data[item.name], (item.name,))
+            for item in known
+            if item.name in data and item.name not in _OF_STAGES
         }
+        found["stages"] = _read_stages(data.get("stages", []))
+        found["order"] = None if data.get("order") is None else PipelineOrder.from_json(data["order"])
         _check_precision(found.get("precision"))
         timeline = data.get(_TIMELINE)
         trace = None if timeline is None else Trace.from_json(timeline)
@@ -391,6 +412,12 @@ class Plan:
 
     def __str__(self) -> str:
         return render_plan(self)
+
+
+def _read_stages(data: object) -> tuple[Plan, ...]:
+    if not isinstance(data, list | tuple) or not all(isinstance(item, dict) for item in data):
+        raise PlanMismatchError(f"'stages' is {type(data).__name__} in the plan; it must be a list of plans.")
+    return tuple(Plan.from_json(item) for item in data)
 
 
 def _check_version(version: object) -> None:

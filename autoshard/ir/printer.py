@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -22,7 +22,8 @@ _SHOWN_CALLS = 4
 def render_plan(plan: Plan) -> str:
     """A plan as tables, without colours, as wide as the terminal but at most 110 columns (so where there is none)."""
     kernels, whole = plan.predicted.kernels, plan.replicated_operators
-    tables = [_parameter_table(plan.parameters), _cost_table(plan)]
+    tables = [_stage_table(plan)] if plan.stages else []
+    tables += [_parameter_table(plan.parameters), _cost_table(plan)]
     tables += [_kernel_table(kernels.uses)] if kernels.uses else []
     tables += [_replicated_table(whole)] if whole else []
     return as_text(summary(plan), *recipe_lines(plan), *tables)
@@ -40,6 +41,7 @@ def summary(plan: Plan) -> str:
         f"searched {format_time(plan.search_time_s)}, {gap}."
         + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
         + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
+        + _schedule(plan)
         + _recompute(plan.recompute)
         + _offload(plan.offload)
         + (f"\nWith {predicted.kernels}." if predicted.kernels.uses else "")
@@ -69,6 +71,47 @@ def recipe_lines(plan: Plan) -> list[str]:
             f"{searched} itself."
         )
     return lines
+
+
+def _schedule(plan: Plan) -> str:
+    """How stages take turns, as a line of its own."""
+    if plan.order is None:
+        return ""
+    ranks, virtual, bubble = len(plan.order.ranks), plan.order.virtual_stages, plan.predicted.breakdown.get("bubble", 0)
+    each = f" ({virtual} on each)" if virtual > 1 else ""
+    share = bubble / plan.predicted.step_time_s if plan.predicted.step_time_s > 0 else 0.0
+    return (
+        f"\nSchedule {plan.schedule}: {len(plan.stages)} stages on {ranks} ranks{each}, {plan.order.micro_batches} "
+        f"micro-batches, bubble {share:.0%}."
+    )
+
+
+def _stage_table(plan: Plan) -> Table:
+    columns = ("stage", "rank", "parameters", "busy", "computed again", "peak of its rank")
+    table = Table(*columns, title="Stages", title_justify="left")
+    for row in stage_rows(plan):
+        table.add_row(*row)
+    return table
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys((names[0], names[-1]))) if names else ""
+
+
+def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Of each stage: its number and rank, parameters, time in a step, nodes that it computes again, memory."""
+    assert plan.order is not None, "stages run in an order"
+    return [
+        (
+            str(number),
+            str(rank),
+            _first_and_last(list(stage.parameters)),
+            format_time(stage.predicted.step_time_s),
+            str(len(stage.recompute.nodes)),
+            format_bytes(stage.predicted.peak_memory_bytes),
+        )
+        for number, (stage, rank) in enumerate(zip(plan.stages, plan.order.stage_ranks, strict=True))
+    ]
 
 
 def _recompute(recompute: Recompute) -> str:

@@ -11,13 +11,16 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
-from autoshard.ir.program import InputKind, Program
+from autoshard.ir.program import InputKind, OutputKind, Program
 
 PIPELINE_AXIS = "pipeline"
 """The axis of a mesh that carries stages."""
+
+ALONE = "data"
+"""The axis, of one rank, of a stage that has no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,12 @@ class CutProgram:
     Args:
         stages: the program of each, with global shapes: forward and backward, and gradients of its own parameters.
         crossings: the values that cross stages.
+        cuts: names of the calls of the forward that the second stage and those behind it begin with.
     """
 
     stages: tuple[Program, ...]
     crossings: tuple[Crossing, ...]
+    cuts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,12 @@ class StagedProgram:
         """A short hash of the text of all stages and of their order, which is the same on all ranks."""
         parts = [*(stage.phased.digest() for stage in self.stages), str(self.order), str(self.crossings)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def made(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
+        """The slot of a value that crosses stages, as its maker has it."""
+        kind = OutputKind.OUTPUT if is_forward else OutputKind.SENT_GRADIENT
+        slots = self.stages[maker].phased.lowered.outputs
+        return next(slot for slot in slots if (slot.slot.kind, slot.slot.name) == (kind, name))
 
     def stage_of_parameters(self) -> Mapping[str, int]:
         """The stage that holds each parameter, by qualified name."""

@@ -10,7 +10,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.staged import PIPELINE_AXIS
+from autoshard.ir.staged import ALONE, PIPELINE_AXIS
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
@@ -18,9 +18,6 @@ from autoshard.runtime.engine import Engine, SimulatorEngine
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.process_groups import ProcessGroups
 from autoshard.runtime.stage_messages import MessagesBetweenRanks, MessagesInProcess, StageMessages
-
-ALONE = "data"
-"""The axis, of one rank, of a stage that has no other."""
 
 
 def make_engines(

@@ -2,6 +2,7 @@
 
 Ranks send to the rank with their own coordinates on the other axes. Each pair of pipeline ranks has a communicator for
 each direction; the sender's order says in which order messages go over it, and the reader receives in that order.
+What a rank sent keeps its memory until a message comes back that was made after its reader had read it.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class _Table:
     def __init__(self, staged: StagedProgram) -> None:
         self.staged = staged
         self.read: dict[tuple[int, bool], list[Crossing]] = {}
+        self.places = staged.order.places()
+        self.makers = {(item.name, item.is_forward): item.maker for item in staged.crossings}
         self._slots: dict[tuple[str, bool], LocalSlot] = {}
         for crossing in staged.crossings:
             self.read.setdefault((crossing.reader, crossing.is_forward), []).append(crossing)
@@ -183,7 +186,7 @@ class MessagesBetweenRanks:
         self._waiting: dict[tuple[int, int], deque[_Key]] = {}
         self._there: dict[_Key, LocalValue] = {}
         self._posted: dict[_Key, tuple[dist.Work, torch.Tensor]] = {}
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sent: dict[int, deque[tuple[_Key, dist.Work, torch.Tensor]]] = {}
 
     @property
     def rank(self) -> int:
@@ -234,14 +237,12 @@ class MessagesBetweenRanks:
         if there == self.rank:
             self._there[key] = value
             return
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
         group, _, reader = self._ways[self.rank, there]
         with naming_lost_ranks():
             tensor = value.contiguous()
             work = dist.isend(tensor, reader, group)
         assert work is not None, "this process is in the group"
-        self._sent.append((work, tensor))
+        self._sent.setdefault(there, deque()).append((key, work, tensor))
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
         """See `StageMessages`."""
@@ -294,13 +295,25 @@ class MessagesBetweenRanks:
         work, buffer = self._posted.pop(key)
         with naming_lost_ranks():
             work.wait()
+        self._let_go(key)
         return buffer, slot
+
+    def _let_go(self, came: _Key) -> None:
+        """Give up what the maker of a message had read when it made that; waiting for it then takes no time."""
+        assert self._table is not None, "a step began"
+        maker, places = self._table.makers[came.name, came.is_forward], self._table.places
+        sent = self._sent.get(self._of_stage(maker), deque())
+        made_at = places[maker, came.is_forward, came.micro_batch]
+        with naming_lost_ranks():
+            while sent and places[sent[0][0].reader, sent[0][0].is_forward, sent[0][0].micro_batch] < made_at:
+                sent.popleft()[1].wait()
 
     def end(self) -> None:
         """See `StageMessages`."""
         with naming_lost_ranks():
-            while self._sent:
-                self._sent.popleft()[0].wait()
+            for _, work, _ in (entry for sent in self._sent.values() for entry in sent):
+                work.wait()
+        self._sent.clear()
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
         """See `StageMessages`: zeros stand for what other processes have."""

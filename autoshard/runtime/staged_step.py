@@ -251,7 +251,7 @@ class _Run:
         self._send(stage, micro_batch, program.outputs, results, is_forward=True)
         for slot, value in zip(program.outputs, results, strict=True):
             if slot.slot.name == self.staged.loss:
-                self.losses[micro_batch] = program.engine.write(value, slot)
+                self.losses[micro_batch] = program.engine.write(value, slot).clone()  # it may view what is far larger
 
     def _run_backward(self, stage: _Stage, micro_batch: int) -> None:
         saved, weight = stage.saved.pop(micro_batch), self.weights[micro_batch]

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from autoshard.errors import NotAvailableError, TraceError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
+from autoshard.runtime.micro_batches import parts_of
 from autoshard.runtime.optimizer_state import describe_hyperparameters, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stage_messages import StageMessages
@@ -178,26 +178,4 @@ class TrainStep(HasWeights):
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """The call of each micro-batch."""
-        if self.micro_batches == 1:
-            return [(args, kwargs)]
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        size = _batch_size(leaves, self.micro_batches)
-        cut = [_cut(leaf, size, self.micro_batches) for leaf in leaves]
-        return [pytree.tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)]
-
-
-def _batch_size(leaves: list[Any], parts: int) -> int:
-    """The size of dim 0 that the tensors of a call share."""
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
-    if len(sizes) != 1 or next(iter(sizes)) % parts:
-        raise TraceError(
-            f"micro_batches={parts} cuts dim 0 of every input into {parts} equal parts, but the inputs have sizes "
-            f"{sorted(sizes)} there. Give all inputs one batch size that {parts} divides."
-        )
-    return next(iter(sizes))
-
-
-def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-        return [leaf] * parts
-    return list(leaf.split(size // parts))
+        return parts_of(args, kwargs, self.micro_batches)

@@ -31,8 +31,8 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
     """
     memory = Storages()
     lowered = phased.lowered
-    inputs = [memory.new(_local_bytes(slot, lowered.mesh)) for slot in lowered.inputs]
-    sums = [memory.new(size) for size in _carried_bytes(phased)] if micro_batches > 1 else []
+    inputs = [memory.new(local_bytes(slot, lowered.mesh)) for slot in lowered.inputs]
+    sums = [memory.new(size) for size in carried_bytes(phased)] if micro_batches > 1 else []
     once = _run_once(memory, phased, inputs)
     held = [*inputs, *sums, *once]
     results = memory.run(
@@ -51,7 +51,7 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
             owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
             carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
-        memory.run(written_in_place(phased.update.graph, _written(phased)), read, inputs)
+        memory.run(written_in_place(phased.update.graph, written_by_update(phased)), read, inputs)
     return memory.peak
 
 
@@ -82,13 +82,13 @@ def _add(
     return found
 
 
-def _carried_bytes(phased: PhasedProgram) -> list[int]:
+def carried_bytes(phased: PhasedProgram) -> list[int]:
     """Bytes of the gradients that the backward carries into the update."""
     values = [node.meta["val"] for node in _results(phased.backward)[len(phased.backward_outputs) :]]
     return [value.numel() * value.element_size() for value in values]
 
 
-def _written(phased: PhasedProgram) -> dict[int, int]:
+def written_by_update(phased: PhasedProgram) -> dict[int, int]:
     """The results of an update that are written over its inputs, as `runtime.executable` has it."""
     first = len(phased.carried)
     slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
@@ -102,5 +102,6 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
     return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _local_bytes(slot: LocalSlot, mesh: Mesh) -> int:
+def local_bytes(slot: LocalSlot, mesh: Mesh) -> int:
+    """Bytes of a value on each rank."""
     return math.prod(slot.spec.local_shape(slot.shape, mesh)) * slot.dtype.itemsize

@@ -2,7 +2,8 @@
 
 1. Values of inputs and buffers alone (masks, rotary tables) belong to no stage: each stage that reads one computes it.
 2. The other calls of the forward, in program order, are cut into consecutive runs. Cuts lie between blocks (modules
-   with a number in their path), where the fewest bytes cross, so that the longest stage takes least.
+   with a number in their path), where the fewest bytes cross, so that the longest stage takes least; or where a plan
+   says; or, where parameters belong to stages already, so that each stays in its own.
 3. A parameter belongs to the first stage that reads it. What is computed from parameters alone goes with its readers.
 4. A call of the backward belongs to the stage of its gradients, until it reads a value of the forward that this stage
    does not have: it then belongs to the stage of that value. The backward so goes down the stages as the forward went
@@ -15,11 +16,12 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
-from autoshard.errors import NotAvailableError
+from autoshard.errors import NotAvailableError, PlanMismatchError
 from autoshard.ir.program import InputKind, OutputKind, Program
 
 NodeSeconds = Callable[[fx.Node], float]
@@ -37,26 +39,37 @@ class Assignment:
         stages: how many there are.
         stage: of each node that belongs to one, and of each parameter.
         repeated: the calls that each stage computes which reads them.
+        cuts: names of the calls that the second stage and those behind it begin with.
     """
 
     stages: int
     stage: Mapping[fx.Node, int]
     repeated: frozenset[fx.Node]
+    cuts: tuple[str, ...]
 
 
-def assign_stages(program: Program, stages: int, seconds: NodeSeconds) -> Assignment:
+def assign_stages(
+    program: Program,
+    stages: int,
+    seconds: NodeSeconds,
+    cuts: Sequence[str] = (),
+    homes: Mapping[str, int] = MappingProxyType({}),
+) -> Assignment:
     """The stage of each node.
 
     Args:
-        program: forward and backward, as traced.
+        program: forward and backward, as traced; or a forward alone.
         stages: how many; at least 2.
         seconds: of a node, which stages are balanced by.
+        cuts: see `Assignment`: where stages begin; none: searched for.
+        homes: the stage that holds each parameter already, by name.
 
     Raises:
-        NotAvailableError: the forward has fewer calls than there are stages, or a gradient belongs to a stage before
-            that of its parameter.
+        NotAvailableError: the forward has fewer calls than there are stages, a gradient belongs to a stage before
+            that of its parameter, or parameters lie otherwise than the forward reads them.
+        PlanMismatchError: the program has none of the calls that `cuts` names.
     """
-    return _Assigning(program, stages, seconds).run()
+    return _Assigning(program, stages, seconds, cuts, homes).run()
 
 
 @dataclass(slots=True)
@@ -64,6 +77,8 @@ class _Assigning:
     program: Program
     stages: int
     seconds: NodeSeconds
+    cuts: Sequence[str]
+    homes: Mapping[str, int]
     stage: dict[fx.Node, int] = field(default_factory=dict)
     repeated: set[fx.Node] = field(default_factory=set)
     derived: set[fx.Node] = field(default_factory=set)
@@ -95,7 +110,7 @@ class _Assigning:
                 self._know(node)
         self._place_backward()
         self._place_results()
-        return Assignment(self.stages, self.stage, frozenset(self.repeated))
+        return Assignment(self.stages, self.stage, frozenset(self.repeated), tuple(self.cuts))
 
     def _know(self, node: fx.Node) -> None:
         """A stage has what it makes, and what its forward reads."""
@@ -107,12 +122,47 @@ class _Assigning:
                 f"A pipeline of {self.stages} stages needs a forward of so many calls on parameters; this one has "
                 f"{len(forward)}. Use a smaller axis 'pipeline'."
             )
-        ends = cut_forward(forward, self.stages, self.seconds)
+        ends = self._ends(forward)
+        self.cuts = tuple(forward[end].name for end in ends)
         stage = 0
         for index, node in enumerate(forward):
             while stage < self.stages - 1 and index >= ends[stage]:
                 stage += 1
             self.stage[node] = self.stage[node.all_input_nodes[0]] if node.target is operator.getitem else stage
+
+    def _ends(self, forward: Sequence[fx.Node]) -> list[int]:
+        """Where the runs of all stages but the last end."""
+        if not self.cuts:
+            windows = self._windows(forward) if self.homes else None
+            return cut_forward(forward, self.stages, self.seconds, windows)
+        places = {node.name: index for index, node in enumerate(forward)}
+        missing = [name for name in self.cuts if name not in places]
+        if missing or len(self.cuts) != self.stages - 1:
+            raise PlanMismatchError(
+                f"The plan's stages begin at nodes {', '.join(map(repr, self.cuts))} of a forward, and the model's has "
+                f"{'no ' + repr(missing[0]) if missing else f'{self.stages} stages'}. Plan again for this model."
+            )
+        return [places[name] for name in self.cuts]
+
+    def _windows(self, forward: Sequence[fx.Node]) -> list[tuple[int, int]]:
+        """By cut, where it may lie: behind the first readers of what lies before, before all readers of the rest."""
+        names = {slot.node: slot.name for slot in self.program.inputs_of(InputKind.PARAMETER)}
+        reads: dict[fx.Node, set[str]] = {}
+        windows = [[1, len(forward) - 1] for _ in range(self.stages - 1)]
+        for node in self.program.graph.nodes:
+            if node in self.derived:
+                own = {names[node.name]} if node.name in names else set()
+                reads[node] = own.union(*(reads.get(item, set()) for item in node.all_input_nodes))
+        seen: set[str] = set()
+        for index, node in enumerate(forward):
+            for name in set().union(*(reads.get(item, set()) for item in node.all_input_nodes)) & self.homes.keys():
+                for cut, window in enumerate(windows):
+                    if self.homes[name] > cut:
+                        window[1] = min(window[1], index)
+                    elif name not in seen:
+                        window[0] = max(window[0], index + 1)
+                seen.add(name)
+        return [(low, high) for low, high in windows]
 
     def _place_derived(self) -> None:
         """Parameters, and what is computed of them alone, go with the first reader in the forward."""
@@ -199,20 +249,30 @@ class _Assigning:
                 )
 
 
-def cut_forward(forward: Sequence[fx.Node], stages: int, seconds: NodeSeconds) -> list[int]:
+def cut_forward(
+    forward: Sequence[fx.Node],
+    stages: int,
+    seconds: NodeSeconds,
+    windows: Sequence[tuple[int, int]] | None = None,
+) -> list[int]:
     """Ends of the first `stages - 1` runs of a forward's calls, so that the longest run takes least.
 
-    Of ends that are alike in this, those across which the fewest bytes go.
+    Of ends that are alike in this, those across which the fewest bytes go. `windows`: the first and last place that
+    each end may have.
     """
     crossing = _crossing_bytes(forward)
-    ends = [0, *_candidates(forward, stages, crossing), len(forward)]
+    candidates = set(_candidates(forward, stages, crossing))
+    for low, high in windows or ():
+        candidates |= {min(range(low, high + 1), key=crossing.__getitem__)} if low <= high else set()
+    ends = [0, *sorted(candidates), len(forward)]
     before = [0.0]
     for node in forward:
         before.append(before[-1] + seconds(node))
     best: list[dict[int, tuple[float, int, tuple[int, ...]]]] = [{0: (0.0, 0, ())}]
     for number in range(stages):
         row: dict[int, tuple[float, int, tuple[int, ...]]] = {}
-        for end in ends if number < stages - 1 else ends[-1:]:
+        low, high = (0, len(forward)) if windows is None or number == stages - 1 else windows[number]
+        for end in [end for end in ends if low <= end <= high] if number < stages - 1 else ends[-1:]:
             options = [
                 (max(longest, before[end] - before[start]), sent + crossing[end], (*found, end))
                 for start, (longest, sent, found) in best[-1].items()
@@ -221,6 +281,11 @@ def cut_forward(forward: Sequence[fx.Node], stages: int, seconds: NodeSeconds) -
             if options:
                 row[end] = min(options, key=lambda option: (float(f"{option[0]:.3g}"), *option[1:]))
         best.append(row)
+    if len(forward) not in best[-1]:
+        raise NotAvailableError(
+            "The stages of a pipeline hold their parameters already, and this call reads them in another order. "
+            "Compile for a mesh without the axis 'pipeline'."
+        )
     return list(best[-1][len(forward)][2][:-1])
 
 

@@ -8,6 +8,7 @@ appended to each stage afterwards, for its own parameters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -28,23 +29,27 @@ class SplitStages:
     Args:
         stages: how many; at least 2.
         seconds: of a node of the traced program; stages are balanced by it.
+        cuts, homes: where stages begin, and which holds a parameter, if that is known; see `assign_stages`.
     """
 
     stages: int
     seconds: NodeSeconds
+    cuts: tuple[str, ...] = ()
+    homes: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, program: Program) -> CutProgram:
-        """The stages of a program of forward and backward, without an update.
+        """The stages of a program of forward and backward, or of a forward alone, without an update.
 
         Raises:
             NotAvailableError: the program cannot be cut; see `assign_stages`.
         """
-        assignment = assign_stages(program, self.stages, self.seconds)
+        assignment = assign_stages(program, self.stages, self.seconds, self.cuts, self.homes)
         building = [_Stage(program, assignment, number) for number in range(self.stages)]
         for stage in building:
             stage.find()
         crossings = _crossings(assignment, building)
-        return CutProgram(tuple(stage.build(crossings) for stage in building), tuple(crossings.values()))
+        stages = tuple(stage.build(crossings) for stage in building)
+        return CutProgram(stages, tuple(crossings.values()), assignment.cuts)
 
 
 _Key = tuple[fx.Node, int]

@@ -1,0 +1,396 @@
+"""Plans a training step for a pipeline: cuts it into stages, searches each one's specs, predicts the step in its order.
+
+A stage is searched with what one of its micro-batches takes. Where a rank then exceeds its memory, as its order has
+several micro-batches in flight, the limits of its stages are lowered until it does not: each byte that a stage saves
+of a micro-batch is saved so often.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from autoshard.arguments import check_has_loss
+from autoshard.errors import (
+    DoesNotFitError,
+    InvalidSpecError,
+    NotAvailableError,
+    PlanMismatchError,
+    VerificationError,
+)
+from autoshard.ir.loss import Output, loss_among
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder, Work
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, OutputKind, Program, describe
+from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.staged import PIPELINE_AXIS, CutProgram, StagedProgram, StageProgram
+from autoshard.ir.text import format_bytes
+from autoshard.pipelines import Asked, Pipeline, pipeline_of
+from autoshard.planner import Planner
+from autoshard.runtime.sharded_module import Request
+from autoshard.runtime.stage_messages import find_slot
+from autoshard.tracing.update import append_update
+
+if TYPE_CHECKING:
+    from autoshard.ir.lowered import PhasedProgram
+    from passes.prediction.predict_pipeline import PipelinePrediction
+
+_LOGGER = logging.getLogger(__name__)
+
+_TRIES = 8
+"""Searches of a stage, each within a lower limit, before its pipeline does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlans:
+    """What plans and lowers training steps in stages.
+
+    Args:
+        planner: plans and lowers a stage.
+        pipeline: what was asked for.
+    """
+
+    planner: Planner
+    pipeline: Pipeline
+
+    def plan(
+        self, program: Program, request: Request, homes: Mapping[str, int] | None = None
+    ) -> tuple[Plan, Sequence[PhasedProgram]]:
+        """The plan of a traced step, and its lowered stages.
+
+        Args:
+            program: forward and backward.
+            request: what it is a trace of; its update is planned with each stage.
+            homes: the stage that holds each parameter already, by name.
+
+        Raises:
+            DoesNotFitError: a rank needs more memory than there is.
+        """
+        start = time.perf_counter()
+        cut = self._cut(program, request, homes=homes)
+        _check_constraints(self.planner.constraints, cut)
+        order = self.order()
+        stages, predicted = self._fitting(cut, order, program, request)
+        found = self._whole(program, cut, order, stages, predicted)
+        return replace(found, search_time_s=time.perf_counter() - start), [stage.phased for stage in stages]
+
+    def lower(
+        self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
+    ) -> StagedProgram:
+        """The stages of a plan, lowered and proven.
+
+        Args:
+            program: forward and backward, as `plan` took it.
+            plan: its plan.
+            request: as `plan` took it.
+            lowered: what `plan` gave, if it was made in this process.
+        """
+        assert plan.order is not None, "it is a plan of stages"
+        cut = self._cut(program, request, cuts=plan.cuts)
+        if self.planner.verify:
+            _verify_order(plan.order)
+        try:
+            phased = lowered or [self._lower(*pair) for pair in zip(cut.stages, plan.stages, strict=True)]
+        except PlanMismatchError as error:
+            raise _of_another_step(plan) from error
+        stages = [StageProgram(*pair) for pair in zip(phased, plan.stages, strict=True)]
+        return _staged(cut, plan.order, stages, program)
+
+    def order(self) -> PipelineOrder:
+        """What each rank does."""
+        from passes.lowering.order_pipeline import order_pipeline
+
+        pipeline = self.pipeline
+        return order_pipeline(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
+
+    def _cut(
+        self,
+        program: Program,
+        request: Request,
+        cuts: tuple[str, ...] = (),
+        homes: Mapping[str, int] | None = None,
+    ) -> CutProgram:
+        """The programs of the stages, each with its update."""
+        from passes.preparation.split_stages import SplitStages
+        from passes.strategies.price_nodes import NodePrices
+
+        assert request.update is not None, "a training step updates"
+        mesh = self.pipeline.stage_mesh
+        prices = NodePrices(self.planner.cluster_for(mesh), mesh)
+        cut = SplitStages(self.pipeline.stages, prices.computed_s, cuts, homes or {})(program)
+        return replace(cut, stages=tuple(append_update(stage, request.update, of_stage=True) for stage in cut.stages))
+
+    def _fitting(
+        self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request
+    ) -> tuple[list[StageProgram], PipelinePrediction]:
+        """Stages with which each rank has what its order has in flight within its memory."""
+        from passes.prediction.predict_pipeline import predict_pipeline
+
+        cluster = self.planner.cluster_for(self.pipeline.mesh)
+        given = self.planner.memory_budget
+        budget = cluster.device.memory_bytes if given is None else given
+        limits: list[float | None] = [budget] * len(cut.stages)
+        made: list[StageProgram | None] = [None] * len(cut.stages)
+        clips = request.update is not None and request.update.max_grad_norm is not None
+        needed = math.inf
+        for _ in range(_TRIES):
+            stages = [
+                old or self._search(stage, limit, request)
+                for old, stage, limit in zip(made, cut.stages, limits, strict=True)
+            ]
+            predicted = predict_pipeline(
+                _staged(cut, order, stages, program), self.pipeline.mesh, cluster, clips_norm=clips
+            )
+            over = [0 if budget is None else memory.peak_bytes - budget for memory in predicted.memory]
+            if max(over) <= 0:
+                return stages, predicted
+            if predicted.whole.peak_memory_bytes >= needed:
+                break
+            needed = predicted.whole.peak_memory_bytes
+            for number, rank in enumerate(order.stage_ranks):
+                made[number] = stages[number]
+                if over[rank] > 0:
+                    least = stages[number].plan.predicted.peak_memory_bytes
+                    limits[number] = least - max(1, over[rank] / _in_flight(order, rank))
+                    made[number] = None
+        raise self._does_not_fit(needed, budget)
+
+    def _search(self, stage: Program, limit: float | None, request: Request, *, is_least: bool = False) -> StageProgram:
+        """The stage within a limit of one micro-batch's memory; within the least known one, where that is more."""
+        share = replace(
+            self.planner,
+            fixed=None,
+            constraints=_constraints_of(stage, self.planner.constraints),
+            memory_budget=limit if limit is None else int(limit),
+            time_budget_s=self.planner.time_budget_s / self.pipeline.stages,
+        )
+        try:
+            plan = share.search(stage, self.pipeline.stage_mesh, request.placed)
+        except DoesNotFitError as error:
+            if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
+                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget) from error
+            return self._search(stage, error.smallest_bytes, request, is_least=True)
+        return StageProgram(self._lower(stage, plan), plan)
+
+    def _does_not_fit(self, needed: float, budget: float | None) -> DoesNotFitError:
+        order = self.order()
+        flight = max(_in_flight(order, rank) for rank in range(len(order.ranks)))
+        limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
+        return DoesNotFitError(
+            f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "
+            f"flight on a rank (schedule={self.pipeline.schedule!r}), and {limit} is less. Use more micro-batches, "
+            "which are smaller, another schedule, or more ranks.",
+            smallest_bytes=int(needed),
+        )
+
+    def _lower(self, stage: Program, plan: Plan) -> PhasedProgram:
+        return self.planner._lower(stage, plan)[0]
+
+    def _whole(
+        self,
+        program: Program,
+        cut: CutProgram,
+        order: PipelineOrder,
+        stages: Sequence[StageProgram],
+        predicted: PipelinePrediction,
+    ) -> Plan:
+        """One plan of all stages."""
+        plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
+        crossing = {item.name for item in cut.crossings}
+        nodes = program.nodes_by_name()
+        given = self.planner.memory_budget
+        return Plan(
+            mesh=self.pipeline.mesh,
+            program_digest=program.digest(),
+            inputs={slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)},
+            nodes={},
+            outputs={
+                name: spec
+                for plan in plans
+                for name, spec in plan.outputs.items()
+                if name.partition(" ")[2] not in crossing and not name.startswith(OutputKind.SQUARES)
+            },
+            parameters={name: item for plan in plans for name, item in plan.parameters.items() if name not in crossing},
+            predicted=predicted.whole,
+            objective=predicted.whole.step_time_s,
+            lower_bound=None,
+            search_time_s=0.0,
+            hardware=self.planner.cluster_for(self.pipeline.mesh).name,
+            memory_budget=None if given is None else int(given),
+            precision=self.planner.precision,
+            replicated_operators=tuple(dict.fromkeys(item for plan in plans for item in plan.replicated_operators)),
+            operators=tuple(item for plan in plans for item in plan.operators),
+            was_interrupted=any(plan.was_interrupted for plan in plans),
+            stages=plans,
+            order=order,
+            schedule=self.pipeline.schedule,
+            cuts=cut.cuts,
+        )
+
+
+_MOST_COUNTS = 3
+"""Numbers of micro-batches that are tried where none is asked for."""
+
+
+def search_stages(
+    planner: Planner, mesh: Mesh, asked: Asked, batch: int | None, request_of: Callable[[int], Request]
+) -> Plan:
+    """The fastest plan of a step in stages, of the number of micro-batches asked for, or of a few.
+
+    Args:
+        planner: plans stages.
+        mesh: all axes.
+        asked: micro-batches, schedule and virtual stages.
+        batch: sequences of a step, where its inputs agree on that.
+        request_of: the call of a micro-batch, by how many a step has.
+    """
+    pipelines = _pipelines(mesh, asked, batch)
+    best, failure = None, None
+    for pipeline in pipelines:
+        part = replace(
+            planner,
+            micro_batches=pipeline.micro_batches,
+            time_budget_s=planner.time_budget_s / len(pipelines),
+        )
+        request = request_of(pipeline.micro_batches)
+        program = part.trace(replace(request, update=None))
+        check_has_loss(program)
+        check_stays(program)
+        try:
+            found, _ = StagePlans(part, pipeline).plan(program, request)
+        except DoesNotFitError as error:
+            failure = error
+            continue
+        if best is None or found.predicted.step_time_s < best.predicted.step_time_s:
+            best = found
+    if best is None:
+        assert failure is not None, "at least one number was tried"
+        raise failure
+    return best
+
+
+def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:
+    """What is asked for; where it leaves the micro-batches open, with one to four times as many as there are stages."""
+    if asked.micro_batches is not None:
+        counts = [asked.micro_batches]
+    else:
+        ranks = mesh.axis_size(PIPELINE_AXIS)
+        counts = [n for n in range(1, (batch or 1) + 1) if (batch or 1) % n == 0]
+        counts = [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or counts[-1:]
+    found, failure = [], None
+    for count in counts:
+        try:
+            pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, count)
+        except NotAvailableError as error:
+            failure = error
+            continue
+        assert pipeline is not None, "an axis carries stages"
+        found.append(pipeline)
+    if not found:
+        assert failure is not None, "at least one number was tried"
+        raise failure
+    return found
+
+
+def check_fits(plan: Plan, program: Program, pipeline: Pipeline) -> None:
+    """Raise `PlanMismatchError` where a plan of stages is not of a program on a mesh."""
+    assert plan.order is not None, "it is a plan of stages"
+    if plan.mesh != pipeline.mesh:
+        raise PlanMismatchError(
+            f"The plan's stages are for {plan.mesh}, and the model runs on {pipeline.mesh}. Plan again for that "
+            "mesh, or leave plan= out."
+        )
+    if plan.program_digest != program.digest():
+        raise _of_another_step(plan)
+
+
+def _of_another_step(plan: Plan) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"The plan's stages are of another step: of inputs {dict(plan.inputs)}, or of another model or optimizer. "
+        "Call with what it was planned for, or plan again."
+    )
+
+
+def check_stays(program: Program) -> None:
+    """Refuse what stages cannot share yet."""
+    buffers = [slot.name for slot in program.outputs_of(OutputKind.BUFFER_UPDATE)]
+    if buffers:
+        raise NotAvailableError(
+            f"A call changes buffer {buffers[0]!r}, and stages of a pipeline do not share buffers that change. Use a "
+            "mesh without the axis 'pipeline', or put the module into evaluation mode."
+        )
+    if program.kept:
+        raise NotAvailableError(
+            f"A call leaves a tensor in attribute {next(iter(program.kept.values()))!r}; under an axis 'pipeline' only "
+            "the loss is handed out. Leave the attribute out, or use a mesh without the axis 'pipeline'."
+        )
+    if any(slot.kind is InputKind.PARAMETER for slot in program.read_by_guards()):
+        raise NotAvailableError(
+            "The model branches on the value of a parameter, which only the ranks of its stage hold. Use a mesh "
+            "without the axis 'pipeline'."
+        )
+
+
+def _verify_order(order: PipelineOrder) -> None:
+    from passes.verification.verify_schedule import verify_schedule
+
+    verify_schedule(order)
+
+
+def _in_flight(order: PipelineOrder, rank: int) -> int:
+    """The most forwards of a rank whose backwards are still to come."""
+    held = most = 0
+    for task in (task for slot in order.ranks[rank] for task in slot):
+        held += {Work.FORWARD: 1, Work.BACKWARD: -1, Work.BACKWARD_WEIGHT: -1}.get(task.work, 0)
+        most = max(most, held)
+    return max(1, most)
+
+
+def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram], program: Program) -> StagedProgram:
+    outputs = program.outputs_of(OutputKind.OUTPUT)
+    values = {slot.name: program.nodes_by_name()[slot.node].meta["val"] for slot in outputs}
+    loss = loss_among(
+        [Output(name, tuple(value.shape), value.dtype) for name, value in values.items()],
+        {slot.name for slot in program.inputs_of(InputKind.TANGENT)},
+    ).name
+    at = next(n for n, stage in enumerate(cut.stages) if any(slot.name == loss for slot in stage.outputs))
+    staged = StagedProgram(tuple(stages), cut.crossings, order, loss, at)
+    _check_crossings(staged)
+    return staged
+
+
+def _check_constraints(constraints: Mapping[str, PartitionSpec], cut: CutProgram) -> None:
+    for pattern in constraints:
+        if not any(pattern in _constraints_of(stage, constraints) for stage in cut.stages):
+            raise InvalidSpecError(
+                f"constraints[{pattern!r}] matches no parameter, buffer, input or state of any stage."
+            )
+
+
+def _constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """The constraints that mean something in a stage."""
+    state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
+    names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
+    names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}
+    return {
+        pattern: spec
+        for pattern, spec in constraints.items()
+        if any(fnmatchcase(name, pattern) and (":" in pattern or name not in state) for name in names)
+    }
+
+
+def _check_crossings(staged: StagedProgram) -> None:
+    """Each value that crosses stages is made by the stage before its reader, in the shape that the reader takes."""
+    for crossing in staged.crossings:
+        made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
+        taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)
+        if (made.shape, made.dtype) != (taken.shape, taken.dtype):
+            raise VerificationError(f"{crossing} is made as {made}, and read as {taken}.")
+        if crossing.is_forward != (crossing.maker < crossing.reader):
+            raise VerificationError(f"{crossing} goes against the order of the stages.")

@@ -1,0 +1,281 @@
+"""The most bytes that a rank of a pipeline has in use, by walking through its order with what each stage takes.
+
+A stage's phases are walked once, for one micro-batch (`passes.memory.storages`); what several micro-batches hold at
+once is then added up as the order says:
+
+* Parameters, buffers, optimizer state and all micro-batches' inputs are held throughout; what is hoisted, from the
+  stage's first forward on; the sums of gradients, from its first backward on.
+* What a forward saves is held until the backward, or until its second half where that is cut in two.
+* What is received takes memory from the receive until it is read. What is sent and not saved takes memory until a
+  message comes from its reader that was made after it was read (`autoshard.runtime.stage_messages`). What stages of one
+  rank hand each other is held until it is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.pipeline_order import StageTask, Work
+from autoshard.ir.program import InputKind
+from autoshard.ir.staged import StagedProgram, StageProgram
+from autoshard.runtime.fill_buckets import filled
+from autoshard.runtime.owned_results import owned_results
+from autoshard.runtime.write_in_place import written_in_place
+from passes.memory.lowered_memory import carried_bytes, local_bytes, written_by_update
+from passes.memory.storages import Storages
+
+PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = (
+    "parameters", "optimizer state", "gradients", "inputs", "activations"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a pipeline rank has in use, bytes.
+
+    Args:
+        peak_bytes: the most at once.
+        parts: of the peak, by what they are; they sum to it.
+        in_flight_bytes: the most that micro-batches between forward and backward hold at once.
+    """
+
+    peak_bytes: int
+    parts: Mapping[str, int]
+    in_flight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What a stage takes, bytes.
+
+    Args:
+        parameters, state: held throughout, buffers with the parameters.
+        inputs: of one micro-batch, without what other stages send.
+        hoisted: what is computed once.
+        hoisting: most in use, beyond what is held, while that is computed.
+        forward: most in use while a forward runs, beyond what is held, what it received included.
+        saved: what a forward keeps.
+        backward: likewise of a backward, what it takes of the forward and received included.
+        carried: the gradients that a backward makes for the update.
+        adding: the most by which adding them to the sums exceeds both.
+        update: most in use while the update runs, beyond parameters and state, the gradients included.
+        sent: what a forward makes for other stages and does not save, by name.
+    """
+
+    parameters: int
+    state: int
+    inputs: int
+    hoisted: int
+    hoisting: int
+    forward: int
+    saved: int
+    backward: int
+    carried: int
+    adding: int
+    update: int
+    sent: Mapping[str, int]
+
+
+def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
+    """What each rank of a pipeline has in use."""
+    needs = [_needs_of(stage, staged) for stage in staged.stages]
+    ranks = range(max(staged.order.stage_ranks) + 1)
+    return tuple(_Walk(staged, needs, rank).run() for rank in ranks)
+
+
+def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
+    phased, memory = stage.phased, Storages()
+    lowered = phased.lowered
+    crossing = {item.name for item in staged.crossings}
+    sizes = [local_bytes(slot, lowered.mesh) for slot in lowered.inputs]
+    inputs = [memory.new(size) for size in sizes]
+
+    def total(*kinds: InputKind) -> int:
+        pairs = zip(lowered.inputs, sizes, strict=True)
+        return sum(size for slot, size in pairs if slot.slot.kind in kinds and slot.slot.name not in crossing)
+
+    held = [
+        value
+        for slot, value in zip(lowered.inputs, inputs, strict=True)
+        if slot.slot.name not in crossing and slot.slot.kind is not InputKind.TANGENT
+    ]
+    base = memory.bytes_of(held)
+    once, hoisting = [], 0
+    if phased.hoisted is not None:
+        once = memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], held)
+        hoisting = _restart(memory) - base
+    hoisted = memory.bytes_of([*held, *once]) - base
+    results = memory.run(
+        filled(phased.forward.graph), [*(inputs[index] for index in phased.forward_inputs), *once], [*held, *once]
+    )
+    forward = _restart(memory) - base - hoisted
+    outputs, saved = results[: len(phased.forward_outputs)], results[len(phased.forward_outputs) :]
+    kept = memory.bytes_of([*held, *once, *saved]) - base - hoisted
+    names = [lowered.outputs[index].slot.name for index in phased.forward_outputs]
+    sent = {
+        name: memory.bytes_of([*held, *once, *saved, value]) - base - hoisted - kept
+        for name, value in zip(names, outputs, strict=True)
+        if name in crossing
+    }
+    tangents = [inputs[index] for index in phased.backward_inputs]
+    memory.run(filled(phased.backward.graph), [*saved, *tangents], [*held, *once])
+    backward = _restart(memory) - base - hoisted
+    carried = carried_bytes(phased)
+    owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
+    return _Needs(
+        parameters=total(InputKind.PARAMETER, InputKind.BUFFER),
+        state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES),
+        inputs=total(InputKind.INPUT, InputKind.SEED),
+        hoisted=hoisted,
+        hoisting=hoisting,
+        forward=forward,
+        saved=kept,
+        backward=backward,
+        carried=sum(carried),
+        adding=max((size for size, is_owned in zip(carried, owned, strict=True) if not is_owned), default=0),
+        update=_update_bytes(phased, carried),
+        sent=sent,
+    )
+
+
+def _restart(memory: Storages) -> int:
+    """The peak so far; the next one is counted anew."""
+    peak, memory.peak = memory.peak, 0
+    return peak
+
+
+def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
+    if phased.update is None:
+        return 0
+    memory = Storages()
+    lowered = phased.lowered
+    held = [memory.new(local_bytes(lowered.inputs[index], lowered.mesh)) for index in phased.update_inputs]
+    graph = written_in_place(phased.update.graph, written_by_update(phased))
+    memory.run(graph, [*map(memory.new, carried), *held], held)
+    return memory.peak - memory.bytes_of(held)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """A rank's order under way: what is live, by part, and the most that was."""
+
+    staged: StagedProgram
+    needs: Sequence[_Needs]
+    rank: int
+    live: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    peak: int = 0
+    parts: Mapping[str, int] = field(default_factory=dict)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    waiting: dict[tuple[int, bool, int], int] = field(default_factory=dict)
+    sent: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)
+    places: Mapping[tuple[int, bool, int], int] = field(init=False)
+    begun: set[int] = field(default_factory=set)
+    summed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.places = self.staged.order.places()
+
+    def run(self) -> RankMemory:
+        own = [number for number, rank in enumerate(self.staged.order.stage_ranks) if rank == self.rank]
+        for number in own:
+            needs = self.needs[number]
+            self.live[PARAMETERS] += needs.parameters
+            self.live[STATE] += needs.state
+            self.live[INPUTS] += needs.inputs * self.staged.order.micro_batches
+        for task in (task for slot in self.staged.order.ranks[self.rank] for task in slot):
+            self._task(task)
+        for number in own:
+            needs = self.needs[number]
+            self.live[GRADIENTS] -= needs.carried if number in self.summed else 0
+            self._reach(needs.update)
+        return RankMemory(self.peak, self.parts, self.most_in_flight)
+
+    def _reach(self, more: int) -> None:
+        """Note a moment at which so many bytes more than what is live are in use."""
+        total = sum(self.live.values()) + more
+        if total > self.peak:
+            self.peak = total
+            self.parts = {**self.live, ACTIVATIONS: self.live[ACTIVATIONS] + more}
+
+    def _task(self, task: StageTask) -> None:
+        number, micro_batch, needs = task.stage, task.micro_batch, self.needs[task.stage]
+        match task.work:
+            case Work.RECEIVE_FORWARD | Work.RECEIVE_BACKWARD:
+                self._receive(number, micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
+            case Work.FORWARD:
+                self._read(number, micro_batch, is_forward=True)
+                if number not in self.begun:
+                    self.begun.add(number)
+                    self._reach(needs.hoisting)
+                    self.live[ACTIVATIONS] += needs.hoisted
+                self._reach(needs.forward)
+                self._save(needs.saved)
+                self._send(number, micro_batch, is_forward=True)
+            case Work.BACKWARD | Work.BACKWARD_INPUT:
+                self._read(number, micro_batch, is_forward=False)
+                self._save(-needs.saved)
+                self._reach(needs.backward)
+                self._add(number, needs)
+                self._send(number, micro_batch, is_forward=False)
+
+    def _add(self, number: int, needs: _Needs) -> None:
+        """Gradients join the sums."""
+        if number in self.summed:
+            self._reach(needs.carried + needs.adding)
+            return
+        self.summed.add(number)
+        self.live[GRADIENTS] += needs.carried
+
+    def _save(self, size: int) -> None:
+        self.live[ACTIVATIONS] += size
+        self.in_flight += size
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+
+    def _receive(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
+        size = sum(
+            crossing_bytes(self.staged, item.name, item.maker, is_forward=is_forward)
+            for item in self.staged.crossings
+            if item.reader == number and item.is_forward == is_forward and self._rank_of(item.maker) != self.rank
+        )
+        if (number, is_forward, micro_batch) not in self.waiting:
+            self.waiting[number, is_forward, micro_batch] = 0
+        self.waiting[number, is_forward, micro_batch] += size
+        self.live[ACTIVATIONS] += size
+        self._reach(0)
+
+    def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
+        """What waits for a task is from now on part of what it takes; what its makers had read by then is let go."""
+        self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
+        for item in self.staged.crossings:
+            if item.reader == number and item.is_forward == is_forward:
+                sent = self.sent.get(self._rank_of(item.maker), deque())
+                while sent and sent[0][0] < self.places[item.maker, is_forward, micro_batch]:
+                    self.live[ACTIVATIONS] -= sent.popleft()[1]
+
+    def _send(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
+        for item in self.staged.crossings:
+            if item.maker != number or item.is_forward != is_forward:
+                continue
+            size = crossing_bytes(self.staged, item.name, number, is_forward=is_forward)
+            if is_forward:
+                size = self.needs[number].sent[item.name]
+            if self._rank_of(item.reader) == self.rank:
+                key = item.reader, is_forward, micro_batch
+                self.waiting[key] = self.waiting.get(key, 0) + size
+            else:
+                there = self.sent.setdefault(self._rank_of(item.reader), deque())
+                there.append((self.places[item.reader, is_forward, micro_batch], size))
+            self.live[ACTIVATIONS] += size
+
+    def _rank_of(self, stage: int) -> int:
+        return self.staged.order.stage_ranks[stage]
+
+
+def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
+    """Bytes, on each rank, of a value that crosses stages, as its maker has it."""
+    slot = staged.made(name, maker, is_forward=is_forward)
+    return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

@@ -1,0 +1,195 @@
+"""What the cost models say of a pipeline's step: its stages' lowered programs, run in the order of the step.
+
+Each phase of a stage takes what walking it says (`walk_program`), each value that crosses ranks what its bytes take
+between two neighbours. The order is simulated with these (`simulate_order`), and each rank's memory is walked in it
+(`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan_parts import Prediction
+from autoshard.ir.program import InputKind
+from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram, StageProgram
+from cost_models.collectives import point_to_point_time
+from cost_models.hardware import Cluster
+from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
+from cost_models.streams import Segment, StreamTimes, overlap_of, simulate_streams
+from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
+from passes.prediction.predict import HOST, SLOWED, TODAY, trace_of
+from passes.prediction.segment_step import COPIES
+from passes.prediction.simulate_order import RankSeconds, StageSeconds, simulate_order
+from passes.prediction.walk_program import walk_program
+from passes.strategies.price_nodes import NodePrices
+
+BUBBLE = "bubble"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePrediction:
+    """The prediction of a step, and what each of its stages' plans says: its own busy time, and its rank's memory."""
+
+    whole: Prediction
+    stages: tuple[Prediction, ...]
+    memory: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """A stage: its phases' simulated times, and the bytes that a rank sends in a step by mesh axis."""
+
+    phases: Mapping[str, StreamTimes]
+    sent_bytes: Mapping[str, float]
+    launches: int
+
+    def seconds(self, name: str) -> float:
+        return self.phases[name].total_s if name in self.phases else 0.0
+
+
+def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, clips_norm: bool) -> PipelinePrediction:
+    """Predicted step time and peak memory of a step in stages, and their parts.
+
+    Args:
+        staged: the lowered stages and the order.
+        mesh: all axes, the pipeline's included.
+        cluster: what is priced for.
+        clips_norm: gradients are clipped to a norm over all stages.
+    """
+    order = staged.order
+    walked = [_walk(stage, cluster, order.micro_batches) for stage in staged.stages]
+    seconds = [
+        StageSeconds(
+            forward=item.seconds("forward"),
+            backward=item.seconds("backward"),
+            once=item.seconds("hoisted"),
+            update=item.seconds("update"),
+        )
+        for item in walked
+    ]
+    times = simulate_order(order, seconds, _transfers(staged, mesh, cluster), clips_norm=clips_norm)
+    memory = pipeline_memory(staged)
+    fullest = max(memory, key=lambda item: item.peak_bytes)
+    busy = [_busy_s(item, order.micro_batches) for item in walked]
+    uncertainty = step_time_uncertainty(KERNELS if cluster.device.dispatch_s else MEASURED)
+    whole = Prediction(
+        step_time_s=times.total_s,
+        peak_memory_bytes=fullest.peak_bytes,
+        breakdown=_breakdown(walked, times.ranks, order.micro_batches),
+        memory_breakdown=fullest.parts,
+        tokens_per_s=_tokens_per_s(staged, times.total_s),
+        mfu=_share([stage.plan.predicted.mfu for stage in staged.stages], staged, times.total_s, len(memory)),
+        hfu=_share([stage.plan.predicted.hfu for stage in staged.stages], staged, times.total_s, len(memory)),
+        launches=max(_by_rank(staged, [item.launches for item in walked])),
+        sent_bytes=_sent_bytes(staged, walked),
+        step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
+        interval_coverage=None if uncertainty is None else uncertainty.coverage,
+        timeline=trace_of(times.timeline),
+    )
+    stages = tuple(
+        replace(
+            stage.plan.predicted,
+            step_time_s=seconds_busy,
+            peak_memory_bytes=memory[rank].peak_bytes,
+            memory_breakdown=memory[rank].parts,
+            breakdown=_parts([item], order.micro_batches),
+        )
+        for stage, item, seconds_busy, rank in zip(staged.stages, walked, busy, order.stage_ranks, strict=True)
+    )
+    return PipelinePrediction(whole, stages, memory)
+
+
+def _walk(stage: StageProgram, cluster: Cluster, micro_batches: int) -> _Walked:
+    step = walk_program(stage.phased, NodePrices(cluster, stage.plan.mesh), micro_batches=micro_batches)
+    overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch(TODAY.dispatch)
+    phases: dict[str, Segment] = {segment.name: segment for segment in step.segments}
+    times = {name: simulate_streams((segment,), overlap, dispatch_s=dispatch_s) for name, segment in phases.items()}
+    launches = sum(op.launches for segment in step.segments for op in segment.ops)
+    return _Walked(times, step.sent_bytes, launches)
+
+
+def _runs(name: str, micro_batches: int) -> int:
+    return micro_batches if name in ("forward", "backward") else 1
+
+
+def _busy_s(walked: _Walked, micro_batches: int) -> float:
+    return sum(times.total_s * _runs(name, micro_batches) for name, times in walked.phases.items())
+
+
+def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Crossing, float]:
+    """Seconds of each value between two ranks."""
+    links = cluster.group_links(dict(mesh.axes), (PIPELINE_AXIS,))
+    link = links.inter if links.inter is not None else links.intra
+    assert link is not None, "two stages have a link"
+    return {
+        item: point_to_point_time(crossing_bytes(staged, item.name, item.maker, is_forward=item.is_forward), link)
+        for item in staged.crossings
+    }
+
+
+def _parts(walked: Sequence[_Walked], micro_batches: int) -> dict[str, float]:
+    """Where stages' own time goes, summed over them."""
+    found = defaultdict[str, float](float)
+    for stage in walked:
+        for name, times in stage.phases.items():
+            runs = _runs(name, micro_batches)
+            for label, seconds in times.compute_s.items():
+                found[label if label == COPIES else f"{label} compute"] += runs * seconds
+            for axis, seconds in times.exposed_s.items():
+                found[f"communication over {axis}"] += runs * seconds
+            found[SLOWED] += runs * times.slowdown_s
+            found[HOST] += runs * times.host_s
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankSeconds], micro_batches: int) -> dict[str, float]:
+    """The parts of the step, means over ranks; they sum to it."""
+    parts = {name: seconds / len(ranks) for name, seconds in _parts(walked, micro_batches).items()}
+    parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.waited for rank in ranks) / len(ranks)
+    parts[BUBBLE] = sum(rank.bubble for rank in ranks) / len(ranks)
+    return parts
+
+
+def _by_rank(staged: StagedProgram, values: Sequence[int]) -> list[int]:
+    found = [0] * (max(staged.order.stage_ranks) + 1)
+    for rank, value in zip(staged.order.stage_ranks, values, strict=True):
+        found[rank] += value
+    return found
+
+
+def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, float]:
+    """Bytes that the rank sends most of, by mesh axis."""
+    order = staged.order
+    found = defaultdict[str, list[float]](lambda: [0.0] * (max(order.stage_ranks) + 1))
+    for rank, item in zip(order.stage_ranks, walked, strict=True):
+        for axis, size in item.sent_bytes.items():
+            found[axis][rank] += size
+    for item in staged.crossings:
+        rank = order.stage_ranks[item.maker]
+        if rank != order.stage_ranks[item.reader]:
+            size = crossing_bytes(staged, item.name, item.maker, is_forward=item.is_forward)
+            found[PIPELINE_AXIS][rank] += size * order.micro_batches
+    return {axis: max(sizes) for axis, sizes in found.items()}
+
+
+def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
+    """Elements of the first integer input of a step, per second."""
+    crossing = {item.name for item in staged.crossings}
+    slots = (slot for stage in staged.stages for slot in stage.phased.lowered.inputs)
+    for slot in slots:
+        is_whole_number = slot.slot.kind is InputKind.INPUT and not slot.dtype.is_floating_point and bool(slot.shape)
+        if is_whole_number and slot.slot.name not in crossing and total_s > 0:
+            return math.prod(slot.shape) * staged.order.micro_batches / total_s
+    return None
+
+
+def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
+    """The utilisation of all ranks, from that of each stage in its own plan's step."""
+    if total_s <= 0 or any(share is None for share in shares):
+        return None
+    plans = [stage.plan.predicted.step_time_s for stage in staged.stages]
+    return sum((share or 0.0) * seconds for share, seconds in zip(shares, plans, strict=True)) / (ranks * total_s)

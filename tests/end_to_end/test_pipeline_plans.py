@@ -1,0 +1,167 @@
+"""One plan of all stages: planned, saved, loaded, run; its memory is what its order has in flight."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autoshard
+from autoshard import DoesNotFitError, Mesh, Plan, PlanMismatchError
+from autoshard.runtime.digests import table_on
+from tests.benchmarks.live_memory import LiveMemory
+from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
+from tests.runtime.processes import report, run_checks
+
+MESH = {"pipeline": 2, "data": 2}
+
+
+class Wide(nn.Module):
+    """Blocks whose activations are far larger than their weights."""
+
+    def __init__(self, layers: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.mse_loss(x, target)
+
+
+def wide() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return Wide(), {"x": torch.randn(64, 32, 16), "target": torch.randn(64, 32, 16)}
+
+
+def planned(mesh: dict[str, int] = MESH, **options: Any) -> Plan:
+    model, inputs = skips()
+    settings = {"micro_batches": MICRO_BATCHES, "max_grad_norm": NORM, "time_budget_s": 5.0, "precision": None}
+    return autoshard.plan(model, Mesh(mesh), example_inputs=inputs, optimizer=adamw(model), **{**settings, **options})
+
+
+def test_a_saved_plan_runs(tmp_path: Path) -> None:
+    """`plan` gives stages and their order; a file of it is the same plan, which says micro-batches and schedule."""
+    plan = planned(schedule="GPipe")
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert [stage.mesh for stage in plan.stages] == [Mesh({"data": 2})] * 2
+    assert plan.order is not None
+    assert (plan.order.micro_batches, plan.schedule, plan.mesh) == (MICRO_BATCHES, "GPipe", Mesh(MESH))
+    assert {*plan.parameters} >= {"embed.weight", "layers.0.weight", "layers.3.bias"}
+    for given in (plan, tmp_path / "plan.json"):
+        step = check_equal("skips", Mesh(MESH), plan=given, micro_batches=None)
+        assert step.plan == plan
+
+
+def test_a_plan_is_printed(tmp_path: Path) -> None:
+    """Its text and its page show stages, schedule and bubble."""
+    plan = planned({"pipeline": 2})
+    assert "Schedule 1F1B: 2 stages on 2 ranks, 4 micro-batches, bubble" in str(plan)
+    assert "layers.2.weight to layers.3.bias" in str(plan) or "layers.3.bias" in str(plan)
+    plan.report(tmp_path / "plan.html")
+    assert "<h2>Stages</h2>" in (tmp_path / "plan.html").read_text()
+    assert plan.predicted.timeline is not None
+    assert plan.predicted.timeline.processes == ("pipeline rank 0", "pipeline rank 1")
+
+
+def test_the_parts_of_a_step_sum_to_it() -> None:
+    """Time of the order's simulation, transfers and bubble among its parts; memory of the fullest rank."""
+    predicted = planned({"pipeline": 2}).predicted
+    assert sum(predicted.breakdown.values()) == pytest.approx(predicted.step_time_s)
+    assert sum(predicted.memory_breakdown.values()) == predicted.peak_memory_bytes
+    assert predicted.breakdown["bubble"] > 0
+    assert predicted.breakdown["communication over pipeline"] > 0
+
+
+def test_the_number_of_micro_batches_is_chosen() -> None:
+    """What no argument says is searched: the fastest of a few numbers that the batch divides by."""
+    plan = planned({"pipeline": 2}, micro_batches=None)
+    assert plan.order is not None
+    assert plan.order.micro_batches in (2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_batches": 2}, "micro_batches=2 is asked for, and the plan has micro_batches=4"),
+        ({"mesh": {"data": 2}}, "no axis of"),
+        ({"mesh": {"pipeline": 2}}, "Plan again for that mesh"),
+        ({"max_grad_norm": None}, "of another model or optimizer"),
+    ],
+)
+def test_a_plan_of_another_step_is_refused(options: dict[str, Any], words: str) -> None:
+    """A plan that the call contradicts is refused by what differs."""
+    mesh = Mesh(options.pop("mesh", MESH))
+    plan, (_, inputs) = planned(), skips()
+    settings = {"micro_batches": None, "example_inputs": inputs, **options}
+    with pytest.raises(PlanMismatchError, match=words):
+        compiled("skips", mesh, plan=plan, **settings)
+
+
+def in_wide_stages(**options: Any) -> Any:
+    model, inputs = wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = {"micro_batches": 8, "time_budget_s": 1.0, "example_inputs": inputs, **options}
+    return autoshard.compile(model, Mesh({"pipeline": 2}), optimizer=optimizer, **settings), model, inputs
+
+
+def test_memory_has_what_the_order_has_in_flight() -> None:
+    """GPipe holds all micro-batches, 1F1B as many as there are stages; a budget between them decides."""
+    one, all_of_them = (in_wide_stages(schedule=name)[0].plan for name in ("1F1B", "GPipe"))
+    most, least = all_of_them.predicted.peak_memory_bytes, one.predicted.peak_memory_bytes
+    assert most > 2 * least
+    budget = (most + least) // 2
+    tight = in_wide_stages(schedule="GPipe", memory_budget=budget)[0].plan
+    assert tight.predicted.peak_memory_bytes <= budget
+    assert any(stage.recompute.nodes or stage.offload.nodes for stage in tight.stages)
+    with pytest.raises(DoesNotFitError, match="micro-batches in flight on a rank"):
+        in_wide_stages(schedule="GPipe", memory_budget=200_000)
+
+
+def _takes_what_is_predicted(**options: Any) -> None:
+    """The peak on each rank is within 5 % of the plan's."""
+    step, model, inputs = in_wide_stages(**options)
+    step(**inputs)
+    state = [
+        item for entry in step.optimizer.state.values() for item in entry.values() if isinstance(item, torch.Tensor)
+    ]
+    order, rank = step.plan.order, dist.get_rank()
+    program = step.sharded.program
+    stages = [program.staged.stages[number] for number in program.own_stages]
+    read = {slot.slot.name for stage in stages for slot in stage.phased.lowered.inputs}
+    given, apart = [], [table_on(torch.device("cpu"))]
+    for index, value in enumerate(inputs.values()):
+        (given if f"input:{index}" in read else apart).append(value)
+    held = [item.detach() for item in (*model.parameters(), *state, *given) if not item.is_meta]
+    with LiveMemory(held, apart) as memory:
+        step(**inputs)
+    predicted = step.plan.stages[order.stage_ranks.index(rank)].predicted.peak_memory_bytes
+    assert abs(memory.peak_bytes / predicted - 1) < 0.05, (options, rank, memory.peak_bytes, predicted)
+
+
+CHECKS = {
+    "1F1B": partial(_takes_what_is_predicted, schedule="1F1B"),
+    "GPipe": partial(_takes_what_is_predicted, schedule="GPipe"),
+    "interleaved": partial(_takes_what_is_predicted, virtual_stages=2),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_measured_memory(name: str, outcomes: dict[str, str]) -> None:
+    """What each rank has in use is what its plan says, within 5 %."""
+    report(outcomes, name)
