@@ -3,7 +3,8 @@
 1. Read what each placeholder and each result is from AOTAutograd's descriptors.
 2. Attribute nodes to modules and lines, and to a phase: a node is forward when it does not depend on a
    tangent and an output or a buffer update depends on it.
-3. Copy the live nodes into a new graph without those that change nothing (`simplify`).
+3. Copy the live nodes into a new graph without those that change nothing (`simplify`). What the forward makes for
+   the backward alone (a copy of what it then overwrites) stands behind the forward.
 4. Cut out the program that computes guarded values from the inputs.
 """
 
@@ -55,9 +56,9 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
     copier = Copier(joint.graph_module, _KEPT_META)
     live = _live_nodes([node for node, _, _ in results.outputs] + list(results.guarded))
     slots = _copy_inputs(copier, inputs, live)
-    for node in graph.nodes:
-        if node in live and node.op not in ("placeholder", "output"):
-            copier.copy(node)
+    computed = [node for node in graph.nodes if node in live and node.op not in ("placeholder", "output")]
+    for node in sorted(computed, key=lambda node: node.meta["phase"] != "forward"):
+        copier.copy(node)
     program = _finish(copier, slots, results, joint, call)
     _check_operators(program)
     refuse_types(program)

@@ -1,0 +1,29 @@
+"""From a joint graph to a program: what stands where."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autoshard.tracing import trace
+
+
+class Overwrites(nn.Module):
+    """Divides shares in place, as routers of experts do: the backward reads what they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.router(x).softmax(-1).topk(2)[0]
+        shares /= shares.sum(-1, keepdim=True)
+        return (self.layer(x)[:, :2] * shares).sum()
+
+
+def test_what_only_the_backward_reads_stands_behind_the_forward() -> None:
+    """No call of the forward follows one of the backward: recomputation goes by that."""
+    program = trace(Overwrites(), (torch.randn(3, 4),))
+    phases = [node.meta["phase"] for node in program.graph.nodes if node.op == "call_function"]
+    assert set(phases) == {"forward", "backward"}
+    assert phases == sorted(phases, reverse=True)
