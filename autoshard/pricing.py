@@ -167,7 +167,8 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
         resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
         args, kwargs = split_inputs(resized)
         with torch.enable_grad():
-            return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn)
+            # a recipe shares out experts by the products that they are made of
+            return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn, whole_experts=False)
 
     folded = _folded(traced, short.lists)
     check_has_loss(folded.single)

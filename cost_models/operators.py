@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 # Each fills its part of the table.
 from cost_models import contractions as contractions
+from cost_models import experts as experts
 from cost_models import factorisations as factorisations
 from cost_models import recurrent as recurrent
 from cost_models.counting import FREE, TABLE, compute_dtype, memory_bound, numel, operator_cost, size_bytes

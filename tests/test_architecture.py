@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.kernels": ("autoshard.errors",),
     "autoshard.rules": (*_IR, "autoshard.kernels"),
     "autoshard.tracing": (*_IR, "autoshard.kernels", "autoshard.rules"),
-    "autoshard.runtime": _IR,
+    "autoshard.runtime": (*_IR, "autoshard.kernels"),
     "cost_models": (),
     **{room: (*_LEAVES, *below) for room, below in _PASSES.items()},
     "passes": (*_LEAVES, *_PASSES),

@@ -111,6 +111,8 @@ class Prediction:
         timeline: what runs when; None where it was not kept.
         launches: how often the host issues something: calls but for views, and collectives.
         sent_bytes: bytes that a rank sends over each mesh axis.
+        expert_load: tokens of the rank whose experts are taken to be chosen most, in multiples of the mean; None where
+            ranks do not have different experts.
     """
 
     step_time_s: float
@@ -128,6 +130,7 @@ class Prediction:
     timeline: Trace | None = field(default=None, repr=False)
     launches: int = 0
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    expert_load: float | None = None
 
     @property
     def communication(self) -> Mapping[str, Communication]:

@@ -187,6 +187,8 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("model FLOPs utilisation", f"{predicted.mfu:.1%}"))
     if predicted.hfu is not None:
         rows.append(("hardware FLOPs utilisation", f"{predicted.hfu:.1%}"))
+    if predicted.expert_load is not None:
+        rows.append(("busiest experts, assumed", f"{predicted.expert_load:.2f} x the mean of tokens"))
     rows += [(f"layout: {layout}", f"{count / total:.1%} of parameters") for layout, count in plan.layouts.items()]
     return rows
 

@@ -1,15 +1,17 @@
 """Semantic operators and their kernels; nothing here knows of graphs, meshes or plans.
 
 Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout, random
-numbers, cross-entropy, recurrent layers and their backwards, quantising), each with a plain PyTorch reference. The
-Triton kernels and the table that says which operator they may stand in for are in `autoshard.kernels.registry`, which
-imports triton.
+numbers, cross-entropy, recurrent layers, experts and their backwards, quantising), each with a plain PyTorch
+reference. The Triton kernels and the table that says which operator they may stand in for are in
+`autoshard.kernels.registry`, which imports triton.
 """
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.ctc_loss import ctc_loss, ctc_loss_backward
 from autoshard.kernels.dropout import dropout
+from autoshard.kernels.exchanged_experts import EXCHANGING, exchanged_experts, exchanged_experts_backward
+from autoshard.kernels.experts import experts, experts_backward
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
 from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
 from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
@@ -20,6 +22,7 @@ from autoshard.kernels.rejection import binomial, gamma, poisson
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
 
 __all__ = [
+    "EXCHANGING",
     "adam_update",
     "amsgrad_update",
     "attention",
@@ -32,6 +35,10 @@ __all__ = [
     "ctc_loss_backward",
     "dequantise_sum",
     "dropout",
+    "exchanged_experts",
+    "exchanged_experts_backward",
+    "experts",
+    "experts_backward",
     "gamma",
     "gru",
     "gru_backward",

@@ -19,6 +19,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     batch_norm,
     convolution,
     creation,
+    experts,
     images,
     indexing,
     linear_algebra,

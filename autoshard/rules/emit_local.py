@@ -176,6 +176,12 @@ class FxLocalContext:
             found.append((axis, size))
         return found
 
+    def group(self, *factors: str) -> str | None:
+        axes = [
+            axis for axis in self.splits.get(factors[0], ()) if all(axis in self.splits.get(f, ()) for f in factors)
+        ]
+        return ",".join(axes) if axes else None
+
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
         """The local value of an operand with `number` in the padding of `factor`."""
         dims = self.rule.inputs[operand]

@@ -19,9 +19,15 @@ from autoshard.rules.notation import BoundRule, Carry, Dims
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """An axis splits a factor."""
+    """An axis splits a factor, or several at once (`Rule.together`)."""
 
     factor: str
+    others: tuple[str, ...] = ()
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """All that it splits."""
+        return (self.factor, *self.others)
 
 
 Choice = Split | Carry | None
@@ -43,8 +49,8 @@ class Strategy:
         """The axes that split each factor, major to minor; those of one rank split nothing."""
         result: dict[str, tuple[str, ...]] = {}
         for (axis, size), choice in zip(mesh.axes, self.choices, strict=True):
-            if isinstance(choice, Split) and size > 1:
-                result[choice.factor] = (*result.get(choice.factor, ()), axis)
+            for factor in choice.factors if isinstance(choice, Split) and size > 1 else ():
+                result[factor] = (*result.get(factor, ()), axis)
         return result
 
 
@@ -70,7 +76,8 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh) -> list[Strategy]:
 
 def axis_choices(rule: BoundRule) -> list[Choice]:
     """What a single axis may do for a call."""
-    return [None, *(Split(factor) for factor in rule.splittable), *_carries(rule)]
+    together = (Split(first, tuple(others)) for first, *others in rule.together)
+    return [None, *(Split(factor) for factor in rule.splittable), *together, *_carries(rule)]
 
 
 def _carries(rule: BoundRule) -> Iterator[Carry]:
@@ -86,8 +93,10 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
     """What operands and results look like if each axis does what `choices` says; None where no spec can say it."""
     splits: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
-        if isinstance(choice, Split):
-            splits[choice.factor] = (*splits.get(choice.factor, ()), axis)
+        for factor in choice.factors if isinstance(choice, Split) else ():
+            splits[factor] = (*splits.get(factor, ()), axis)
+    if not _keeps_apart(splits, choices):
+        return None
     carried = {axis: c for axis, c in zip(mesh.axis_names, choices, strict=True) if isinstance(c, Carry)}
     if not all(_may_split(rule, mesh, factor, axes, carried) for factor, axes in splits.items()):
         return None
@@ -151,8 +160,19 @@ def _result_spec(
     partial = {axis: reduction.value for axis, reduction in pending.items() if reduction is not None}
     for factor, axes in splits.items():
         if rule.is_reduced(factor, index):
-            partial.update(dict.fromkeys(axes, rule.reduce[factor].value))
+            partial.update(dict.fromkeys(_alone(factor, axes, splits), rule.reduce[factor].value))
     return _operand_spec(rule, mesh, rule.outputs[index], splits, partial)
+
+
+def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]) -> list[str]:
+    """Those of a factor's axes that split no other one with it."""
+    return [axis for axis in axes if not any(axis in found for other, found in splits.items() if other != factor)]
+
+
+def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
+    """Whether each factor behind the first that an axis splits at once is split by such axes alone."""
+    others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
+    return all(not _alone(factor, splits[factor], splits) for factor in others)
 
 
 def _operand_spec(

@@ -73,6 +73,10 @@ class LocalContext(Protocol):
         """The values of all ranks that hold a piece of `factor`, in order, stacked on a new dim 0."""
         ...
 
+    def group(self, *factors: str) -> str | None:
+        """The name of the group of ranks along the axes that split all of `factors` at once; None without one."""
+        ...
+
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
         """A value with the dims of an operand, with `number` in the padding of `factor`."""
         ...

@@ -90,6 +90,9 @@ class Rule:
             it, or the rewrite reduces it itself (`context.all_reduce`).
         exchanged: factors over which the rewrite communicates although no result lacks them (a softmax, a halo), and
             the least number of elements that each rank's piece must have for it.
+        together: groups of factors that one axis may split at once, as operands that do not share a factor cannot
+            otherwise: tokens and experts. The rewrite then communicates along the axis (`context.group`), and no result
+            awaits a reduction over it.
         blocked: factors that may not be split.
         sizes: sizes of factors that shapes leave open (all but one factor of a product).
         local: rewrite that emits the local form of the call when some factor is split; None runs the operator as it
@@ -109,6 +112,7 @@ class Rule:
     added: Iterable[int] = ()
     whole: Mapping[str, Iterable[int]] | None = None
     exchanged: Mapping[str, int] | None = None
+    together: Iterable[tuple[str, ...]] = ()
     blocked: Iterable[str] = ()
     sizes: Mapping[str, int] | None = None
     local: Rewrite | None = None
@@ -149,6 +153,12 @@ class BoundRule:
     carries: tuple[Carry, ...] = ()
     exchanged: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[int, Beside] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks communicate within the call's rewrite under some strategy."""
+        return bool(self.whole or self.exchanged or self.together)
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -195,6 +205,7 @@ def bind(rule: Rule, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence
         carries=tuple(rule.carries),
         exchanged={factor: least for factor, least in (rule.exchanged or {}).items() if factor in live},
         beside=dict(rule.beside or {}),
+        together=tuple(group for group in rule.together if all(factor in live for factor in group)),
     )
     _check_reductions(rule, bound)
     return bound

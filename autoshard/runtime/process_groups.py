@@ -22,6 +22,7 @@ from autoshard.ir.collectives import reduces_in_place
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
+from autoshard.kernels import EXCHANGING
 from autoshard.runtime.rank_order import reduce_in_rank_order
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -31,6 +32,7 @@ _COLLECTIVES = frozenset(
         _FUNCTIONAL.all_gather_into_tensor.default,
         _FUNCTIONAL.reduce_scatter_tensor.default,
         _FUNCTIONAL.all_to_all_single.default,
+        *EXCHANGING,
     }
 )
 _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
@@ -122,6 +124,11 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     for node in graph_module.graph.nodes:
         copies[node] = _bind_node(node, graph, copies, coordinates, groups)
     return fx.GraphModule(graph_module, graph)
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The group along which a node of a lowered program communicates; None for one that does not."""
+    return str(node.kwargs.get("group_name", node.args[-1])) if node.target in _COLLECTIVES else None
 
 
 def reduce_in_place(graph_module: fx.GraphModule) -> None:

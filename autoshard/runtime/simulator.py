@@ -10,10 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from autoshard.errors import AutoshardError
 from autoshard.ir.communicators import group_axes
@@ -21,6 +22,8 @@ from autoshard.ir.local import running_at
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction
+from autoshard.kernels import EXCHANGING
+from autoshard.kernels.exchange import run_together
 
 OnValues = Callable[[fx.Node, Sequence[Any]], None]
 """Called with each evaluated node and its values, one per rank."""
@@ -100,6 +103,8 @@ class _Run:
             return [operator.attrgetter(str(node.target))(self.root)] * len(ranks)
         if _is_collective(node.target):
             return self._communicate(node, [_arguments_at(node, values, rank) for rank in ranks])
+        if node.target in EXCHANGING:
+            return self._exchange(node, [_arguments_at(node, values, rank) for rank in ranks])
         if _reads_rank(node) or node.target is torch.ops.aten.new_empty.default:
             return [self._evaluate_at(rank, node, _arguments_at(node, values, rank)) for rank in ranks]
         operands = [values[operand] for operand in node.all_input_nodes]
@@ -136,6 +141,16 @@ class _Run:
             members = [operands[rank][0][0] for rank in group]
             received = collective(node.name, members, *operands[group[0]][0][1:-1])
             for rank, result in zip(group, received, strict=True):
+                results[rank] = result
+        return results
+
+    def _exchange(self, node: fx.Node, arguments: Sequence[_Arguments]) -> list[Any]:
+        """Each rank's result of an operator that communicates within."""
+        steps_of = EXCHANGING[cast(OpOverload, node.target)]
+        results: list[Any] = [None] * self.mesh.size
+        for group in self._groups(node):
+            steps = [steps_of(*arguments[rank][0][:-1], **arguments[rank][1]) for rank in group]
+            for rank, result in zip(group, run_together(steps), strict=True):
                 results[rank] = result
         return results
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import Work
@@ -25,7 +24,7 @@ from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram
 from autoshard.runtime.distributed import reshard_program
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.lost_ranks import naming_lost_ranks
-from autoshard.runtime.process_groups import ProcessGroups
+from autoshard.runtime.process_groups import ProcessGroups, group_of
 
 
 class StageMessages(Protocol):
@@ -355,9 +354,7 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
             mesh = staged.stages[crossing.reader].phased.lowered.mesh
             graphs.append(reshard_program(made.spec, taken.spec, made.shape, made.dtype, mesh))
     for graph_module in graphs:
-        for node in graph_module.graph.nodes:
-            if is_collective(node):
-                yield str(node.kwargs.get("group_name", node.args[-1]))
+        yield from filter(None, map(group_of, graph_module.graph.nodes))
 
 
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:

@@ -27,6 +27,7 @@ from autoshard.tracing.bounded import bound_sizes
 from autoshard.tracing.caches import emptying_caches
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.concrete import Reads, Value, answer_reads
+from autoshard.tracing.experts import keep_experts_whole
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_use import Accesses
@@ -70,6 +71,7 @@ class TraceOptions:
     on random operators may be read where their `seed` is given. With `symbolic`, numbers of rows that depend on values
     are symbols, and then bounded (`bounded`), not those of the example. `device`: where tensors on the meta device are
     taken to be. `keeps_gradients`: scalars that the call leaves in attributes get tangents, as losses do.
+    `whole_experts`: layers of experts are one operator each.
     """
 
     grad: bool = True
@@ -82,6 +84,7 @@ class TraceOptions:
     seed: Tensor | None = None
     device: torch.device | None = None
     keeps_gradients: bool = True
+    whole_experts: bool = True
 
 
 class FlatModule(nn.Module):
@@ -231,6 +234,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield torch.compiler.set_stance("force_eager")
     yield _compiling_flag(options.as_compiled)
     yield keep_operators_whole(wide_losses=options.casts is not None)
+    yield keep_experts_whole() if options.whole_experts else contextlib.nullcontext()
     yield without_checkpoints()
     yield _refusing_inner_backward()
     yield refusing_seeds()

@@ -184,6 +184,12 @@ class PlanCounting:
             return
         others = self._other_emissions(node)
         for index, collective in enumerate(found):
+            kind = _COLLECTIVES.get(str(collective.target))
+            if kind is None:
+                raise FormulaError(
+                    f"What {node.target} ({node.meta.get('source') or 'unknown line'}) exchanges between ranks by "
+                    f"{collective.target} has no formula."
+                )
             operand: Any = collective.args[0]
             value, axis = operand.meta["val"], str(collective.args[-1])
             dims = [
@@ -193,11 +199,6 @@ class PlanCounting:
                 for dim, size in enumerate(value.shape)
             ]
             size = product_of(dims) * value.dtype.itemsize
-            kind = _COLLECTIVES.get(str(collective.target))
-            if kind is None:
-                raise FormulaError(
-                    f"{collective.target}, in the rewrite of {node.target}, has no formula; add it to count_plan."
-                )
             after = ceil_div(size, self.axes[axis]) if kind is ReshardKind.REDUCE_SCATTER else size
             yield axis, ring_bytes(kind, size, after, self.axes[axis])
 

@@ -1,7 +1,8 @@
 """Count the bytes of a rank's storages while a graph of local operators runs: each from its making to its last use.
 
 An operator's results take memory from its run to the last use of them or of a view of them, as graphs run where each
-value is freed after its last use. What a kernel allocates inside is not seen; what lies on the host takes none.
+value is freed after its last use. What a kernel allocates inside is counted for few (`workspaces`); what lies on the
+host takes none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 
 from autoshard.ir.collectives import holds_operand, is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
+from passes.memory.workspaces import workspace_bytes
 
 Storage = tuple[int, ...]
 """The numbers of the storages of one value: several for an operator with several results."""
@@ -59,7 +61,7 @@ class Storages:
             for number in where[node]:
                 live += self.sizes[number] if uses[number] == 0 and number not in always else 0
                 uses[number] += 1
-            self.peak = max(self.peak, live)
+            self.peak = max(self.peak, live + workspace_bytes(node))
             gone = [operand for operand in _needed_by(node) if last[operand] is node]
             for operand in (*gone, *(() if node in last else (node,))):
                 for number in where[operand]:

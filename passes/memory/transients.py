@@ -21,6 +21,7 @@ from autoshard.rules.emit_local import fills
 from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from passes.memory.storages import Storage, Storages
+from passes.memory.workspaces import has_workspace
 from passes.strategies.enumerate_strategies import Site
 from passes.strategies.price import local_bytes
 from passes.strategies.scratch import emitted_call, emitted_reshard
@@ -121,11 +122,15 @@ class Transients:
         return max(0, peak - sum(sizes) - (0 if site.is_alias else results))
 
     def local_form(self, site: Site, strategy: Strategy, unread: frozenset[int] = frozenset()) -> LocalForm | None:
-        """What a rank runs for a call of which nothing reads some results; None where that is the call itself."""
+        """What a rank runs for a call of which nothing reads some results.
+
+        None where that is the call itself, which takes no more than its operands and results.
+        """
         if site.rule is None or (site.node is not None and site.node.target is hub):
             return None
         splits = strategy.splits(self.mesh)
-        if not splits or not (site.rule.local or fills(site.rule, splits, self.mesh)):
+        is_rewritten = bool(splits) and bool(site.rule.local or fills(site.rule, splits, self.mesh))
+        if not is_rewritten and not (site.node is not None and has_workspace(site.node)):
             return None
         key = (site.call, strategy, unread)
         if key not in self._forms:

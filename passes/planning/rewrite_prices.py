@@ -39,7 +39,7 @@ def saved_within(space: SearchSpace, prices: Prices, price_within: PriceWithin) 
     found: dict[tuple[int, int], Floats] = {}
     for site in space.sites.values():
         key = site.call, id(site.strategies)
-        if site.rule is not None and (site.rule.whole or site.rule.exchanged) and key not in found:
+        if site.rule is not None and site.rule.communicates and key not in found:
             found[key] = _saved_of(site, prices, price_within)
     saving = {key for key, saved in found.items() if saved.any()}
     keys = {site.name: (site.call, id(site.strategies)) for site in space.sites.values()}

@@ -30,6 +30,7 @@ from cost_models.streams import Overlap, StreamTimes, overlap_of, simulate_strea
 from cost_models.timeline import Timeline
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_memory
+from passes.prediction.expert_load import expert_load
 from passes.prediction.segment_step import COPIES, segment_step
 from passes.prediction.utilisation import utilisation
 from passes.prediction.walk_program import WalkedStep
@@ -99,6 +100,7 @@ def predict(
         overlapped={axis: seconds for axis, seconds in times.overlapped_s.items() if seconds > 0},
         launches=sum(op.launches for segment in segments for op in segment.ops),
         sent_bytes={} if walked is None else walked.sent_bytes,
+        expert_load=expert_load(planning, choice),
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
         kernels=kernels,

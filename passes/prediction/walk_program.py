@@ -2,7 +2,8 @@
 
 Nodes run where they stand: calls one after the other; a collective begins where it is issued, once the links of its
 group are free (its stream: "network" where groups span nodes, else "node"); where it is waited for, computation stands
-still until it is done. So whatever passes do to a lowered program is priced by walking it.
+still until it is done; so it does while a call exchanges rows. So whatever passes do to a lowered program is priced by
+walking it.
 
 * With micro-batches, forward and backward run so often; the update, and what is hoisted, once.
 * Of a program that leaves out blocks (`passes.strategies.elided`), the calls from the first to the last of the block
@@ -24,7 +25,7 @@ from autoshard.kernels.offload import TRANSFERS
 from cost_models.hardware import Cluster
 from cost_models.streams import Op, Segment
 from cost_models.timeline import COMPUTE
-from passes.strategies.collective_nodes import collective_of
+from passes.strategies.collective_nodes import collective_of, communicates, exchanges
 from passes.strategies.elided import NOTHING_ELIDED, Elided
 from passes.strategies.enumerate_strategies import resolve
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
@@ -117,11 +118,15 @@ class _Phase:
             seconds = self.prices.computed_s(node)
             if seconds > 0:
                 self.ops.append(Op(node.name, _label(node), seconds))
-            if is_collective(node):
+            if communicates(node):
                 self._begin(node)
+            if exchanges(node):
+                self._wait(node, node)
             elif is_wait(node) and _collective_behind(node) in self.begun:
-                needs = (self.begun[_collective_behind(node)],)
-                self.ops.append(Op(node.name, _label(node), 0.0, needs=needs, launches=0))
+                self._wait(node, _collective_behind(node))
+
+    def _wait(self, node: fx.Node, behind: fx.Node) -> None:
+        self.ops.append(Op(node.name, _label(node), 0.0, needs=(self.begun[behind],), launches=0))
 
     def _begin(self, node: fx.Node) -> None:
         prices = self.prices

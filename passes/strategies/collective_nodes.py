@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from autoshard.ir.collectives import is_collective
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.mesh import Mesh
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
 from cost_models.errors import UnknownOperatorError
+from cost_models.experts import EXCHANGED_BYTES
 from cost_models.hardware import Cluster
 from cost_models.topology import GroupLinks
+from cost_models.work import TensorInfo
 from passes.strategies.enumerate_strategies import operands_of
 
 _TIMES: Mapping[str, Callable[[float, GroupLinks], float]] = MappingProxyType(
@@ -44,11 +47,15 @@ class Collective(NamedTuple):
 
 
 def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
-    """What a node that `is_collective` sends.
+    """What a node that `communicates` sends.
 
     Raises:
         UnknownOperatorError: there is no formula for a collective of this kind.
     """
+    if exchanges(node):
+        whole = round(sum(_exchanged_bytes(node, mesh)))
+        axes = group_axes(str(node.args[-1]))
+        return Collective("all_to_all_single", axes, whole, (1 - 1 / mesh.shards(axes)) * whole)
     target: Any = node.target
     kind = target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_coalesced")
     if kind not in _TIMES:
@@ -60,7 +67,27 @@ def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
     return Collective(kind, axes, whole, (2 if kind == "all_reduce" else 1) * (size - 1) / size * whole)
 
 
+def exchanges(node: fx.Node) -> bool:
+    """Whether a call exchanges rows between ranks while it runs (`autoshard.kernels.exchange`)."""
+    return str(node.target) in EXCHANGED_BYTES
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a node starts a collective, or exchanges rows within."""
+    return is_collective(node) or exchanges(node)
+
+
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds that a node's collective takes; see `collective_of`."""
+    """Seconds that a node's collective takes, or those that rows travel within its call; see `collective_of`."""
     sent = collective_of(node, mesh)
-    return _TIMES[sent.kind](sent.whole_bytes, cluster.group_links(dict(mesh.axes), sent.axes))
+    links = cluster.group_links(dict(mesh.axes), sent.axes)
+    if exchanges(node):
+        return sum(all_to_all_time(size, links) for size in _exchanged_bytes(node, mesh))
+    return _TIMES[sent.kind](sent.whole_bytes, links)
+
+
+def _exchanged_bytes(node: fx.Node, mesh: Mesh) -> list[float]:
+    """Bytes of each all-to-all within a call."""
+    values = [operand.meta["val"] for operand in operands_of(node)]
+    infos = [TensorInfo(tuple(value.shape), value.itemsize, "") for value in values]
+    return EXCHANGED_BYTES[str(node.target)](infos, mesh.shards(group_axes(str(node.args[-1]))))

@@ -47,7 +47,7 @@ def _use(rule: BoundRule, choice: Choice, operand: int) -> AxisUse:
     """What an axis does to an operand under `choice`."""
     if isinstance(choice, Split):
         dims = rule.inputs[operand]
-        dim = next((index for index, factors in enumerate(dims) if choice.factor in factors), None)
+        dim = next((index for index, factors in enumerate(dims) if not set(choice.factors).isdisjoint(factors)), None)
         is_added = operand in rule.added and any(
             rule.is_reduced(choice.factor, output) for output in range(len(rule.outputs))
         )

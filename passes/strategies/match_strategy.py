@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from autoshard.errors import PlanMismatchError
@@ -35,12 +36,12 @@ def match_strategy(rule: BoundRule | None, mesh: Mesh, node_plan: NodePlan, name
 
 def _agrees(rule: BoundRule, axis: str, choice: Choice, node_plan: NodePlan) -> bool:
     """Whether what `axis` splits under `choice` is what it splits in the plan (partial axes are checked later)."""
-    factor = choice.factor if isinstance(choice, Split) else None
+    factors = choice.factors if isinstance(choice, Split) else ()
     pairs = [
         *zip(rule.inputs, node_plan.inputs, strict=True),
         *zip(rule.outputs, node_plan.outputs, strict=True),
     ]
-    return all(_dim_of(dims, factor) == spec.dim_of(axis) for dims, spec in pairs) and (
+    return all(_dim_of(dims, factors) == spec.dim_of(axis) for dims, spec in pairs) and (
         choice is not None or not any(axis in spec.axes for spec in _specs(node_plan))
     )
 
@@ -49,5 +50,5 @@ def _specs(node_plan: NodePlan) -> tuple[PartitionSpec, ...]:
     return (*node_plan.inputs, *node_plan.outputs)
 
 
-def _dim_of(dims: Dims, factor: str | None) -> int | None:
-    return next((index for index, dim in enumerate(dims) if factor in dim), None)
+def _dim_of(dims: Dims, factors: Sequence[str]) -> int | None:
+    return next((index for index, dim in enumerate(dims) if not set(factors).isdisjoint(dim)), None)

@@ -205,9 +205,10 @@ def _is_rewritten(site: Site, strategy: Strategy, mesh: Mesh) -> bool:
 def _may_communicate(site: Site, strategy: Strategy) -> bool:
     """Whether a split factor is reduced or exchanged inside the call's rewrite."""
     rule = site.rule
-    if rule is None or not (rule.whole or rule.exchanged):
+    if rule is None or not rule.communicates:
         return False
-    return any(isinstance(choice, Split) and rule.may_communicate(choice.factor) for choice in strategy.choices)
+    split = [choice for choice in strategy.choices if isinstance(choice, Split)]
+    return any(choice.others or rule.may_communicate(choice.factor) for choice in split)
 
 
 def _fill_counts(site: Site, strategy: Strategy, mesh: Mesh) -> tuple[tuple[int, int], ...]:

@@ -3,6 +3,7 @@
 * A call takes what `cost_models.operators` says of its local operands and results.
 * A collective takes what `cost_models.collectives` says, on the links of its group.
 * A bucket that is reduced takes what is copied of it; other members are computed into it (`fill_buckets`).
+* A call that exchanges rows within takes besides what they travel.
 * A reshard copies what is there before and after each of its steps, once (`StepPrice`); the calls by which a step is
   written out (`autoshard.ir.emit`) count as that, not one by one.
 """
@@ -26,7 +27,7 @@ from cost_models.compute import memory_time, work_time
 from cost_models.hardware import Cluster
 from cost_models.operators import work
 from cost_models.work import TensorInfo
-from passes.strategies.collective_nodes import collective_time
+from passes.strategies.collective_nodes import collective_time, communicates
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import IS_RESHARD
 from passes.strategies.operator_names import dtype_name
@@ -44,8 +45,8 @@ class NodePrices:
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Seconds of the collective that a node starts."""
-        return collective_time(node, self.mesh, self.cluster)
+        """Seconds of what a node sends: of the collective that it starts, or of the rows that its call exchanges."""
+        return collective_time(node, self.mesh, self.cluster) if communicates(node) else 0.0
 
     def computed_s(self, node: fx.Node) -> float:
         """Seconds of a rank's own work at a node; of a reshard's collective, those of the copies around it."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.ir.collectives import is_collective
 from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
-from passes.strategies.collective_nodes import collective_of, collective_time
+from passes.strategies.collective_nodes import collective_of, collective_time, communicates
 from passes.strategies.enumerate_strategies import Site
 from passes.strategies.price_nodes import NodePrices
 from passes.strategies.scratch import emitted_call
@@ -22,7 +21,7 @@ def rewritten_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster)
     """Seconds of a call's local form, its collectives included."""
     prices = NodePrices(cluster, mesh)
     nodes = emitted_call(site, strategy, mesh).nodes
-    return sum(prices.computed_s(node) + (prices.sent_s(node) if is_collective(node) else 0.0) for node in nodes)
+    return sum(prices.computed_s(node) + prices.sent_s(node) for node in nodes)
 
 
 def rewrite_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> float:
@@ -41,7 +40,7 @@ def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Clu
 
 
 def emitted_collectives(site: Site, strategy: Strategy, mesh: Mesh) -> list[fx.Node]:
-    """The collectives of a call's local rewrite, in order, over local values; the last argument is the axis."""
+    """What communicates in a call's local rewrite, in order, over local values; the last argument is the group."""
     if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
         return []
-    return [node for node in emitted_call(site, strategy, mesh).nodes if is_collective(node)]
+    return [node for node in emitted_call(site, strategy, mesh).nodes if communicates(node)]

@@ -1,0 +1,83 @@
+"""Operators of ours that exchange rows between ranks while they run: how many is known only then.
+
+Such an operator is written down once, as *steps*: a generator that yields each `Exchange` and gets what arrived. With a
+process per rank an all-to-all answers it (`run_steps`); the simulator answers all ranks of a group together
+(`run_together`). Operands and results have static shapes, what travels in between has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Rows for each rank of a group.
+
+    Args:
+        tensors: each has the rows for the first rank first, on dim 0.
+        sent: how many rows of each tensor are for which rank.
+        received: how many come from which.
+    """
+
+    tensors: Sequence[Tensor]
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
+Steps = Generator[Exchange, Sequence[Tensor], Any]
+"""Yields exchanges, gets for each tensor what came, the first rank's rows first; returns the operator's results."""
+
+
+def run_steps(steps: Steps, group: str) -> Any:
+    """The results of one rank's steps, whose exchanges go over the process group that torch knows as `group`."""
+    try:
+        exchange = next(steps)
+        while True:
+            exchange = steps.send(_all_to_all(exchange, group))
+    except StopIteration as done:
+        return done.value
+
+
+def _all_to_all(exchange: Exchange, group: str) -> list[Tensor]:
+    sizes = list(exchange.received), list(exchange.sent)
+    started = [_c10d.all_to_all_single(tensor.contiguous(), *sizes, group) for tensor in exchange.tensors]
+    return [_c10d.wait_tensor(pending) for pending in started]
+
+
+def run_together(ranks: Sequence[Steps]) -> list[Any]:
+    """The results of the steps of all ranks of a group, in order, in this process.
+
+    Raises:
+        ValueError: a rank expects other rows than it is sent.
+    """
+    results: list[Any] = [None] * len(ranks)
+    arrived: list[Sequence[Tensor] | None] = [None] * len(ranks)
+    while True:
+        exchanges: list[Exchange] = []
+        for rank, steps in enumerate(ranks):
+            try:
+                exchanges.append(next(steps) if arrived[rank] is None else steps.send(arrived[rank] or ()))
+            except StopIteration as done:
+                results[rank] = done.value
+        if not exchanges:
+            return results
+        if len(exchanges) != len(ranks):
+            raise ValueError(f"{len(exchanges)} of {len(ranks)} ranks exchange rows, others have ended.")
+        arrived = [_arriving(exchanges, rank) for rank in range(len(ranks))]
+
+
+def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
+    """What reaches a rank."""
+    sent = [exchange.sent[rank] for exchange in exchanges]
+    if sent != list(exchanges[rank].received):
+        raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, and is sent {sent}.")
+    parts = [[t.split(list(exchange.sent))[rank] for t in exchange.tensors] for exchange in exchanges]
+    return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]

@@ -1,0 +1,127 @@
+"""`autoshard::exchanged_experts` and its backward: experts of several ranks, to which tokens are sent and come back.
+
+Lepikhin et al., "GShard" (2020), section 3.2, without capacities: each rank of the group holds other tokens and other
+experts, the first ones on the first rank. It sends each token to the ranks of its experts, once for each expert, and
+gets back what they make of it. How many rows go where is exchanged first, so that nothing is dropped or padded.
+
+Operands and results are as of `autoshard::experts`, of a rank's own tokens and its own experts; `index` counts experts
+over the whole group, of which there are `experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from autoshard.kernels.exchange import Exchange, Steps, run_steps
+from autoshard.kernels.experts import (
+    CONSTANTS,
+    GRADIENTS,
+    OPERANDS,
+    Experts,
+    Groups,
+    add_up,
+    check_experts,
+    fake_experts,
+    fake_experts_backward,
+    group_by_expert,
+    spread,
+)
+from autoshard.kernels.library import define
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where rows go.
+
+    Args:
+        order: of the rows that this rank sends, in the order of experts, which assignment of T k each is.
+        sent, received: rows to each rank, and from each.
+        arrived: the experts of what comes, in the order of ranks and then of experts.
+    """
+
+    order: Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
+    arrived: Groups
+
+    def there(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], list[Tensor]]:
+        """Rows of assignments, sent to their experts and sorted by these."""
+        rows = yield Exchange(tensors, self.sent, self.received)
+        return [row[self.arrived.order] for row in rows]
+
+    def back(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
+        """Rows sorted by expert, sent back to where they came from; in the order of `order`."""
+        rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
+        return (yield Exchange(rows, self.received, self.sent))
+
+
+def _route(index: Tensor, experts: int, held: int) -> Generator[Exchange, Sequence[Tensor], Route]:
+    """The route of assignments to `experts`, of which each rank holds so many."""
+    ranks = experts // held
+    groups = group_by_expert(index.flatten(), experts)
+    counts = torch.diff(groups.ends.to(torch.int64), prepend=index.new_zeros(1, dtype=torch.int64)).view(ranks, held)
+    ones = [1] * ranks
+    (arriving,) = yield Exchange([counts], ones, ones)
+    ids = torch.arange(held, device=index.device).repeat(ranks).repeat_interleave(arriving.flatten())
+    sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+    return Route(groups.order, sent, received, group_by_expert(ids, held))
+
+
+def forward_steps(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
+    *constants: Any,
+) -> Steps:  # fmt: skip
+    """The steps of `exchanged_experts`, on one rank."""
+    check_experts(x, index, weights, gate_up, down)
+    held = Experts(gate_up, gate_up_bias, down, *constants)
+    route = yield from _route(index, experts, held.count)
+    (rows,) = yield from route.there(x[route.order // index.shape[1]])
+    (rows,) = yield from route.back(held.forward(rows, route.arrived))
+    return add_up(rows * weights.flatten()[route.order].unsqueeze(1), route.order, index).to(x.dtype)
+
+
+def backward_steps(
+    grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+    down: Tensor, experts: int, *constants: Any,
+) -> Steps:  # fmt: skip
+    """The steps of `exchanged_experts_backward`, on one rank."""
+    held = Experts(gate_up, gate_up_bias, down, *constants)
+    route = yield from _route(index, experts, held.count)
+    tokens = route.order // index.shape[1]
+    sent = (grad_out[tokens], x[tokens], weights.flatten()[route.order])
+    grad, rows, shares = yield from route.there(*sent)
+    d_rows, d_weights, *others = held.backward(grad, rows, shares, route.arrived)
+    d_rows, d_weights = yield from route.back(d_rows, d_weights)
+    return add_up(d_rows, route.order, index), spread(d_weights, route.order, index), *others
+
+
+def _over_group(steps_of: Callable[..., Steps]) -> Callable[..., Any]:
+    """What an operator runs with a process per rank: its last argument is the group."""
+
+    def run(*args: Any) -> Any:
+        return run_steps(steps_of(*args[:-1]), args[-1])
+
+    return run
+
+
+exchanged_experts = define(
+    "exchanged_experts", f"({OPERANDS}, {CONSTANTS}, str group) -> Tensor", _over_group(forward_steps), fake_experts
+)
+exchanged_experts_backward = define(
+    "exchanged_experts_backward",
+    f"(Tensor grad_out, {OPERANDS}, {CONSTANTS}, str group) -> {GRADIENTS}",
+    _over_group(backward_steps),
+    fake_experts_backward,
+)
+
+EXCHANGING: Mapping[OpOverload, Callable[..., Steps]] = MappingProxyType(
+    {exchanged_experts: forward_steps, exchanged_experts_backward: backward_steps}
+)
+"""Operators that communicate within, and their steps; the last argument of a call is the group, which steps lack."""

@@ -1,0 +1,270 @@
+"""`autoshard::experts` and its backward: each token through the experts that it chose, and their weighted sum.
+
+Shazeer et al., "Outrageously large neural networks" (2017), equation 1, without its router; tokens are sorted by
+expert and each product is one in groups, so that nothing is dropped and nothing padded (Gale et al., "MegaBlocks",
+2022). Shapes: T tokens, k experts of each, H hidden size, E experts, I intermediate size, g = 2 halves with a gate or
+1 without. Of token t with j in 1 .. k and e = index[t, j]:
+
+    u = x_t A_e + a_e                    [g I]
+    out_t = sum_j weights[t, j] gate(u) B_e
+
+An index outside 0 .. E - 1 stands for no expert: it adds nothing. So a rank that has some of the experts subtracts the
+number of its first one, and its result is an addend of the whole.
+
+The backward computes u again: what is kept for it are the operands alone. Where tokens are exchanged between ranks,
+that is also all that a rank has (`exchanged_experts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autoshard.kernels.gates import Gate
+from autoshard.kernels.library import define, differentiate
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows sorted by expert: those of expert e are from ends[e - 1] to ends[e].
+
+    Args:
+        order: for each sorted row which row it was before, [R]; rows of no expert are left out.
+        ids: the expert of each sorted row, [R].
+        ends: int32 [E].
+    """
+
+    order: Tensor
+    ids: Tensor
+    ends: Tensor
+
+    def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Each row [R, M] times its expert's matrix [E, M, N]: [R, N]."""
+        if _is_grouped(rows, matrices):
+            return F.grouped_mm(rows, matrices, offs=self.ends)
+        out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+        for expert, piece in self._pieces():
+            torch.mm(rows[piece], matrices[expert], out=out[piece])
+        return out
+
+    def gradients(self, left: Tensor, right: Tensor) -> Tensor:
+        """For each expert the product of its rows, left [R, M] transposed times right [R, N]: [E, M, N]."""
+        if _is_grouped(left, right):
+            return F.grouped_mm(left.mT, right, offs=self.ends)
+        out = left.new_zeros((self.ends.shape[0], left.shape[1], right.shape[1]))
+        for expert, piece in self._pieces():
+            torch.mm(left[piece].mT, right[piece], out=out[expert])
+        return out
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """The sum of each expert's rows [R, N]: [E, N]."""
+        out = rows.new_zeros((self.ends.shape[0], rows.shape[1]))
+        return out.index_add_(0, self.ids, rows)
+
+    def _pieces(self) -> list[tuple[int, slice]]:
+        ends = self.ends.tolist()
+        starts = [0, *ends[:-1]]
+        return [(e, slice(*ends)) for e, ends in enumerate(zip(starts, ends, strict=True)) if ends[0] < ends[1]]
+
+
+def _is_grouped(left: Tensor, right: Tensor) -> bool:
+    """Whether torch's grouped product takes the operands: rows of whole 16 bytes, of a type that it has."""
+    is_known = left.dtype in (torch.bfloat16, torch.float16, torch.float32) and left.dtype == right.dtype
+    return is_known and left.shape[0] > 0 and all(map(_is_aligned, (left, right)))
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    first, second = sorted(operand.stride()[-2:])
+    others = (second, *operand.stride()[:-2])
+    return first == 1 and all(stride * operand.element_size() % 16 == 0 for stride in others)
+
+
+def group_by_expert(ids: Tensor, experts: int) -> Groups:
+    """Rows in the order of their experts [R]; those whose number is not in 0 .. experts - 1 are left out."""
+    known = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    ids, order = torch.sort(known, stable=True)
+    ends = torch.searchsorted(ids, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
+    rows = int(ends[-1])
+    return Groups(order[:rows], ids[:rows], ends.to(torch.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts' weights as they lie in a model, and what is between their products.
+
+    Args:
+        gate_up: A, [E, g, I, H] or [E, I, g, H] (`interleaved`); [E, H, ...] where `transposed`.
+        gate_up_bias: a, [E, g, I] or [E, I, g], or None: zero.
+        down: B, [E, H, I], or [E, I, H] where `transposed`.
+    """
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    activation: str
+    transposed: bool
+    interleaved: bool
+    alpha: float
+    limit: float
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return self.down.shape[0]
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """What experts make of their rows x [R, H]: [R, H], not weighed."""
+        return groups.products(self._gate.forward(self._products(x, groups)), self._down)
+
+    def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups) -> tuple[Any, ...]:
+        """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without one) and down.
+
+        Args:
+            grad: of the weighed results [R, H].
+            x, weights: the rows and their weights.
+            groups: which rows are whose.
+        """
+        u = self._products(x, groups)
+        hidden = self._gate.forward(u)
+        unweighed = groups.products(grad, self._down.mT)  # of hidden, [R, I]
+        d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
+        weights = weights.unsqueeze(1)
+        d_u = self._gate.backward((unweighed * weights).to(u.dtype), u)
+        d_x = groups.products(d_u, self._gate_up.mT)
+        grad = (grad * weights).to(grad.dtype)
+        d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
+        d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
+        d_bias = None if self.gate_up_bias is None else groups.sums(d_u).view(self.gate_up_bias.shape)
+        return d_x, d_weights, d_gate_up.view(self.gate_up.shape), d_bias, d_down
+
+    def _products(self, x: Tensor, groups: Groups) -> Tensor:
+        u = groups.products(x, self._gate_up)
+        return u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1)[groups.ids]
+
+    @property
+    def _gate_up(self) -> Tensor:
+        """A, [E, H, g I]."""
+        return self.gate_up.flatten(2) if self.transposed else self.gate_up.flatten(1, 2).mT
+
+    @property
+    def _down(self) -> Tensor:
+        """B, [E, I, H]."""
+        return self.down if self.transposed else self.down.mT
+
+    @property
+    def _gate(self) -> Gate:
+        place = 1 + self.transposed + self.interleaved
+        return Gate(self.activation, self.gate_up.shape[place], self.interleaved, self.alpha, self.limit)
+
+
+def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
+    """For each token the sum of its rows, [T, H]: row r [R, H] is its assignment order[r] % k, with k of T k."""
+    tokens, chosen = index.shape
+    is_whole = rows.shape[0] == index.numel()
+    apart = (rows.new_empty if is_whole else rows.new_zeros)((tokens * chosen, rows.shape[1]))
+    apart[order] = rows
+    return apart.view(tokens, chosen, -1).sum(1)
+
+
+def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
+    """[T, k] with values [R] at the assignments `order`, and zero at others."""
+    return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
+
+
+def experts_reference(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
+    activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
+) -> Tensor:  # fmt: skip
+    """Tokens through their experts.
+
+    Args:
+        x: [T, H].
+        index: int64 [T, k], each token's experts; outside 0 .. E - 1: none.
+        weights: [T, k].
+        gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit: see `Experts`, `Gate`.
+        experts: how many experts tokens choose from: E, or more where these are a part of them.
+
+    Returns:
+        out [T, H] in x's dtype; products are in it, sums over k in that of products with the weights.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_experts(x, index, weights, gate_up, down)
+    held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
+    groups = group_by_expert(index.flatten(), held.count)
+    rows = held.forward(x[groups.order // index.shape[1]], groups)
+    return add_up(rows * weights.flatten()[groups.order].unsqueeze(1), groups.order, index).to(x.dtype)
+
+
+def experts_backward_reference(
+    grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+    down: Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, weights, gate_up, gate_up_bias (None without one) and down, in their shapes and dtypes."""
+    held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
+    groups = group_by_expert(index.flatten(), held.count)
+    tokens = groups.order // index.shape[1]
+    operands = (grad_out[tokens], x[tokens], weights.flatten()[groups.order])
+    d_x, d_weights, *others = held.backward(*operands, groups)
+    return add_up(d_x, groups.order, index), spread(d_weights, groups.order, index), *others
+
+
+def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    """Raise `ValueError` for operands that do not fit each other."""
+    fits = (
+        (x.dim(), index.dim(), gate_up.dim(), down.dim()) == (2, 2, 4, 3)
+        and index.shape == weights.shape
+        and x.shape[0] == index.shape[0]
+        and gate_up.shape[0] == down.shape[0]
+    )
+    if not fits:
+        shapes = {"x": x, "index": index, "weights": weights, "gate_up": gate_up, "down": down}
+        found = ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in shapes.items())
+        raise ValueError(
+            f"experts takes x [T, H], index and weights [T, k], gate_up [E, g, I, H], down [E, H, I]; found {found}."
+        )
+
+
+def fake_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
+    """An empty result of the right shape and dtype."""
+    check_experts(x, index, weights, gate_up, rest[1])
+    return x.new_empty(x.shape)
+
+
+def fake_experts_backward(
+    grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+    down: Tensor, *_: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Empty gradients of the right shapes and dtypes."""
+    operands = (x, weights, gate_up, gate_up_bias, down)
+    return tuple(None if operand is None else operand.new_empty(operand.shape) for operand in operands)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, index, weights, gate_up, gate_up_bias, down, *ctx.constants = inputs
+    ctx.save_for_backward(x, index, weights, gate_up, gate_up_bias, down)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_weights, d_gate_up, d_bias, d_down = experts_backward(grad_out, *ctx.saved_tensors, *ctx.constants)
+    d_bias = d_bias if ctx.needs_input_grad[4] else None
+    return d_x, None, d_weights, d_gate_up, d_bias, d_down, *(None,) * len(ctx.constants)
+
+
+OPERANDS = "Tensor x, Tensor index, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down"
+CONSTANTS = "SymInt experts, str activation, bool transposed, bool interleaved, float alpha, float limit"
+GRADIENTS = "(Tensor d_x, Tensor d_weights, Tensor d_gate_up, Tensor d_gate_up_bias, Tensor d_down)"
+
+experts = define("experts", f"({OPERANDS}, {CONSTANTS}) -> Tensor", experts_reference, fake_experts)
+experts_backward = define(
+    "experts_backward",
+    f"(Tensor grad_out, {OPERANDS}, {CONSTANTS}) -> {GRADIENTS}",
+    experts_backward_reference,
+    fake_experts_backward,
+)
+differentiate(experts, _setup_context, _backward)

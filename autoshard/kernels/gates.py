@@ -1,0 +1,99 @@
+"""What an expert does between its two products: an activation, of a gate that scales the other half or by itself.
+
+Shazeer, "GLU variants improve transformer" (2020): h = act(gate) up. `clamped_silu` is that of GPT-OSS (OpenAI, 2025):
+with both halves clamped to a limit, h = (up + 1) gate sigmoid(alpha gate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation and its derivative: `backward(grad, x)` is the gradient of x."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": Activation(F.silu, aten.silu_backward.default),
+        "gelu": Activation(F.gelu, aten.gelu_backward.default),
+        "gelu_tanh": Activation(
+            lambda x: F.gelu(x, approximate="tanh"), lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh")
+        ),
+        "relu": Activation(F.relu, lambda grad, x: aten.threshold_backward(grad, x, 0)),
+        "relu2": Activation(lambda x: F.relu(x).square(), lambda grad, x: 2 * grad * F.relu(x)),
+    }
+)
+
+CLAMPED_SILU = "clamped_silu"
+NAMES = (*ACTIVATIONS, CLAMPED_SILU)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The function from products [R, g I] to [R, I], with g = 2 halves, or g = 1 without a gate.
+
+    Args:
+        name: one of `NAMES`.
+        halves: g.
+        interleaved: gate and up alternate; else all of the gate comes first.
+        alpha, limit: of `clamped_silu`.
+    """
+
+    name: str
+    halves: int
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    def forward(self, u: Tensor) -> Tensor:
+        """h [R, I] of u [R, g I]."""
+        if self.halves == 1:
+            return ACTIVATIONS[self.name].forward(u)
+        gate, up = self._halves(u)
+        if self.name == CLAMPED_SILU:
+            gate, up = self._clamped(gate, up)
+            return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        return ACTIVATIONS[self.name].forward(gate) * up
+
+    def backward(self, grad: Tensor, u: Tensor) -> Tensor:
+        """The gradient of u from that of h."""
+        if self.halves == 1:
+            return ACTIVATIONS[self.name].backward(grad, u)
+        gate, up = self._halves(u)
+        if self.name == CLAMPED_SILU:
+            return self._joined(*self._clamped_backward(grad, gate, up))
+        activation = ACTIVATIONS[self.name]
+        return self._joined(activation.backward(grad * up, gate), grad * activation.forward(gate))
+
+    def _clamped(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+
+    def _clamped_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        inner_gate, inner_up = gate <= self.limit, (up >= -self.limit) & (up <= self.limit)
+        gate, up = self._clamped(gate, up)
+        sigmoid = torch.sigmoid(gate * self.alpha)
+        slope = sigmoid * (1 + self.alpha * gate * (1 - sigmoid))
+        return torch.where(inner_gate, grad * (up + 1) * slope, 0.0), torch.where(inner_up, grad * gate * sigmoid, 0.0)
+
+    def _halves(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        if self.interleaved:
+            gate, up = u.unflatten(1, (-1, 2)).unbind(2)
+        else:
+            gate, up = u.chunk(2, dim=1)
+        return gate, up
+
+    def _joined(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.stack((gate, up), dim=2).flatten(1) if self.interleaved else torch.cat((gate, up), dim=1)

@@ -1,0 +1,79 @@
+"""Rules of `autoshard::experts`: four ways to split a layer of experts, and all mixtures of them.
+
+* Tokens: each rank has all experts, and their gradients are sums.
+* Experts, of all tokens: a rank computes what its experts add; results are sums. Tokens are gathered for it.
+* Intermediate values of each expert, as of any two products behind each other.
+* Tokens and experts by the same axis: tokens are sent to the ranks of their experts and come back
+  (`autoshard.kernels.exchanged_experts`); nothing is a sum over the axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import autoshard.kernels as kernels
+from autoshard.rules.local import LocalContext
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import sharding_rule
+
+_Tensor = torch.Tensor
+aten = torch.ops.aten
+
+# t tokens, e experts, i intermediate values.
+_TOKENS = "t _"
+_TOGETHER = (("t", "e"),)
+
+
+@sharding_rule(kernels.experts)
+def experts(
+    x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None, down: _Tensor,
+    experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
+) -> Rule:  # fmt: skip
+    """Linear in the weights and in the last matrices."""
+    held = _held(gate_up_bias is not None, transposed, interleaved)
+    return Rule(
+        f"{_TOKENS}, {_TOKENS}, {_TOKENS}, {', '.join(held)} -> {_TOKENS}",
+        reduce={"e": "sum", "i": "sum"}, linear=[(2,), (2 + len(held),)], together=_TOGETHER, local=_local_experts,
+        padding={"t": None, "i": 0}, even=("e",),
+    )  # fmt: skip
+
+
+@sharding_rule(kernels.experts_backward)
+def experts_backward(
+    grad_out: _Tensor, x: _Tensor, index: _Tensor, weights: _Tensor, gate_up: _Tensor, gate_up_bias: _Tensor | None,
+    down: _Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, *_: Any,
+) -> Rule:  # fmt: skip
+    """Gradients of matrices are sums over tokens, those of tokens and weights over experts and intermediate values."""
+    held = ", ".join(_held(gate_up_bias is not None, transposed, interleaved))
+    return Rule(
+        f"{', '.join([_TOKENS] * 4)}, {held} -> {_TOKENS}, {_TOKENS}, {held}",
+        reduce={"t": "sum", "e": "sum", "i": "sum"}, linear=[(0,)], together=_TOGETHER, local=_local_backward,
+        padding={"t": 0, "i": 0}, even=("e",),
+    )  # fmt: skip
+
+
+def _held(has_bias: bool, transposed: bool, interleaved: bool) -> list[str]:
+    """The dims of gate_up, its bias and down; which half of the gate it is leads the intermediate values or not."""
+    inner = "i _" if interleaved else "_ i"
+    gate_up = f"e _ {inner}" if transposed else f"e {inner} _"
+    return [gate_up, *([f"e {inner}"] if has_bias else []), "e i _" if transposed else "e _ i"]
+
+
+def _local_experts(context: LocalContext, x: Any, index: Any, *rest: Any) -> Any:
+    return _call(context, kernels.exchanged_experts, (x,), index, rest)
+
+
+def _local_backward(context: LocalContext, grad_out: Any, x: Any, index: Any, *rest: Any) -> Any:
+    return _call(context, kernels.exchanged_experts_backward, (grad_out, x), index, rest)
+
+
+def _call(context: LocalContext, exchanged: Any, tokens: tuple[Any, ...], index: Any, rest: tuple[Any, ...]) -> Any:
+    """The call on a rank's experts: with an exchange, or of indices that count from the first of these experts."""
+    group = context.group("t", "e")
+    if group is not None:
+        return context.call(exchanged, *tokens, index, *rest, group)
+    if context.is_split("e"):
+        index = context.call(aten.sub.Tensor, index, context.offset("e"))
+    return context.default(*tokens, index, *rest)

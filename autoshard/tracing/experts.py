@@ -1,0 +1,128 @@
+"""Keeps the experts of transformers' models whole: `autoshard::experts` in place of any of their implementations.
+
+In transformers each class of experts runs through one function, which looks up an implementation by the model's
+configuration: a loop over experts, a product for each token, or one in groups. All compute the same, and while a model
+is traced this operator stands for them. The router is the model's own. An implementation for certain GPUs that a
+user asks for by name is left as it is, and so are experts that compute something else: a gate that is none of
+`autoshard.kernels.gates`, a norm behind the experts, weights that are quantised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoshard.kernels.gates import CLAMPED_SILU, NAMES, Gate
+
+_MODULE = "transformers.integrations.moe"
+_ALIKE = ("eager", "grouped_mm", "batched_mm")
+"""Implementations that compute the same."""
+
+
+@contextlib.contextmanager
+def keep_experts_whole() -> Iterator[None]:
+    """Let transformers look up the operator for its experts; undone at exit, and nothing where it is not imported."""
+    moe = sys.modules.get(_MODULE)
+    interface = getattr(moe, "ExpertsInterface", None)
+    if interface is None:
+        yield
+        return
+    saved = interface.get_interface
+
+    def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found = saved(self, name, default)
+        return _keeping(found) if name in _ALIKE else found
+
+    interface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        interface.get_interface = saved
+
+
+def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a module's experts: the operator where it computes the same."""
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate = _gate_of(module) if len(args) == 3 and not kwargs and _is_covered(module, *args) else None
+        return implementation(module, *args, **kwargs) if gate is None else _run(module, gate, *args)
+
+    return run
+
+
+def _is_covered(module: Any, hidden_states: Any, index: Any, weights: Any) -> bool:
+    if module._is_expert_parallel or module.has_post_expert_norm:
+        return False
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    names += [f"{name}_bias" for name in names] if module.has_bias else []
+    parameters = [getattr(module, name) for name in names]
+    if not all(isinstance(item, Tensor) and item.is_floating_point() and item.itemsize > 1 for item in parameters):
+        return False
+    first, last = parameters[:2]
+    is_one_type = len({item.dtype for item in parameters}) == 1
+    return is_one_type and (hidden_states.dim(), index.dim(), first.dim(), last.dim()) == (2, 2, 3, 3)
+
+
+def _gate_of(module: Any) -> Gate | None:
+    """The gate that a module's experts apply, known by what it makes of numbers; None where none of ours does.
+
+    Both are functions of one element, or of a pair, so many pairs of all magnitudes tell them apart.
+    """
+    halves, interleaved = (2, not module.is_concatenated) if module.has_gate else (1, False)
+    constants = [getattr(module, name, None) for name in ("alpha", "limit")]
+    numbers = [float(number) for number in constants if isinstance(number, (int, float))]
+    with _disable_current_modes(), torch.no_grad():
+        probe = _probe(halves)
+        try:
+            expected = (module._apply_gate if module.has_gate else module.act_fn)(probe)
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+            return None  # not a function of numbers alone
+        for name in NAMES:
+            if name == CLAMPED_SILU and (halves == 1 or len(numbers) < 2):
+                continue
+            gate = Gate(name, halves, interleaved, *(numbers if name == CLAMPED_SILU else (1.0, 0.0)))
+            if _is_same(gate.forward(probe), expected):
+                return gate
+    return None
+
+
+def _probe(halves: int, rows: int = 4096, width: int = 4) -> Tensor:
+    """Numbers of both signs, from a thousandth to a million."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(2, rows, halves * width, generator=generator, dtype=torch.float64)
+    return (10 ** (9 * uniform[0] - 3)) * torch.where(uniform[1] < 0.5, -1.0, 1.0)
+
+
+def _is_same(found: Tensor, expected: Any) -> bool:
+    if not isinstance(expected, Tensor) or expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    return torch.allclose(found, expected, rtol=1e-12, atol=1e-30)
+
+
+def _run(module: Any, gate: Gate, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    first, last = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+    gate_up, down = getattr(module, first), getattr(module, last)
+    bias = getattr(module, f"{first}_bias") if module.has_bias else None
+    x = hidden_states.to(gate_up.dtype)
+    shape = (-1, gate.halves) if gate.interleaved else (gate.halves, -1)
+    dim = 2 if module.is_transposed else 1
+    out = torch.ops.autoshard.experts(
+        x, index, weights, gate_up.unflatten(dim, shape), None if bias is None else bias.unflatten(1, shape), down,
+        down.shape[0], gate.name, module.is_transposed, gate.interleaved, gate.alpha, gate.limit,
+    )  # fmt: skip
+    if bias is not None:
+        out = out + _biases(module.down_proj_bias, index, weights).to(out.dtype)
+    return out.to(hidden_states.dtype)
+
+
+def _biases(bias: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The sum of each token's experts' biases [E, H], weighed: [T, H]."""
+    experts = torch.arange(bias.shape[0], device=index.device)
+    chosen = torch.where(index.unsqueeze(2) == experts, weights.unsqueeze(2), 0.0)  # [T, k, E]
+    return chosen.sum(1).to(bias.dtype) @ bias

@@ -1,0 +1,197 @@
+"""FLOPs and bytes of layers of experts (entries of `counting.TABLE`), and what ranks exchange for them.
+
+Which experts tokens choose is not known before: each is taken to be as likely. Where ranks have different experts all
+wait for the one whose experts are chosen most, which gets more than the mean even then (`busiest_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil, log, sqrt
+from types import MappingProxyType
+
+from cost_models.counting import compute_dtype, operator_cost, size_bytes
+from cost_models.work import Kind, MatmulShape, TensorInfo, Work
+
+Tensors = Sequence[TensorInfo]
+Arguments = tuple[object, ...]
+
+_CLAMPED_SILU = "clamped_silu"
+
+
+def busiest_rows(rows: float, ranks: int) -> float:
+    """Rows that reach the rank which gets most, of `rows` that go to each of `ranks` with the same probability.
+
+    rows / n + sqrt(2 rows / n ln n), and no more than all: the largest load of n bins (Raab, Steger, "Balls into bins",
+    1998, theorem 1). A router that is not balanced sends more there.
+
+    Example:
+        >>> busiest_rows(20_000, 1), round(busiest_rows(20_000, 8))
+        (20000, 2602)
+    """
+    mean = rows / ranks
+    return rows if ranks == 1 else min(rows, mean + sqrt(2 * mean * log(ranks)))
+
+
+def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
+    """inputs: (x [T, H], index [T, k], weights, gate_up, its bias if there is one, down)."""
+    first, second = _products(inputs, rows)
+    return _work(inputs, outputs, (first, second), rows, 1)
+
+
+def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
+    """inputs: the gradient of the result, then those of the forward. The first product is made again."""
+    first, second = _products(inputs[1:], rows)
+    gradients = [_turned(shape) for shape in (first, second)]
+    products = (first, *gradients, *(MatmulShape(s.k, s.n, s.m, s.batch) for s in (first, second)))
+    return _work(inputs, outputs, products, rows, 2)
+
+
+def _turned(shape: MatmulShape) -> MatmulShape:
+    """The product that gives the gradient of rows."""
+    return MatmulShape(shape.m, shape.k, shape.n, shape.batch)
+
+
+def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
+    """Both products of the forward, with as many rows for each expert."""
+    hidden, intermediate, gated = _widths(inputs)
+    experts = inputs[-1].shape[0]
+    mean = max(1, ceil(rows / experts))
+    return MatmulShape(mean, gated, hidden, experts), MatmulShape(mean, hidden, intermediate, experts)
+
+
+def _widths(inputs: Tensors) -> tuple[int, int, int]:
+    """H, I and g I."""
+    hidden = inputs[0].shape[1]
+    down, gate_up = inputs[-1].shape, inputs[3].shape
+    elements = gate_up[1] * gate_up[2] * gate_up[3]
+    return hidden, down[1] * down[2] // hidden, elements // hidden
+
+
+def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], rows: float, passes: int) -> Work:
+    """Rows are copied to their experts and back, and each product's operands and results are moved once.
+
+    `passes`: how many operands of [R, H] are sorted by expert.
+    """
+    dtype, itemsize = compute_dtype(inputs), inputs[0].itemsize
+    hidden = inputs[0].shape[1]
+    inner = sum(shape.m * shape.batch * (shape.n + shape.k) for shape in products) * itemsize
+    copied = (passes + 1) * rows * hidden * itemsize
+    read, written = size_bytes(inputs) + inner + copied, size_bytes(outputs) + copied
+    return Work(sum(shape.flops for shape in products), read, written, Kind.MATMUL, dtype, products)
+
+
+def _own_rows(x: Tensors, held: int, experts: int) -> float:
+    """Assignments to `held` of `experts`, of all that a rank has: x = (tokens, index, ...)."""
+    return busiest_rows(x[1].shape[0] * x[1].shape[1], max(1, experts // held))
+
+
+@operator_cost("autoshard.experts.default")
+def experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (x, index, weights, gate_up, gate_up_bias, down, experts, ...)."""
+    return _forward(inputs, outputs, _own_rows(inputs, inputs[-1].shape[0], _count(arguments[6])))
+
+
+@operator_cost("autoshard.experts_backward.default")
+def experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (grad_out, x, index, weights, gate_up, gate_up_bias, down, experts, ...)."""
+    return _backward(inputs, outputs, _own_rows(inputs[1:], inputs[-1].shape[0], _count(arguments[7])))
+
+
+@operator_cost("autoshard.exchanged_experts.default")
+def exchanged_experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """As many rows arrive as are sent, and more at the rank that gets most."""
+    return _forward(inputs, outputs, _arriving(inputs, _count(arguments[6])))
+
+
+@operator_cost("autoshard.exchanged_experts_backward.default")
+def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """See `exchanged_experts`."""
+    return _backward(inputs, outputs, _arriving(inputs[1:], _count(arguments[7])))
+
+
+def _arriving(x: Tensors, experts: int) -> float:
+    """Assignments that reach a rank, where each has x = (tokens, index, ..., down) of its own."""
+    ranks = experts // x[-1].shape[0]
+    return busiest_rows(ranks * x[1].shape[0] * x[1].shape[1], ranks)
+
+
+def _count(experts: object) -> int:
+    assert isinstance(experts, int), "how many experts there are is a number of the call"
+    return experts
+
+
+def _sent_forward(inputs: Tensors, ranks: int) -> list[float]:
+    """Bytes of each all-to-all: how many rows go where, rows there, and back."""
+    rows = _arriving(inputs, ranks * inputs[-1].shape[0]) * _row_bytes(inputs[0])
+    return [_counts_bytes(inputs, ranks), rows, rows]
+
+
+def _sent_backward(inputs: Tensors, ranks: int) -> list[float]:
+    """Gradients and rows there with their weights; gradients of rows and of weights back."""
+    operands = inputs[1:]
+    rows = _arriving(operands, ranks * inputs[-1].shape[0])
+    row, weight = rows * _row_bytes(operands[0]), rows * operands[2].itemsize
+    return [_counts_bytes(inputs, ranks), row, row, weight, row, weight]
+
+
+def _row_bytes(x: TensorInfo) -> int:
+    return x.shape[1] * x.itemsize
+
+
+def _counts_bytes(inputs: Tensors, ranks: int) -> float:
+    """A number of eight bytes for each expert of each rank."""
+    return 8.0 * ranks * inputs[-1].shape[0]
+
+
+def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> float:
+    """Between the products: rows, what the first makes of them, and some halves of it; or rows, and what they give."""
+    hidden, intermediate, gated = _widths(inputs)
+    halves = 5 if activation == _CLAMPED_SILU else 2
+    made = rows * max(hidden + gated + halves * intermediate, 2 * hidden + intermediate) * inputs[0].itemsize
+    weighed = rows * hidden * (inputs[0].itemsize + inputs[2].itemsize)
+    apart = inputs[1].shape[0] * inputs[1].shape[1] * hidden * inputs[2].itemsize
+    return _order_bytes(inputs) + max(made, weighed + apart)
+
+
+def _workspace_backward(inputs: Tensors, rows: float) -> float:
+    """At the gate: rows, gradients, what the first product makes, and seven to nine halves; or at the last products."""
+    hidden, intermediate, gated = _widths(inputs[1:])
+    at_gate = 2 * hidden + gated + 3 * intermediate + max(4 * intermediate, 2 * intermediate + gated)
+    behind = 4 * hidden + 2 * gated + 2 * intermediate
+    return _order_bytes(inputs[1:]) + rows * max(at_gate, behind) * inputs[1].itemsize
+
+
+def _order_bytes(inputs: Tensors) -> int:
+    """The expert of each row and where it came from."""
+    return 2 * 8 * inputs[1].shape[0] * inputs[1].shape[1]
+
+
+WORKSPACE_BYTES: Mapping[str, Callable[[Tensors, Arguments], float]] = MappingProxyType(
+    {
+        "autoshard.experts.default": lambda inputs, arguments: _workspace_forward(
+            inputs, _own_rows(inputs, inputs[-1].shape[0], _count(arguments[6])), arguments[7]
+        ),
+        "autoshard.experts_backward.default": lambda inputs, arguments: _workspace_backward(
+            inputs, _own_rows(inputs[1:], inputs[-1].shape[0], _count(arguments[7]))
+        ),
+        "autoshard.exchanged_experts.default": lambda inputs, arguments: _workspace_forward(
+            inputs, _arriving(inputs, _count(arguments[6])), arguments[7]
+        ),
+        "autoshard.exchanged_experts_backward.default": lambda inputs, arguments: _workspace_backward(
+            inputs, _arriving(inputs[1:], _count(arguments[7]))
+        ),
+    }
+)
+"""The most bytes beside operands and results while a call runs, from local operands and the call's arguments.
+
+Of what operators take on one rank, these are 1.0 to 1.3 times as much (0.93 for the backward of the clamped SiLU).
+"""
+
+EXCHANGED_BYTES: Mapping[str, Callable[[Tensors, int], list[float]]] = MappingProxyType(
+    {
+        "autoshard.exchanged_experts.default": _sent_forward,
+        "autoshard.exchanged_experts_backward.default": _sent_backward,
+    }
+)
+"""Bytes of each all-to-all within a call, at the rank that gets most, from local operands and the number of ranks."""

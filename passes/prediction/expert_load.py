@@ -1,0 +1,25 @@
+"""How unevenly a plan takes experts to be chosen: what is assumed where ranks have different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.kernels import experts
+from cost_models.experts import busiest_rows
+from passes.planning.build_assignment import PlanningProblem
+
+
+def expert_load(planning: PlanningProblem, choice: Sequence[int]) -> float | None:
+    """Rows of the rank whose experts are chosen most, in multiples of the mean; None where no experts are split."""
+    mesh, found = planning.space.mesh, []
+    for name, site in planning.space.sites.items():
+        if site.node is None or site.node.target is not experts:
+            continue
+        splits = planning.strategy(name, choice).splits(mesh)
+        holders = splits.get("e", ())
+        ranks = mesh.shards(holders)
+        if ranks > 1:
+            apart = mesh.shards(tuple(axis for axis in splits.get("t", ()) if axis not in holders))
+            rows = site.node.args[1].meta["val"].numel() / apart  # type: ignore[union-attr]
+            found.append(busiest_rows(rows, ranks) * ranks / rows)
+    return max(found, default=None)

@@ -1,0 +1,79 @@
+"""Layers of experts: FLOPs of what tokens choose, more where ranks have different experts, and bytes on the way."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.experts import EXCHANGED_BYTES, WORKSPACE_BYTES, busiest_rows
+from cost_models.operators import work
+from cost_models.work import TensorInfo
+
+TOKENS, CHOSEN, HIDDEN, INNER, EXPERTS = 64, 2, 16, 24, 8
+CONSTANTS = (EXPERTS, "silu", False, False, 1.0, 0.0)
+
+
+def floats(*shape: int) -> TensorInfo:
+    return TensorInfo(shape, 2, "bf16")
+
+
+def operands(tokens: int = TOKENS, held: int = EXPERTS) -> list[TensorInfo]:
+    """Of a rank's tokens and experts."""
+    index = TensorInfo((tokens, CHOSEN), 8, "i64")
+    matrices = [floats(held, 2, INNER, HIDDEN), floats(held, HIDDEN, INNER)]
+    return [floats(tokens, HIDDEN), index, floats(tokens, CHOSEN), *matrices]
+
+
+ROW_FLOPS = 2 * HIDDEN * 3 * INNER
+
+
+def flops(name: str, inputs: list[TensorInfo], group: tuple[str, ...] = ()) -> float:
+    backward = "backward" in name
+    before = [floats(inputs[0].shape[0], HIDDEN)] if backward else []
+    nothing = (None,) * (7 if backward else 6)
+    return work(f"autoshard.{name}.default", [*before, *inputs], [inputs[0]], (*nothing, *CONSTANTS, *group)).flops
+
+
+def test_whole_layers_compute_each_row_once() -> None:
+    """The backward makes the first product again, which is two of the three parts."""
+    rows = TOKENS * CHOSEN
+    assert flops("experts", operands()) == rows * ROW_FLOPS
+    assert flops("experts_backward", operands()) == pytest.approx(rows * ROW_FLOPS * (2 + 2 / 3))
+
+
+def test_ranks_with_other_experts_wait_for_the_busiest() -> None:
+    """Of all tokens a rank gets its share and more; so it does where tokens are sent to it."""
+    rows = TOKENS * CHOSEN / 4
+    alone = flops("experts", operands(held=2))
+    assert rows * ROW_FLOPS < alone < 2 * rows * ROW_FLOPS
+    assert flops("exchanged_experts", operands(TOKENS // 4, held=2), ("expert",)) == alone
+
+
+@given(rows=st.floats(1, 1e9), ranks=st.integers(1, 512))
+def test_the_busiest_rank_has_between_the_mean_and_all(rows: float, ranks: int) -> None:
+    """And the more tokens, the nearer the mean."""
+    assert rows / ranks <= busiest_rows(rows, ranks) <= rows
+    assert busiest_rows(4 * rows, ranks) / (4 * rows) <= busiest_rows(rows, ranks) / rows * (1 + 1e-12)
+
+
+def test_rows_travel_there_and_back() -> None:
+    """Twice in the forward; in the backward gradients go along, with weights, and come back with both."""
+    inputs = operands(TOKENS // 4, held=2)
+    rows = busiest_rows(TOKENS * CHOSEN, 4)
+    counts, there, back = EXCHANGED_BYTES["autoshard.exchanged_experts.default"](inputs, 4)
+    assert counts == 8 * EXPERTS
+    assert there == back == rows * HIDDEN * 2
+    sent = EXCHANGED_BYTES["autoshard.exchanged_experts_backward.default"]([inputs[0], *inputs], 4)
+    assert sum(sent) == pytest.approx(counts + 3 * there + 2 * rows * 2)
+
+
+def test_the_workspace_grows_with_rows() -> None:
+    """It holds at least rows, their first products, and what the gate makes."""
+    count = WORKSPACE_BYTES["autoshard.experts.default"]
+    arguments = (None,) * 6 + CONSTANTS
+    few, many = (count(operands(tokens), arguments) for tokens in (TOKENS, 2 * TOKENS))
+    assert math.isclose(many, 2 * few)
+    assert few >= TOKENS * CHOSEN * 2 * (HIDDEN + 3 * INNER)

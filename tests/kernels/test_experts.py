@@ -1,0 +1,92 @@
+"""Layers of experts: equal to every token through each of its experts by itself, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import autoshard.kernels  # noqa: F401  (defines the operators)
+from autoshard.kernels.gates import ACTIVATIONS, CLAMPED_SILU
+from tests.kernels.experts import Layer, layers
+
+ops = torch.ops.autoshard
+
+
+def one_by_one(layer: Layer) -> Tensor:
+    """The definition: no sorting, no groups."""
+    rows = []
+    for token, chosen, shares in zip(layer.x, layer.index.tolist(), layer.weights, strict=True):
+        known = [(e, share) for e, share in zip(chosen, shares, strict=True) if 0 <= e < layer.count]
+        rows.append(sum((share * _expert(layer, e, token) for e, share in known), torch.zeros_like(token)))
+    return torch.stack(rows)
+
+
+def _expert(layer: Layer, e: int, token: Tensor) -> Tensor:
+    inner = layer.gate_up[e].flatten(1) if layer.transposed else layer.gate_up[e].flatten(0, 1).mT
+    u = token @ inner
+    u = u if layer.bias is None else u + layer.bias[e].flatten()
+    halves = u.unflatten(0, (-1, layer.halves)).mT if layer.interleaved else u.unflatten(0, (layer.halves, -1))
+    down = layer.down[e] if layer.transposed else layer.down[e].mT
+    return _gated(layer, halves) @ down
+
+
+def _gated(layer: Layer, halves: Tensor) -> Tensor:
+    if layer.activation == CLAMPED_SILU:
+        gate, up = halves[0].clamp(max=layer.limit), halves[1].clamp(-layer.limit, layer.limit)
+        return (up + 1) * gate * torch.sigmoid(layer.alpha * gate)
+    done = ACTIVATIONS[layer.activation].forward(halves[0])
+    return done if layer.halves == 1 else done * halves[1]
+
+
+def gradients(layer: Layer, out: Tensor, grad: Tensor) -> list[Tensor]:
+    """Of all operands that have one."""
+    return list(torch.autograd.grad(out, layer.trained, grad))
+
+
+@given(layers())
+def test_it_equals_tokens_one_by_one(layer: Layer) -> None:
+    """All gates and orders of weights; experts without tokens, and indices of no expert."""
+    layer = layer.requiring_gradients()
+    found, expected = ops.experts(*layer.arguments), one_by_one(layer)
+    torch.testing.assert_close(found, expected)
+    grad = torch.ones_like(found)
+    for ours, theirs in zip(gradients(layer, found, grad), gradients(layer, expected, grad), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@given(layers(width=8), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_products_in_groups_equal_a_loop(layer: Layer, dtype: torch.dtype) -> None:
+    """Where torch's grouped product takes the operands, numbers are those of float64, rounded."""
+    narrow = layer.to(dtype).requiring_gradients()
+    wide = narrow.to(torch.float64).requiring_gradients()
+    found, expected = ops.experts(*narrow.arguments), ops.experts(*wide.arguments)
+    grad = torch.ones_like(found)
+    pairs = zip(gradients(narrow, found, grad), gradients(wide, expected, grad.double()), strict=True)
+    pairs = [(found, expected), *pairs]
+    largest = max(1.0, *(float(theirs.detach().abs().max()) for _, theirs in pairs))
+    for ours, theirs in pairs:
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).abs().max() <= 20 * torch.finfo(dtype).eps * largest
+
+
+@pytest.mark.parametrize("operator", ["experts", "experts_backward"])
+def test_shapes_and_types_are_those_of_its_fake(operator: str) -> None:
+    """With a bias and without."""
+    for bias in (False, True):
+        layer = Layer.drawn(torch.Generator().manual_seed(0), bias=bias)
+        before: tuple[Any, ...] = () if operator == "experts" else (torch.randn_like(layer.x),)
+        arguments = (*before, *layer.arguments)
+        torch.library.opcheck(getattr(ops, operator).default, arguments, test_utils="test_faketensor")
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    """One weight too few."""
+    layer = Layer.drawn(torch.Generator().manual_seed(0))
+    x, index, weights, *rest = layer.arguments
+    with pytest.raises(ValueError, match=r"experts takes x \[T, H\], .*; found x="):
+        ops.experts(x, index, weights[:, :1], *rest)

@@ -1,0 +1,66 @@
+"""Layers of experts of transformers' models are one operator each, whatever implementation a config names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import autoshard.kernels as kernels
+from autoshard.ir.program import Program
+from autoshard.tracing import trace
+from tests.zoo.table import ARCHITECTURES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
+
+
+def traced(name: str, implementation: str = "grouped_mm", **config: Any) -> tuple[nn.Module, Program]:
+    """A model of one layer, and its program."""
+    architecture = ARCHITECTURES[name]
+    model, inputs = architecture.build()
+    model.set_experts_implementation(implementation)  # type: ignore[operator]
+    for module in model.modules():
+        for key, value in config.items():
+            if hasattr(module, key):
+                setattr(module, key, value)
+    return model, trace(model, (), inputs)
+
+
+def calls(program: Program, target: Any) -> int:
+    """How often a program calls an operator."""
+    return sum(node.target is target for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe", "phimoe", "ernie4_5_moe"]
+)
+def test_experts_are_one_operator(name: str) -> None:
+    """One for each layer, forward and backward, and no sorting outside of it."""
+    model, program = traced(name)
+    layers = sum(hasattr(module, "_apply_gate") for module in model.modules())
+    assert layers
+    assert calls(program, kernels.experts) == calls(program, kernels.experts_backward) == layers
+    assert not {str(node.target) for node in program.graph.nodes} & {"aten.sort.default", "aten.nonzero.default"}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_other_implementations_are_too(implementation: str) -> None:
+    """A loop over experts, and a product for each token."""
+    _, program = traced("mixtral", implementation)
+    assert calls(program, kernels.experts) == 2
+
+
+def test_an_unknown_gate_is_left_as_it_is() -> None:
+    """An activation that the operator does not have is computed by the model's own calls."""
+    _, program = traced("mixtral", act_fn=nn.Softsign())
+    assert calls(program, kernels.experts) == 0
+    assert any("grouped_mm" in str(node.target) for node in program.graph.nodes)
+
+
+def test_experts_are_taken_apart_where_that_is_asked_for() -> None:
+    """As recipes are priced: by the products that experts are made of."""
+    model, inputs = ARCHITECTURES["mixtral"].build()
+    program = trace(model, (), inputs, whole_experts=False)
+    assert calls(program, kernels.experts) == 0
+    assert any("grouped_mm" in str(node.target) for node in program.graph.nodes)
