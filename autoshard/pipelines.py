@@ -11,7 +11,7 @@ from autoshard.errors import MeshError, NotAvailableError, PlanMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.staged import ALONE, PIPELINE_AXIS
 from cost_models.errors import CostArgumentError
-from cost_models.schedule_orders import order_rows
+from cost_models.schedule_orders import SCHEDULES, V_SHAPED, order_rows
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from autoshard.ir.update import Update
     from autoshard.planner import Planner
 
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
-"""Schedules that run: those whose backwards are whole."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
@@ -30,7 +27,7 @@ class Pipeline:
 
     Args:
         mesh: all axes.
-        schedule: one of `SCHEDULES`.
+        schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
         virtual_stages: stages on each rank.
         micro_batches: of a step.
     """
@@ -73,6 +70,8 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
     chosen = schedule or ("1F1B" if virtual_stages == 1 else "Interleaved1F1B")
     if chosen not in SCHEDULES:
         raise NotAvailableError(f"schedule={chosen!r} does not run; use one of {', '.join(map(repr, SCHEDULES))}.")
+    if chosen in V_SHAPED and virtual_stages == 1:
+        virtual_stages = 2  # a V is of two on each rank
     whole = Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
     ranks = whole.axis_size(PIPELINE_AXIS)
     if ranks * virtual_stages < 2:

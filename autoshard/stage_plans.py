@@ -99,7 +99,9 @@ class StagePlans:
             phased = lowered or [self._lower(*pair) for pair in zip(cut.stages, plan.stages, strict=True)]
         except PlanMismatchError as error:
             raise _of_another_step(plan) from error
-        stages = [StageProgram(*pair) for pair in zip(phased, plan.stages, strict=True)]
+        stages = [self._stage(*pair, plan.order) for pair in zip(phased, plan.stages, strict=True)]
+        if self.planner.verify:
+            _verify_halves(stages)
         return _staged(cut, plan.order, stages, program)
 
     def order(self) -> PipelineOrder:
@@ -176,7 +178,12 @@ class StagePlans:
             if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
                 raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget) from error
             return self._search(stage, error.smallest_bytes, request, is_least=True)
-        return StageProgram(self._lower(stage, plan), plan)
+        return self._stage(self._lower(stage, plan), plan, self.order())
+
+    def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
+        from passes.lowering.cut_backward import cut_backward
+
+        return StageProgram(phased, plan, cut_backward(phased) if order.cuts_backwards else None)
 
     def _does_not_fit(self, needed: float, budget: float | None) -> DoesNotFitError:
         order = self.order()
@@ -341,6 +348,14 @@ def _verify_order(order: PipelineOrder) -> None:
     from passes.verification.verify_schedule import verify_schedule
 
     verify_schedule(order)
+
+
+def _verify_halves(stages: Sequence[StageProgram]) -> None:
+    from passes.verification.verify_cut_backward import verify_cut_backward
+
+    for stage in stages:
+        if stage.halves is not None:
+            verify_cut_backward(stage.phased, stage.halves)
 
 
 def _in_flight(order: PipelineOrder, rank: int) -> int:

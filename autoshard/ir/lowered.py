@@ -95,3 +95,17 @@ class PhasedProgram:
         """A short hash of the text of the graphs, which is the same on all ranks."""
         graphs = [graph_module.graph for graph_module in self.phases.values()]
         return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class CutBackward:
+    """A backward in two halves: for the stages before, which wait for it, and for the update (Qi et al. 2023).
+
+    Args:
+        inputs: takes what the backward takes; returns what that returns for others, `backward_outputs`, then the values
+            that the second half reads.
+        weights: takes these values; returns those carried into the update.
+    """
+
+    inputs: fx.GraphModule
+    weights: fx.GraphModule

@@ -124,6 +124,11 @@ class PipelineOrder:
         ranks = tuple(tuple(map(_read_slot, line.split())) for line in found.ranks)
         return cls(found.stage_ranks, found.micro_batches, ranks)
 
+    @property
+    def cuts_backwards(self) -> bool:
+        """Whether a backward is cut in two."""
+        return any(task.work is Work.BACKWARD_INPUT for slots in self.ranks for slot in slots for task in slot)
+
     def places(self) -> Mapping[tuple[int, bool, int], int]:
         """Where in its rank's order each stage's forward (True) and backward of each micro-batch stand.
 

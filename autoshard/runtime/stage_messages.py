@@ -362,12 +362,15 @@ def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
     return next(slot for slot in slots if slot.slot.name == name)
 
 
+_MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
+
+
 def _sent_over(table: _Table, pair: tuple[int, int]) -> Iterator[_Key]:
     """What goes from one pipeline rank to another, in the sender's order."""
     staged, (maker, reader) = table.staged, pair
     places = staged.order.stage_ranks
     for task in (task for slot in staged.order.ranks[maker] for task in slot):
-        for item in staged.crossings if task.work in (Work.FORWARD, Work.BACKWARD) else ():
+        for item in staged.crossings if task.work in _MAKERS else ():
             is_its = item.maker == task.stage and item.is_forward == (task.work is Work.FORWARD)
             if is_its and places[item.reader] == reader:
                 yield _Key(item.name, item.reader, item.is_forward, task.micro_batch)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
+from autoshard.runtime.cut_graph import cut_graph
 from autoshard.runtime.engine import Loaded, LocalValue
 from autoshard.runtime.executable import Executable
 
@@ -101,7 +102,7 @@ class StageUpdate:
         assert update is not None, "a stage updates"
         if self._squares is None:
             return None, update, 0
-        return cut_update(update, self._squares)
+        return cut_graph(update, (self._squares,))
 
     @cached_property
     def _first(self) -> Loaded:
@@ -113,55 +114,3 @@ class StageUpdate:
         _, graph_module, taken = self._parts
         first = taken + len(self.stage.phased.carried)
         return self.stage.engine.load(graph_module, {index: first + place for index, place in enumerate(self._places)})
-
-
-def cut_update(update: fx.GraphModule, squares: int) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """The graph of result `squares`, the graph of the rest, and how many values this one takes of the first.
-
-    The first takes the inputs of `update`, and returns the squares and these values; the second takes them, then the
-    same inputs.
-    """
-    nodes = list(update.graph.nodes)
-    results: Sequence[fx.Node] = nodes[-1].args[0]
-    needed, waiting = set[fx.Node](), [results[squares]]
-    while waiting:
-        node = waiting.pop()
-        if node.op != "placeholder" and node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    others = [result for index, result in enumerate(results) if index != squares]
-    rest = [node for node in nodes[:-1] if node.op != "placeholder" and node not in needed]
-    read = {operand for node in rest for operand in node.all_input_nodes} | set(others)
-    kept = [node for node in nodes if node in needed and node in read and _is_tensor(node)]
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    first = _extract(update, inputs, needed, [results[squares], *kept])
-    second = _extract(update, [*kept, *inputs], set(rest), others)
-    return first, second, len(kept)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor) and node.op != "get_attr"
-
-
-def _extract(
-    root: fx.GraphModule, inputs: Sequence[fx.Node], members: set[fx.Node], results: Sequence[fx.Node]
-) -> fx.GraphModule:
-    """A graph of `members`; what is no tensor is computed again."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-
-    def copy(node: fx.Node) -> None:
-        for operand in node.all_input_nodes:
-            if operand not in copies:
-                copy(operand)
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-
-    for node in root.graph.nodes:
-        if node in members and node not in copies:
-            copy(node)
-    graph.output(tuple(copies[node] for node in results))
-    graph.eliminate_dead_code()
-    return fx.GraphModule(root, graph)

@@ -19,9 +19,10 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import Crossing, StagedProgram
 from autoshard.ir.step_order import one_after_another
-from autoshard.runtime.engine import LocalValue
+from autoshard.runtime.engine import Loaded, LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.members import Members
+from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stage_messages import StageMessages
 from autoshard.runtime.stage_update import StageUpdate
@@ -44,7 +45,10 @@ class _Stage:
         sends: what its forward, and what its backward makes for other stages.
         held: what is computed once for all micro-batches.
         saved: what micro-batches keep for their backward.
+        halves: its backward in two, where the order cuts it.
+        kept: what first halves keep for the second, by micro-batch.
         carried: the gradients so far.
+        owned: which of them may be written over; None: all.
     """
 
     number: int
@@ -52,10 +56,29 @@ class _Stage:
     state: TracedState
     update: StageUpdate
     sends: Mapping[bool, Sequence[Crossing]]
+    halves: _Halves | None = None
     held: list[LocalValue] | None = None
     saved: dict[int, list[LocalValue]] = field(default_factory=dict)
+    kept: dict[int, list[LocalValue]] = field(default_factory=dict)
     carried: list[LocalValue] | None = None
-    is_summed: bool = False
+    owned: Sequence[bool] | None = None
+
+    def add(self, carried: list[LocalValue], owned: Sequence[bool]) -> None:
+        """Add a micro-batch's gradients; `owned`: which may be written over."""
+        if self.carried is None:
+            self.carried, self.owned = carried, owned
+            return
+        self.program.engine.add(self.carried, carried, self.owned)
+        self.owned = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """The halves of a backward, ready to run; `owned`: which results of the second may be written over."""
+
+    inputs: Loaded
+    weights: Loaded
+    owned: Sequence[bool]
 
 
 class StagedStep:
@@ -138,7 +161,7 @@ class StagedStep:
                 stage.update.run(stage.carried, kept, held, total)
                 stage.state.keep(stage.program, held)
         for stage in stages:
-            stage.held, stage.carried, stage.is_summed = None, None, False
+            stage.held, stage.carried = None, None
         self._optimizer.step()  # no parameter has a gradient, so it only tells its schedulers
 
     def _stages_of(self, executable: Executable) -> list[_Stage]:
@@ -162,8 +185,10 @@ class StagedStep:
             way: [item for item in staged.crossings if item.maker == number and item.is_forward == way]
             for way in (True, False)
         }
-        state = TracedState(self._optimizer, self._sharded.engine, self._max_grad_norm)
-        return _Stage(number, program, state, update, sends)
+        engine, cut = self._sharded.engine, staged.stages[number].halves
+        halves = cut and _Halves(engine.load(cut.inputs), engine.load(cut.weights), owned_results(cut.weights.graph))
+        state = TracedState(self._optimizer, engine, self._max_grad_norm)
+        return _Stage(number, program, state, update, sends, halves)
 
 
 def _without_other_stages(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -223,18 +248,22 @@ class _Run:
                     self._run_forward(self.stages[task.stage], task.micro_batch)
                 case Work.BACKWARD:
                     self._run_backward(self.stages[task.stage], task.micro_batch)
+                case Work.BACKWARD_INPUT:
+                    self._run_first_half(self.stages[task.stage], task.micro_batch)
+                case Work.BACKWARD_WEIGHT:
+                    self._run_second_half(self.stages[task.stage], task.micro_batch)
                 case Work.RECEIVE_FORWARD | Work.RECEIVE_BACKWARD:
                     self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
         return True
 
     def _is_ready(self, task: StageTask) -> bool:
-        if task.work not in (Work.FORWARD, Work.BACKWARD) or self._is_skipped(task):
+        if task.work.is_transfer or task.work is Work.BACKWARD_WEIGHT or self._is_skipped(task):
             return True
         return self.messages.has_all(task.stage, task.micro_batch, is_forward=task.work is Work.FORWARD)
 
     def _is_skipped(self, task: StageTask) -> bool:
         """Nothing counts in the micro-batch: its gradient may be zero over zero."""
-        return task.work is Work.BACKWARD and not self.weights[task.micro_batch]
+        return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
 
     def _run_forward(self, stage: _Stage, micro_batch: int) -> None:
         program, given = stage.program, self.given[micro_batch]
@@ -254,19 +283,31 @@ class _Run:
                 self.losses[micro_batch] = program.engine.write(value, slot).clone()  # it may view what is far larger
 
     def _run_backward(self, stage: _Stage, micro_batch: int) -> None:
+        values = self._taken(stage, micro_batch)
+        if values:
+            sent, carried = stage.program.run_backward_on(values)
+            self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
+            stage.add(carried, stage.program.owned_gradients)
+
+    def _run_first_half(self, stage: _Stage, micro_batch: int) -> None:
+        values = self._taken(stage, micro_batch)
+        if values:
+            assert stage.halves is not None, "the order cuts backwards"
+            results, count = list(stage.halves.inputs(values)), len(stage.program.gradients)
+            self._send(stage, micro_batch, stage.program.gradients, results[:count], is_forward=False)
+            stage.kept[micro_batch] = results[count:]
+
+    def _run_second_half(self, stage: _Stage, micro_batch: int) -> None:
+        if self.weights[micro_batch]:
+            assert stage.halves is not None, "the order cuts backwards"
+            stage.add(list(stage.halves.weights(stage.kept.pop(micro_batch))), stage.halves.owned)
+
+    def _taken(self, stage: _Stage, micro_batch: int) -> list[LocalValue]:
+        """What a backward takes; nothing where its micro-batch counts nothing."""
         saved, weight = stage.saved.pop(micro_batch), self.weights[micro_batch]
         if not weight:
-            return
-        program = stage.program
-        values = saved + [self._tangent(slot, stage, micro_batch, weight) for slot in program.tangents]
-        saved.clear()
-        sent, carried = program.run_backward_on(values)
-        self._send(stage, micro_batch, program.gradients, sent, is_forward=False)
-        if stage.carried is None:
-            stage.carried = carried
-            return
-        program.engine.add(stage.carried, carried, None if stage.is_summed else program.owned_gradients)
-        stage.is_summed = True
+            return []
+        return saved + [self._tangent(slot, stage, micro_batch, weight) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: _Stage, micro_batch: int, weight: float) -> LocalValue:
         """What a backward takes: the micro-batch's share as the gradient of its loss, or what a later stage sent."""

@@ -109,7 +109,9 @@ def check_plan(
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
     if exact:
         report = report.sampled(partial(train_nearby, model, name, training), exact)
-    if precise is not None and name is None and not report.is_equal:
+    if report.is_equal or sharded.plan.stages:  # a program in stages is not shrunk
+        return report
+    if precise is not None and name is None:
         report = _settled(report, model, precise, training)
     return report if report.is_equal else replace(report, small_failure=_small_failure(model, sharded, training))
 

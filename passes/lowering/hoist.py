@@ -279,7 +279,7 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A placeholder with the name and the metadata of a node."""
-    made = graph.placeholder(node.name)
+    made = graph.create_node("placeholder", node.name, name=node.name)  # `placeholder` would write it in small letters
     made.meta = dict(node.meta)
     return made
 

@@ -52,7 +52,8 @@ class SplitPhases:
         forward = _forward_nodes(nodes, [results[index] for index in forward_out])
         backward = {node for node in nodes if node not in forward and node not in update}
         read = _read_by(update, [results[index] for index in update_out])
-        update_in = tuple(index for index, node in enumerate(placeholders) if node in read)
+        pairs = enumerate(zip(placeholders, kinds, strict=True))  # a tangent that is read is carried
+        update_in = tuple(index for index, (node, kind) in pairs if node in read and kind != InputKind.TANGENT)
         carried = [node for node in nodes if node in read and node not in update and _is_carried(node)]
         gives = [*(results[index] for index in backward_out), *carried]
         if self.saves_least:
@@ -131,7 +132,7 @@ def _extract(
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        environment[node] = graph.placeholder(node.name)
+        environment[node] = graph.create_node("placeholder", node.name, name=node.name)  # as it is, capitals too
         environment[node].meta = dict(node.meta)
     for node in lowered.graph_module.graph.nodes:
         if node in members and node.op not in ("placeholder", "output"):

@@ -5,7 +5,8 @@ once is then added up as the order says:
 
 * Parameters, buffers, optimizer state and all micro-batches' inputs are held throughout; what is hoisted, from the
   stage's first forward on; the sums of gradients, from its first backward on.
-* What a forward saves is held until the backward, or until its second half where that is cut in two.
+* What a forward saves is held until the backward. Where that is cut in two, the first half keeps for the second what
+  it reads, which is most of it.
 * What is received takes memory from the receive until it is read. What is sent and not saved takes memory until a
   message comes from its reader that was made after it was read (`autoshard.runtime.stage_messages`). What stages of one
   rank hand each other is held until it is read.
@@ -61,6 +62,7 @@ class _Needs:
         backward: likewise of a backward, what it takes of the forward and received included.
         carried: the gradients that a backward makes for the update.
         adding: the most by which adding them to the sums exceeds both.
+        first_half, kept, second_half: most in use while the halves of a cut backward run, and what is kept between.
         update: most in use while the update runs, beyond parameters and state, the gradients included.
         sent: what a forward makes for other stages and does not save, by name.
     """
@@ -77,6 +79,9 @@ class _Needs:
     adding: int
     update: int
     sent: Mapping[str, int]
+    first_half: int = 0
+    kept: int = 0
+    second_half: int = 0
 
 
 def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
@@ -125,6 +130,15 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     backward = _restart(memory) - base - hoisted
     carried = carried_bytes(phased)
     owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
+    halves: dict[str, int] = {}
+    if stage.halves is not None:
+        owned = owned_results(stage.halves.weights.graph)
+        first = memory.run(filled(stage.halves.inputs.graph), [*saved, *tangents], [*held, *once])
+        halves["first_half"] = _restart(memory) - base - hoisted
+        between = first[len(phased.backward_outputs) :]
+        halves["kept"] = memory.bytes_of([*held, *once, *between]) - base - hoisted
+        memory.run(filled(stage.halves.weights.graph), between, [*held, *once])
+        halves["second_half"] = _restart(memory) - base - hoisted
     return _Needs(
         parameters=total(InputKind.PARAMETER, InputKind.BUFFER),
         state=total(InputKind.STATE, InputKind.HYPER, InputKind.SQUARES),
@@ -138,6 +152,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         adding=max((size for size, is_owned in zip(carried, owned, strict=True) if not is_owned), default=0),
         update=_update_bytes(phased, carried),
         sent=sent,
+        **halves,
     )
 
 
@@ -215,12 +230,22 @@ class _Walk:
                 self._reach(needs.forward)
                 self._save(needs.saved)
                 self._send(number, micro_batch, is_forward=True)
-            case Work.BACKWARD | Work.BACKWARD_INPUT:
+            case Work.BACKWARD:
                 self._read(number, micro_batch, is_forward=False)
                 self._save(-needs.saved)
                 self._reach(needs.backward)
                 self._add(number, needs)
                 self._send(number, micro_batch, is_forward=False)
+            case Work.BACKWARD_INPUT:
+                self._read(number, micro_batch, is_forward=False)
+                self._save(-needs.saved)
+                self._reach(needs.first_half)
+                self._save(needs.kept)
+                self._send(number, micro_batch, is_forward=False)
+            case Work.BACKWARD_WEIGHT:
+                self._save(-needs.kept)
+                self._reach(needs.second_half)
+                self._add(number, needs)
 
     def _add(self, number: int, needs: _Needs) -> None:
         """Gradients join the sums."""

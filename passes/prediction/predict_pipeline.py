@@ -8,11 +8,12 @@ between two neighbours. The order is simulated with these (`simulate_order`), an
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder, Work
 from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram, StageProgram
@@ -29,6 +30,14 @@ from passes.strategies.price_nodes import NodePrices
 
 BUBBLE = "bubble"
 
+_INPUTS, _WEIGHTS = "backward, inputs", "backward, weights"
+_WORKS = {
+    "forward": Work.FORWARD,
+    "backward": Work.BACKWARD,
+    _INPUTS: Work.BACKWARD_INPUT,
+    _WEIGHTS: Work.BACKWARD_WEIGHT,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
@@ -41,9 +50,10 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """A stage: its phases' simulated times, and the bytes that a rank sends in a step by mesh axis."""
+    """A stage: its phases' simulated times, how often each runs, and what a rank sends in a step by mesh axis."""
 
     phases: Mapping[str, StreamTimes]
+    runs: Mapping[str, int]
     sent_bytes: Mapping[str, float]
     launches: int
 
@@ -61,11 +71,13 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
         clips_norm: gradients are clipped to a norm over all stages.
     """
     order = staged.order
-    walked = [_walk(stage, cluster, order.micro_batches) for stage in staged.stages]
+    walked = [_walk(stage, cluster, order, number) for number, stage in enumerate(staged.stages)]
     seconds = [
         StageSeconds(
             forward=item.seconds("forward"),
             backward=item.seconds("backward"),
+            backward_input=item.seconds(_INPUTS),
+            backward_weight=item.seconds(_WEIGHTS),
             once=item.seconds("hoisted"),
             update=item.seconds("update"),
         )
@@ -74,12 +86,12 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
     times = simulate_order(order, seconds, _transfers(staged, mesh, cluster), clips_norm=clips_norm)
     memory = pipeline_memory(staged)
     fullest = max(memory, key=lambda item: item.peak_bytes)
-    busy = [_busy_s(item, order.micro_batches) for item in walked]
+    busy = [_busy_s(item) for item in walked]
     uncertainty = step_time_uncertainty(KERNELS if cluster.device.dispatch_s else MEASURED)
     whole = Prediction(
         step_time_s=times.total_s,
         peak_memory_bytes=fullest.peak_bytes,
-        breakdown=_breakdown(walked, times.ranks, order.micro_batches),
+        breakdown=_breakdown(walked, times.ranks),
         memory_breakdown=fullest.parts,
         tokens_per_s=_tokens_per_s(staged, times.total_s),
         mfu=_share([stage.plan.predicted.mfu for stage in staged.stages], staged, times.total_s, len(memory)),
@@ -96,28 +108,36 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
             step_time_s=seconds_busy,
             peak_memory_bytes=memory[rank].peak_bytes,
             memory_breakdown=memory[rank].parts,
-            breakdown=_parts([item], order.micro_batches),
+            breakdown=_parts([item]),
         )
         for stage, item, seconds_busy, rank in zip(staged.stages, walked, busy, order.stage_ranks, strict=True)
     )
     return PipelinePrediction(whole, stages, memory)
 
 
-def _walk(stage: StageProgram, cluster: Cluster, micro_batches: int) -> _Walked:
-    step = walk_program(stage.phased, NodePrices(cluster, stage.plan.mesh), micro_batches=micro_batches)
+def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: int) -> _Walked:
+    prices = NodePrices(cluster, stage.plan.mesh)
+    step = walk_program(stage.phased, prices, micro_batches=order.micro_batches)
     overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch(TODAY.dispatch)
     phases: dict[str, Segment] = {segment.name: segment for segment in step.segments}
+    if stage.halves is not None:
+        for name, half in ((_INPUTS, stage.halves.inputs), (_WEIGHTS, stage.halves.weights)):
+            walked = walk_program(replace(stage.phased, backward=half), prices).segments
+            phases[name] = next(segment for segment in walked if segment.name == "backward")
+    runs = _runs(order, number)
     times = {name: simulate_streams((segment,), overlap, dispatch_s=dispatch_s) for name, segment in phases.items()}
-    launches = sum(op.launches for segment in step.segments for op in segment.ops)
-    return _Walked(times, step.sent_bytes, launches)
+    launches = sum(runs.get(name, 1) * op.launches for name, segment in phases.items() for op in segment.ops)
+    return _Walked(times, runs, step.sent_bytes, launches)
 
 
-def _runs(name: str, micro_batches: int) -> int:
-    return micro_batches if name in ("forward", "backward") else 1
+def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
+    """How often a stage's phases run; those that are not named run once."""
+    tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
+    return {name: tasks[work] for name, work in _WORKS.items()}
 
 
-def _busy_s(walked: _Walked, micro_batches: int) -> float:
-    return sum(times.total_s * _runs(name, micro_batches) for name, times in walked.phases.items())
+def _busy_s(walked: _Walked) -> float:
+    return sum(times.total_s * walked.runs.get(name, 1) for name, times in walked.phases.items())
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Crossing, float]:
@@ -131,12 +151,12 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Cros
     }
 
 
-def _parts(walked: Sequence[_Walked], micro_batches: int) -> dict[str, float]:
+def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
     """Where stages' own time goes, summed over them."""
     found = defaultdict[str, float](float)
     for stage in walked:
         for name, times in stage.phases.items():
-            runs = _runs(name, micro_batches)
+            runs = stage.runs.get(name, 1)
             for label, seconds in times.compute_s.items():
                 found[label if label == COPIES else f"{label} compute"] += runs * seconds
             for axis, seconds in times.exposed_s.items():
@@ -146,9 +166,9 @@ def _parts(walked: Sequence[_Walked], micro_batches: int) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankSeconds], micro_batches: int) -> dict[str, float]:
+def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankSeconds]) -> dict[str, float]:
     """The parts of the step, means over ranks; they sum to it."""
-    parts = {name: seconds / len(ranks) for name, seconds in _parts(walked, micro_batches).items()}
+    parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
     parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.waited for rank in ranks) / len(ranks)
     parts[BUBBLE] = sum(rank.bubble for rank in ranks) / len(ranks)
     return parts

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
 
 import torch
 from hypothesis import strategies as st
 
-from autoshard import Mesh, Plan
+import autoshard
+from autoshard import Mesh, NotAvailableError, Plan
 from autoshard.testing import DrawnProgram, check_plan, meshes, plans, programs, traced_call
+from autoshard.testing.training import options_of
 from autoshard.tracing.precision import run_in_precision
+from cost_models.schedule_orders import SCHEDULES, admits
 
 
 def any_plan(data: st.DataObject, most_plans: int = 1) -> int:
@@ -54,6 +59,42 @@ def chosen_plan(data: st.DataObject, most_plans: int = 1) -> int:
     return 1
 
 
+def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
+    """Stages of any number under any schedule, beside other axes, over two steps with clipping and micro-batches."""
+    program = data.draw(programs(whole_steps=True).filter(_has_parts))
+    assert program.whole_step is not None, "it is a whole step"
+    rest = data.draw(st.sampled_from(({}, {"data": 2}, {"model": 2}, {"data": 2, "model": 2})))
+    mesh = Mesh({"pipeline": data.draw(st.integers(2, 3)), **rest})
+    counts = [count for count in (2, 4, 6) if len(program.inputs[0]) % count == 0]
+    whole_step = replace(program.whole_step, micro_batches=data.draw(st.sampled_from(counts)))
+    ranks, count = mesh.axis_size("pipeline"), whole_step.micro_batches
+    pairs = 0
+    for _ in range(data.draw(st.integers(1, most_plans))):
+        schedule, virtual_stages = data.draw(st.sampled_from(_admitted(ranks, count)))
+        try:
+            plan = autoshard.plan(
+                program.model, mesh, example_inputs=program.inputs, schedule=schedule, virtual_stages=virtual_stages,
+                time_budget_s=2.0, **options_of(whole_step, program.model),
+            )  # fmt: skip
+        except NotAvailableError:  # fewer calls than stages
+            continue
+        options = {"plan": plan, "precise": torch.float64, "whole_step": whole_step, "steps": 2}
+        check_plan(program.model, mesh, program.inputs, **options).raise_if_different()
+        pairs += 1
+    return pairs
+
+
+def _has_parts(program: DrawnProgram) -> bool:
+    """Whether a program may be trained in micro-batches: no block of it mixes samples."""
+    return program.whole_step is not None and program.whole_step.micro_batches > 1
+
+
+def _admitted(ranks: int, micro_batches: int) -> list[tuple[str, int]]:
+    """Schedules, with virtual stages, that so many micro-batches can run."""
+    pairs = product(SCHEDULES, (1, 2))
+    return [(name, stages) for name, stages in pairs if admits(name, ranks, micro_batches, stages)]
+
+
 def runs_in_bf16(program: DrawnProgram) -> bool:
     """Whether one device can: a float32 buffer widens what it is added to, and some operators want one type."""
     try:
@@ -77,4 +118,5 @@ PROPERTIES: Mapping[str, Callable[[st.DataObject, int], int]] = {
     "any plan of a whole step": any_plan_of_a_whole_step,
     "any plan in bf16": any_plan_in_bf16,
     "chosen plan": chosen_plan,
+    "pipeline": any_pipeline,
 }

@@ -14,6 +14,10 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 VOCABULARY, BATCH, LENGTH = 48, 8, 8
@@ -51,6 +55,27 @@ def bert(layers: int = 1, dropout: float = 0.0) -> tuple[nn.Module, Inputs]:
     inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
     inputs["attention_mask"][1, 5:] = 0
     return BertForMaskedLM(config), inputs
+
+
+def t5(layers: int = 1) -> tuple[nn.Module, Inputs]:
+    """An encoder-decoder; one embedding serves both halves and the head."""
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_heads=4, dropout_rate=0.0,
+        use_cache=False, decoder_start_token_id=0, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(config), _causal_inputs()
+
+
+def vit(layers: int = 1) -> tuple[nn.Module, Inputs]:
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=48, image_size=8,
+        patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(BATCH, 3, 8, 8, generator=generator)
+    return ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.arange(BATCH) % 5}
 
 
 def odd() -> tuple[nn.Module, Inputs]:

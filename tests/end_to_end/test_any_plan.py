@@ -8,7 +8,7 @@ from autoshard import Mesh
 from autoshard.testing import DrawnProgram, check_plan, meshes, plans, programs
 from autoshard.testing.blocks import SourceWriter, pointwise, random_numbers, scale_and_shift
 from autoshard.testing.programs import run_source
-from tests.end_to_end.drawn_pairs import any_plan, any_plan_of_a_whole_step
+from tests.end_to_end.drawn_pairs import any_pipeline, any_plan, any_plan_of_a_whole_step
 
 
 @given(st.data())
@@ -22,6 +22,13 @@ def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
 def test_any_legal_plan_of_a_whole_step_equals_one_device(data: st.DataObject) -> None:
     """Loss, parameters, buffers and optimizer state after two steps, with clipping and micro-batches."""
     any_plan_of_a_whole_step(data)
+
+
+@given(st.data())
+@settings(max_examples=3)
+def test_any_pipeline_equals_one_device(data: st.DataObject) -> None:
+    """Drawn stages, schedules and micro-batches, on meshes of up to three axes."""
+    any_pipeline(data)
 
 
 @given(programs(), st.sampled_from([Mesh({"data": 4}), Mesh({"data": 2, "model": 2})]))

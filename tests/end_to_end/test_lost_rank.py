@@ -74,6 +74,35 @@ def work(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+class Deep(nn.Module):
+    """A block for each stage, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(RANKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def work_in_stages(rank: int, folder: str) -> None:
+    """Train in stages; the last one dies amid the second step, and the others wait for it in a row."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    model, batch = Deep(), torch.linspace(-1, 1, 108).view(18, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autoshard.compile(model, Mesh({"pipeline": RANKS}), optimizer=optimizer, micro_batches=3, check="off")
+    step(batch)
+    if rank == 2:
+        DistributedEngine.add = kill_this_rank  # type: ignore[method-assign]
+    Path(folder, f"stages.{rank}").write_text(error_of(lambda: step(batch)))
+    os._exit(0)
+
+
 def work_with_one_that_stops(rank: int, folder: str) -> None:
     """Rank 2 is stopped before it compiles, as by a debugger; it neither ends nor answers."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
@@ -127,6 +156,15 @@ def test_the_rank_that_died_said_nothing(folder: Path) -> None:
     """It was killed where it should be."""
     assert not (folder / "step.2").exists()
     assert not (folder / "agreement.1").exists()
+
+
+def test_a_stage_that_dies_ends_all_stages(tmp_path: Path) -> None:
+    """Who waits for its messages says so, and then who waits for theirs."""
+    assert run(work_in_stages, tmp_path, RANKS) == []
+    assert not (tmp_path / "stages.2").exists()
+    for rank in range(RANKS - 1):
+        text = (tmp_path / f"stages.{rank}").read_text()
+        assert text.startswith(f"{LostRankError.__name__}: Rank {rank} was communicating with other ranks, and one of")
 
 
 def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:

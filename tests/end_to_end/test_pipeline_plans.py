@@ -153,6 +153,7 @@ CHECKS = {
     "1F1B": partial(_takes_what_is_predicted, schedule="1F1B"),
     "GPipe": partial(_takes_what_is_predicted, schedule="GPipe"),
     "interleaved": partial(_takes_what_is_predicted, virtual_stages=2),
+    "zero bubble": partial(_takes_what_is_predicted, schedule="InterleavedZeroBubble"),
 }
 
 

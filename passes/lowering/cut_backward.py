@@ -1,0 +1,18 @@
+"""Cut the backward of a pipeline's stage in two, so that the stage before waits for the first half alone.
+
+Before → after: `saved, tangents → sent gradients, gradients of weights` as one graph → the calls that the sent
+gradients need, by reachability; and all others, which go on from what the first half keeps for them (Qi et al. 2023,
+"Zero Bubble Pipeline Parallelism"). The first half of a stage that sends no gradient computes nothing.
+"""
+
+from __future__ import annotations
+
+from autoshard.ir.lowered import CutBackward, PhasedProgram
+from autoshard.runtime.cut_graph import cut_graph
+
+
+def cut_backward(phased: PhasedProgram) -> CutBackward:
+    """The halves of a stage's backward."""
+    sent = range(len(phased.backward_outputs))
+    inputs, weights, _ = cut_graph(phased.backward, sent, hands_on_inputs=True)
+    return CutBackward(inputs, weights)

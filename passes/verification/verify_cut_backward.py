@@ -1,0 +1,51 @@
+"""Verify that the two halves of a cut backward compute what the whole does.
+
+The whole is numbered (`number_values`); the halves are walked, the second from what the first returns behind the sent
+gradients. Every call must be one of the whole's, and the results must have the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import CutBackward, PhasedProgram
+from passes.preparation.number_values import Numbering, number_graph
+
+
+def verify_cut_backward(phased: PhasedProgram, halves: CutBackward) -> None:
+    """Prove that the halves together are the backward.
+
+    Raises:
+        VerificationError: a call or a result is another one; the message names it.
+    """
+    whole = number_graph(phased.backward)
+    taken = [whole.numbers[node] for node in phased.backward.graph.find_nodes(op="placeholder")]
+    due = [whole.numbers[node] for node in _results(phased.backward)]
+    whole.restart_draws()
+    first = _walk(whole, halves.inputs, taken)
+    count = len(phased.backward_outputs)
+    found = [*first[:count], *_walk(whole, halves.weights, first[count:])]
+    if found != due:
+        raise VerificationError(f"The halves of a backward return values {found}, where the whole returns {due}.")
+
+
+def _walk(numbering: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int]) -> list[int]:
+    """The numbers of a half's results, whose placeholders have the numbers `inputs`."""
+    placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
+    if len(placeholders) != len(inputs):
+        raise VerificationError(f"A half of a backward takes {len(placeholders)} values, and is given {len(inputs)}.")
+    numbering.numbers.update(zip(placeholders, inputs, strict=True))
+    known = len(numbering.nodes)
+    for node in graph_module.graph.nodes:
+        if node.op not in ("placeholder", "output") and numbering.add_node(node, graph_module) >= known:
+            raise VerificationError(
+                f"Node {node.name!r}, {node.format_node()}, is no call of the backward that is cut."
+            )
+    return [numbering.numbers[node] for node in _results(graph_module)]
+
+
+def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""Halves of a backward that together are not the whole are refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import CutBackward, PhasedProgram
+from passes.lowering.cut_backward import cut_backward
+from passes.verification.verify_cut_backward import verify_cut_backward
+
+MM = torch.ops.aten.mm.default
+
+
+@cache
+def stage() -> PhasedProgram:
+    """The second stage of two: it sends the gradient of what it received."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"optimizer": optimizer, "loss_fn": nn.functional.mse_loss, "time_budget_s": 2.0}
+    step = autoshard.compile(model, Mesh({"pipeline": 2}), micro_batches=2, **options)
+    step.compile_for(torch.randn(4, 4), torch.randn(4, 4))
+    program = step.sharded.program
+    assert program is not None, "it was compiled"
+    assert program.staged is not None, "into stages"
+    return program.staged.stages[1].phased
+
+
+def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
+    """Of the two products of each layer's backward one is in each half; together they are the backward."""
+    halves = cut_backward(stage())
+    verify_cut_backward(stage(), halves)
+    products = [
+        len(list(half.graph.find_nodes(op="call_function", target=MM))) for half in (halves.inputs, halves.weights)
+    ]
+    assert products == [2, 2]
+
+
+def test_another_second_half_is_refused() -> None:
+    """A call that the whole does not make, a value too few, and two results in each other's place."""
+    halves = cut_backward(stage())
+    other = copy.deepcopy(halves.weights)
+    next(iter(other.graph.find_nodes(op="call_function", target=MM))).target = torch.ops.aten.matmul.default
+    with pytest.raises(VerificationError, match="is no call of the backward"):
+        verify_cut_backward(stage(), replace(halves, weights=other))
+    with pytest.raises(VerificationError, match="is given"):
+        verify_cut_backward(stage(), CutBackward(halves.weights, halves.inputs))
+    swapped = copy.deepcopy(halves.weights)
+    output = swapped.graph.output_node()
+    output.args = (tuple(output.args[0][::-1]),)  # type: ignore[index]
+    with pytest.raises(VerificationError, match="where the whole returns"):
+        verify_cut_backward(stage(), replace(halves, weights=swapped))
