@@ -28,10 +28,12 @@ FEWEST = 12 * MIB
 memory of 32 MiB and more back to the system when it is freed, and takes it anew at each step."""
 
 ALONE: Sequence[Sequence[Pass]] = tuple(
-    (*APART, BucketCollectives(end_bytes=None, least_bytes=size, most_bytes=size), StartAhead(), WaitInTurn())
+    (WaitLate(), StartAhead(by=None), BucketCollectives(None, size, size), StartAhead(), WaitInTurn())
     for size in (FEWEST, FEWEST // 3, FEWEST // 6)
 )
-"""What comes before `OVERLAP` where nothing runs beside communication: the fewest buckets that memory has room for."""
+"""What comes before `OVERLAP` where nothing runs beside communication: the fewest buckets that memory has room for.
+
+Calls that compute stay in their order, in which they find what they read in the cache."""
 
 OVERLAP: Sequence[Sequence[Pass]] = (
     (*APART, BucketCollectives(), StartAhead(), WaitInTurn()),

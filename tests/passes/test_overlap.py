@@ -8,13 +8,16 @@ import pytest
 
 from autoshard.cluster import Cluster, local_cluster
 from autoshard.ir.collectives import is_collective
+from autoshard.ir.communicators import without_purpose
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from cost_models.hardware import node_type
 from cost_models.streams import overlap_of
-from passes.overlap import overlapped
+from passes.lowering.bucket_collectives import BucketCollectives
+from passes.lowering.start_soon import StartSoon
+from passes.overlap import ALONE, overlapped
 from passes.verification.verify_phases import verify_phases
-from tests.passes.lowering.overlapped import fully_sharded
+from tests.passes.lowering.overlapped import fully_sharded, plain
 
 ONE_MACHINE = Cluster("cpu_laptop", devices_per_node=4)
 HOSTS = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=4, devices_per_node=1)
@@ -32,6 +35,28 @@ def test_where_nothing_runs_beside_communication_buckets_are_few() -> None:
     verify_phases(alone)
     assert sends(alone) < sends(beside) < sends(phased)
     assert sends(beside) == sends(overlapped(phased, memory_bytes=math.inf))
+
+
+def order_of(phased: PhasedProgram) -> list[str]:
+    """The products of a backward, and the starts of what other ranks read at once, in order."""
+    found = []
+    for node in phased.backward.graph.nodes:
+        if "mm" in node.name:
+            found.append(node.name)
+        elif is_collective(node) and without_purpose(str(node.args[-1])) == node.args[-1]:
+            found.append("start")
+    return found
+
+
+def test_where_nothing_runs_beside_communication_calls_that_compute_keep_their_order() -> None:
+    """Elsewhere gradients of weights come behind what starts without them."""
+    phased = plain("gpt", "tensor")
+    for row in ALONE:
+        made = phased
+        for rewrite in row:
+            made = made if isinstance(rewrite, BucketCollectives) else rewrite(made)
+        assert order_of(made) == order_of(phased)
+    assert order_of(StartSoon()(phased)) != order_of(phased)
 
 
 def test_memory_has_the_last_word() -> None:
