@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -87,6 +88,24 @@ def test_the_loss_that_balances_experts_is_that_of_the_whole_batch() -> None:
     inputs = {**inputs, "output_router_logits": True}
     plan = plan_with(EXCHANGED, model, inputs, SQUARE)
     check_plan(model, SQUARE, inputs, plan=plan, precise=torch.float64).raise_if_different()
+
+
+@pytest.mark.slow
+def test_experts_are_shared_out_where_memory_is_short() -> None:
+    """By price, where nearly all weights are experts'; the plan says what load of the busiest rank it assumes."""
+    config = {
+        **ARCHITECTURES["mixtral"].config, "num_hidden_layers": 1, "num_local_experts": 16, "intermediate_size": 256
+    }  # fmt: skip
+    model, inputs = replace(ARCHITECTURES["mixtral"], config=config).build()
+    choose = partial(
+        autoshard.plan, model, SQUARE, example_inputs=inputs, optimizer="adamw", precision=None, time_budget_s=10.0
+    )
+    whole = choose()
+    assert whole.predicted.expert_load is None
+    plan = choose(memory_budget=whole.predicted.peak_memory_bytes // 2)
+    assert plan.parameters["model.layers.0.mlp.experts.gate_up_proj"].spec.axes_of(0)
+    assert plan.predicted.expert_load is not None
+    assert "busiest experts, assumed" in str(plan)
 
 
 # On processes.
