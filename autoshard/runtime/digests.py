@@ -3,14 +3,18 @@
 A digest is a multilinear hash (Carter and Wegman 1979, section 3): the tensor's memory is read as 64-bit words, each
 is multiplied by an odd pseudo-random number that belongs to its position, and the products are summed, modulo 2^64.
 Tensors longer than the table of such numbers are hashed block by block, and the digests of the blocks as a tensor.
+Samples on the CPU, which are small, are hashed as bytes by BLAKE2: starting operators takes longer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _BLOCK = 1 << 11
@@ -56,20 +60,60 @@ def digest_of(tensor: torch.Tensor) -> str:
     return hex_of(digest_of_text(f"{tuple(tensor.shape)} {tensor.dtype} {value}"))
 
 
+def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
+    """A digest of at most so many bytes of each of some tensors of one device, others at every `turn`.
+
+    Returns:
+        A number where the device is the CPU, found by a hash of bytes; else a 0-dim int64 tensor.
+    """
+    if tensors[0].device.type == "cpu":
+        return digest_of_bytes(_sample_of_bytes(bytes_of(tensor), most, turn) for tensor in tensors)
+    return digest_of_words(torch.cat([sample_of(words_of(tensor), most // 8, turn) for tensor in tensors]))
+
+
 def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """At most so many of a tensor's words, spread over all of it, others at every `turn`."""
-    count = words.numel()
-    if count <= most:
+    """At most so many of a row of words, spread over all of it, others at every `turn`."""
+    if len(words) <= most:
         return words
+    rows, length, start, width = _spread(len(words), most, turn)
+    return words.narrow(0, 0, rows * length).view(rows, length).narrow(1, start, width).reshape(-1)
+
+
+def _sample_of_bytes(memory: npt.NDArray[np.uint8], most: int, turn: int) -> npt.NDArray[np.uint8]:
+    if len(memory) <= most:
+        return memory
+    rows, length, start, width = _spread(len(memory), most, turn)
+    return memory[: rows * length].reshape(rows, length)[:, start : start + width].reshape(-1)
+
+
+def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
+    """How many rows of which length a sample is taken of; and where in each it begins, and how long it is there."""
     rows = min(_PIECES, most)
     width, length = most // rows, count // rows
-    start = turn * width % (length - width + 1)
-    return words.narrow(0, 0, rows * length).view(rows, length).narrow(1, start, width).reshape(-1)
+    return rows, length, turn * width % (length - width + 1), width
+
+
+def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a tensor on the CPU: a view where it is contiguous."""
+    known = (
+        tensor
+        if tensor.dtype in _OF_NUMPY
+        else tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    )
+    return np.ascontiguousarray(known.numpy(force=True)).reshape(-1).view(np.uint8)
+
+
+def digest_of_bytes(pieces: Iterable[Any]) -> int:
+    """A digest of buffers behind each other, that fits in an int64: the same in every process."""
+    found = hashlib.blake2b(digest_size=8)
+    for piece in pieces:
+        found.update(piece)
+    return int.from_bytes(found.digest(), "little", signed=True)
 
 
 def digest_of_text(text: str) -> int:
     """A digest of a text, that fits in an int64: the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return digest_of_bytes([text.encode()])
 
 
 def combine(digests: Sequence[int]) -> int:
@@ -83,6 +127,9 @@ def hex_of(digest: int) -> str:
 
 
 _PIECES = 32
+_OF_NUMPY = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
+_OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+"""Types that NumPy has too."""
 
 
 @cache

@@ -36,7 +36,7 @@ class Piece:
 def piece_of(tensor: torch.Tensor, ranks: int) -> Piece:
     """What this rank holds of a tensor, of which a plain one is the same on all so many `ranks`."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), (), ranks)
+        return Piece(tensor, (), ranks)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this process is on the mesh"
     cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]

@@ -28,11 +28,10 @@ class LateNumbers:
     def __init__(self) -> None:
         self._before: _OnTheirWay | None = None
 
-    def read(self, numbers: Mapping[Held, torch.Tensor]) -> dict[Held, int]:
-        """What is known now: of 0-dim int64 tensors on the CPU all, of others those of the call before."""
-        here = {name: number for name, number in numbers.items() if number.device.type == "cpu"}
-        away = {name: number for name, number in numbers.items() if name not in here}
-        known = dict(zip(here, torch.stack(list(here.values())).tolist(), strict=True)) if here else {}
+    def read(self, numbers: Mapping[Held, int | torch.Tensor]) -> dict[Held, int]:
+        """What is known now: numbers, and of 0-dim int64 tensors on an accelerator those of the call before."""
+        known = {name: number for name, number in numbers.items() if isinstance(number, int)}
+        away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}
         before, self._before = self._before, _start(away) if away else None
         if before is not None:
             before.arrived.synchronize()

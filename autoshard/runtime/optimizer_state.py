@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,16 +117,42 @@ def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.opti
 _SIDE = 64
 
 
-def describe_hyperparameters(optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> str:
-    """The options of each group of an optimizer as they are now, and how many steps it has taken: for messages."""
-    groups = [
-        ", ".join(f"{name}={_as_text(value)}" for name, value in sorted(group.items()) if name != "params")
-        for group in optimizer.param_groups
-    ]
-    parameters = (item for group in optimizer.param_groups for item in group["params"] if not item.is_meta)
-    first = next((item for item in parameters if item in optimizer.state), None)  # of a stage, this rank's own
-    steps = _as_text({} if first is None else optimizer.state[first].get("step", 0))
-    return f"{type(optimizer).__name__}({'; '.join(groups)}), max_grad_norm={max_grad_norm}, after {steps} steps"
+class HyperparameterText:
+    """The options of each group of an optimizer as they are now, and how many steps it has taken: for messages.
+
+    The text of plain options is kept until one of them is another.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._options: list[dict[str, Any]] | None = None
+        self._text = ""
+
+    def __call__(self) -> str:
+        """The text."""
+        options = [{**group, "params": None} for group in self._optimizer.param_groups]
+        is_plain = all(map(_is_plain, chain(*map(dict.values, options))))
+        if not is_plain or options != self._options:
+            self._options = options if is_plain else None
+            groups = (", ".join(f"{name}={_as_text(group[name])}" for name in sorted(group.keys() - {"params"}))
+                      for group in options)  # fmt: skip
+            self._text = f"{type(self._optimizer).__name__}({'; '.join(groups)}), max_grad_norm={self._max_grad_norm}"
+        return f"{self._text}, after {self._steps()} steps"
+
+    def _steps(self) -> str:
+        state = self._optimizer.state
+        parameters = (item for group in self._optimizer.param_groups for item in group["params"] if not item.is_meta)
+        first = next((item for item in parameters if item in state), None)  # of a stage, this rank's own
+        return _as_text({} if first is None else state[first].get("step", 0))
+
+
+_PLAIN = (float, bool, int, str, type(None))
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an option is another object where it is another value."""
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _as_text(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Iterator, Sequence
 from operator import attrgetter, sub
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.agreement import Facts, Held
-from autoshard.runtime.digests import combine, digest_of_words, words_of
+from autoshard.runtime.digests import bytes_of, digest_of_bytes, digest_of_words, words_of
 from autoshard.runtime.held import facts_of, piece_of
 from autoshard.runtime.known_layouts import local_of
 
@@ -53,14 +54,17 @@ class ParameterWatch:
         """A digest of which tensors were changed in place how often since the last call; 0 for none."""
         found, before = self._read_versions(), self._versions
         self._changes, self._versions = [*map(sub, found, before)], found
-        return combine(self._changes) if found != before else 0
+        return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
-    def sample(self, turn: int) -> dict[Held, torch.Tensor]:
+    def sample(self, turn: int) -> dict[Held, int | torch.Tensor]:
         """The digest of some elements of some tensors, others at each turn; nothing where no two ranks hold alike."""
         if not self._groups:
             return {}
-        place, elements = self._elements_at(turn)
-        return {Held(SAMPLE, place): digest_of_words(words_of(elements))}
+        place, rows = self._groups[turn % len(self._groups)]
+        if not rows[0].is_on_host:
+            return {Held(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
+        step = self._step(turn)
+        return {Held(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
         """What `sample` reads at a turn and at the one before, by place."""
@@ -90,8 +94,12 @@ class ParameterWatch:
     def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
         """Some elements of some tensors, and their place."""
         place, rows = self._groups[turn % len(self._groups)]
-        step = turn // len(self._groups) * _ELEMENTS
+        step = self._step(turn)
         return place, torch.cat([row.elements(step) for row in rows])
+
+    def _step(self, turn: int) -> int:
+        """From which element on each tensor is read at a turn, before it begins again."""
+        return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_Row]]]:
         """Tensors that other ranks hold too, a few at a time, all at one place, of one device and type."""
@@ -109,18 +117,36 @@ class _Row:
     """What this rank holds of a tensor, as a row; that of a DTensor is kept, as long as it holds the same."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.is_on_host = tensor.device.type == "cpu"
         self._tensor = tensor
         self._is_distributed = isinstance(tensor, DTensor)
         self._local: torch.Tensor | None = None
         self._flat = tensor
+        self._bytes: Any = b""
 
     def elements(self, step: int) -> torch.Tensor:
         """Some elements, which lie after the step-th."""
+        self._look()
+        first, count = self._part(step)
+        return self._flat.narrow(0, first, count)
+
+    def memory(self, step: int) -> Any:
+        """The bytes of `elements`, on the CPU."""
+        self._look()
+        first, count = self._part(step)
+        size = self._flat.itemsize
+        return self._bytes[first * size : (first + count) * size]
+
+    def _part(self, step: int) -> tuple[int, int]:
+        count = len(self._flat)
+        return (0, count) if count <= _ELEMENTS else (step % (count - _ELEMENTS + 1), _ELEMENTS)
+
+    def _look(self) -> None:
+        """Find where the tensor lies now: a plain one may lie elsewhere and be the same object."""
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)
-        count = self._flat.numel()
-        return self._flat if count <= _ELEMENTS else self._flat.narrow(0, step % (count - _ELEMENTS + 1), _ELEMENTS)
+            self._bytes = bytes_of(self._flat) if self.is_on_host else b""
 
 
 _version_of = attrgetter("_version")

@@ -33,7 +33,7 @@ from torch import nn
 
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.agreement import ControlGroup, Facts, Held
-from autoshard.runtime.digests import combine, digest_of_text, digest_of_words, hex_of, sample_of, words_of
+from autoshard.runtime.digests import combine, digest_of_samples, digest_of_text, hex_of
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.held import WHOLE, facts_of, named_tensors, piece_of
 from autoshard.runtime.late_numbers import BEFORE, LateNumbers
@@ -270,8 +270,8 @@ _COMPILES = "must be compiled"
 _PATIENCE = 2
 """Calls after one that was compiled whose ranks may be at work for long."""
 
-_MOST_WORDS = 1 << 11
-"""16 KiB of all inputs are compared at a call."""
+_MOST_BYTES = 16 << 10
+"""Of all inputs, compared at a call."""
 
 _COMMON = 5
 """The first numbers are the same on all ranks."""
@@ -316,20 +316,29 @@ def _are_alike(rows: Sequence[Row]) -> bool:
     return True
 
 
-def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, torch.Tensor]:
+def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, int | torch.Tensor]:
     """The digest of a sample of the inputs at each place, others at each turn where they are large."""
-    found: dict[Held, list[torch.Tensor]] = {}
+    found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
         piece = piece_of(tensor, ranks)
         if piece.copies > 1:
-            words = sample_of(words_of(piece.local), max(1, _MOST_WORDS // len(call.tensors)), turn)
-            found.setdefault(Held(f"inputs on {words.device.type}", str(piece.place)), []).append(words)
-    return {name: digest_of_words(torch.cat(words)) for name, words in found.items()}
+            place = str(piece.place) if piece.place else WHOLE
+            found.setdefault((piece.local.device.type, place), []).append(piece.local)
+    most = max(8, _MOST_BYTES // max(1, len(call.tensors)))
+    return {
+        Held(f"inputs on {device}", place): digest_of_samples(pieces, most, turn)
+        for (device, place), pieces in found.items()
+    }
 
 
 def _at_their_place(values: Mapping[Held, int]) -> tuple[int, int]:
     """One place that stands for those of several values, and one digest of the values."""
-    return digest_of_text(str(sorted({name.place for name in values}))), combine(list(values.values()))
+    return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
+
+
+@lru_cache(256)
+def _digest_of_places(places: frozenset[str]) -> int:
+    return digest_of_text(str(sorted(places)))
 
 
 def _what(call: AgreedCall) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import parts_of
-from autoshard.runtime.optimizer_state import describe_hyperparameters, lay_out_loaded_state
+from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stage_messages import StageMessages
 from autoshard.runtime.staged_step import StagedStep
@@ -62,7 +61,7 @@ class TrainStep(HasWeights):
         self.micro_batches = micro_batches
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
-        sharded.agreement.describe_hyperparameters = partial(describe_hyperparameters, optimizer, max_grad_norm)
+        sharded.agreement.describe_hyperparameters = HyperparameterText(optimizer, max_grad_norm)
         self._traced: TracedStep | StagedStep | None = None
         if messages is not None:
             self._traced = StagedStep(sharded, optimizer, max_grad_norm, micro_batches, messages)

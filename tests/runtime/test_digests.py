@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.runtime.digests import digest_of, digest_of_words, sample_of, words_of
+from autoshard.runtime.digests import bytes_of, digest_of, digest_of_samples, digest_of_words, sample_of, words_of
 
 TYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.int32, torch.float64, torch.complex64)
 
@@ -51,3 +51,34 @@ def test_samples_reach_every_word() -> None:
         seen |= set(sample.tolist())
     assert len(seen) > 9_900
     assert int(digest_of_words(sample_of(words[:100], 320, 5))) == int(digest_of_words(words[:100]))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 2)])
+def test_bytes_of_host_memory_are_those_of_the_elements_in_order(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Of any layout: transposed ones, conjugates and what requires a gradient are read as they look."""
+    torch.manual_seed(0)
+    tensor = (4 * torch.randn(shape)).to(dtype)
+    expected = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    for same in (tensor, tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor, *seen_otherwise(tensor)):
+        assert bytes_of(same).tobytes() == expected
+
+
+def seen_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Equal tensors whose memory has other bits, or that autograd follows."""
+    if tensor.is_complex():
+        return [tensor.conj().resolve_conj().conj()]
+    return [tensor.clone().requires_grad_()] if tensor.dtype is torch.float32 else []
+
+
+def test_a_sample_on_the_host_sees_other_bytes_at_each_turn() -> None:
+    """A change anywhere in a large tensor shows within few turns; one in a small tensor at once."""
+    large, small = torch.zeros(1 << 15), torch.zeros(8)
+    for tensor, turns in ((large, 40), (small, 1)):
+        changed = tensor.clone()
+        changed[5] = 1
+        pairs = ((digest_of_samples([x], 4096, turn) for x in (tensor, changed)) for turn in range(turns))
+        assert any(one != other for one, other in pairs)
+        assert digest_of_samples([tensor], 4096, 0) == digest_of_samples([tensor.clone()], 4096, 0)
