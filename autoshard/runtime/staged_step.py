@@ -284,14 +284,14 @@ class _Run:
 
     def _run_backward(self, stage: _Stage, micro_batch: int) -> None:
         values = self._taken(stage, micro_batch)
-        if values:
+        if values is not None:
             sent, carried = stage.program.run_backward_on(values)
             self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
             stage.add(carried, stage.program.owned_gradients)
 
     def _run_first_half(self, stage: _Stage, micro_batch: int) -> None:
         values = self._taken(stage, micro_batch)
-        if values:
+        if values is not None:
             assert stage.halves is not None, "the order cuts backwards"
             results, count = list(stage.halves.inputs(values)), len(stage.program.gradients)
             self._send(stage, micro_batch, stage.program.gradients, results[:count], is_forward=False)
@@ -302,11 +302,11 @@ class _Run:
             assert stage.halves is not None, "the order cuts backwards"
             stage.add(list(stage.halves.weights(stage.kept.pop(micro_batch))), stage.halves.owned)
 
-    def _taken(self, stage: _Stage, micro_batch: int) -> list[LocalValue]:
-        """What a backward takes; nothing where its micro-batch counts nothing."""
+    def _taken(self, stage: _Stage, micro_batch: int) -> list[LocalValue] | None:
+        """What a backward takes, perhaps nothing; None where its micro-batch counts nothing, and it does not run."""
         saved, weight = stage.saved.pop(micro_batch), self.weights[micro_batch]
         if not weight:
-            return []
+            return None
         return saved + [self._tangent(slot, stage, micro_batch, weight) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: _Stage, micro_batch: int, weight: float) -> LocalValue:

@@ -74,7 +74,7 @@ def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
         try:
             plan = autoshard.plan(
                 program.model, mesh, example_inputs=program.inputs, schedule=schedule, virtual_stages=virtual_stages,
-                time_budget_s=2.0, **options_of(whole_step, program.model),
+                time_budget_s=2.0, precision=None, **options_of(whole_step, program.model),
             )  # fmt: skip
         except NotAvailableError:  # fewer calls than stages
             continue

@@ -111,7 +111,7 @@ def test_a_plan_of_another_step_is_refused(options: dict[str, Any], words: str) 
 def in_wide_stages(**options: Any) -> Any:
     model, inputs = wide()
     optimizer = torch.optim.AdamW(model.parameters())
-    settings = {"micro_batches": 8, "time_budget_s": 1.0, "example_inputs": inputs, **options}
+    settings = {"micro_batches": 8, "time_budget_s": 0.2, "example_inputs": inputs, **options}
     return autoshard.compile(model, Mesh({"pipeline": 2}), optimizer=optimizer, **settings), model, inputs
 
 

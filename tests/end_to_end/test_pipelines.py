@@ -176,6 +176,22 @@ def test_state_dict_goes_on_without_stages() -> None:
     torch.testing.assert_close(found, on_one_device("skips")[0][2:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_a_stage_without_gradients(schedule: str) -> None:
+    """A first stage that is frozen has nothing to do in the backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
+    model[0].requires_grad_(False)
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+    alone = copy.deepcopy(model)
+    F.mse_loss(alone(x), target).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"optimizer": optimizer, "loss_fn": F.mse_loss, "micro_batches": 2, "schedule": schedule}
+    autoshard.compile(model, Mesh({"pipeline": 2}), **options)(x, target)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
