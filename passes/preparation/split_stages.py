@@ -66,6 +66,11 @@ def _crossings(assignment: Assignment, building: list[_Stage]) -> dict[_Key, Cro
                     f"Node {node.name!r} ({node.meta.get('source') or 'an unknown line'}) is no tensor, and stages "
                     f"{maker} and {stage.number} would have to share it. Use a smaller axis 'pipeline'."
                 )
+            if maker < stage.number and node.meta.get("phase") == "backward":
+                raise NotAvailableError(
+                    f"Node {node.name!r} ({node.meta.get('source') or 'an unknown line'}) of the backward, in stage "
+                    f"{maker}, would have to go up the pipeline to stage {stage.number}. Use a smaller axis 'pipeline'."
+                )
             found[node, stage.number] = Crossing(slot_name(node), maker, stage.number, maker < stage.number)
     return found
 
