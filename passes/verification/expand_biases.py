@@ -22,7 +22,7 @@ def expand_biases(graph_module: fx.GraphModule) -> fx.GraphModule:
             bias, left, right = fx.map_arg(node.args, copies.__getitem__)  # type: ignore[misc]
             product = graph.call_function(_aten.mm.default, (left, right))
             copies[node] = graph.call_function(_aten.add.Tensor, (product, bias))
-            product.meta = dict(node.meta)
+            product.meta, copies[node].meta = dict(node.meta), dict(node.meta)
         else:
             copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)

@@ -64,7 +64,7 @@ def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
             copies[node] = copy_node(graph, node, copies.__getitem__)
         else:
             copies[node] = _cat(graph, [copies[_in_any_shape(item)] for item in node.args[0]], rows)
-        copies[node].meta = dict(node.meta)
+            copies[node].meta = dict(node.meta)
     return lazy_module(graph_module, graph)
 
 
@@ -89,6 +89,7 @@ def _packed(graph_module: fx.GraphModule, found: Mapping[fx.Node, _Filled]) -> f
         target = _FUNCTIONAL.get(node.target)
         if target is not None and node.kwargs.get("out") in inner:
             copies[node] = graph.call_function(target, fx.map_arg(node.args, copies.__getitem__))
+            copies[node].meta = dict(node.meta)
         else:
             copies[node] = copy_node(graph, node, copies.__getitem__)
     return lazy_module(graph_module, graph)
