@@ -129,7 +129,7 @@ class NamedOptimizer:
             return held.detach()
         slot = planned.get(f"{key}:{owner}")
         if slot is not None and self.model is not None and slot.shape == tuple(shape) and slot.dtype == dtype:
-            return self.model.engine.zeros(slot)
+            return self.model.engine.zeros(slot, parameter)
         return _empty(parameter.detach(), shape, dtype, is_sharded=is_sharded)
 
 
@@ -139,7 +139,7 @@ def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_shar
         return torch.empty_like(like, dtype=dtype)
     if not (is_sharded and isinstance(like, DTensor)):
         return torch.empty(shape, dtype=dtype, device=like.device)
-    whole = torch.empty(shape, dtype=dtype, device=like.to_local().device)
+    whole = torch.empty(shape, dtype=dtype, device=like.device)
     return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 

@@ -69,7 +69,7 @@ class TrainingState:
 
     def parts(self, at: int) -> list[Part]:
         """What is saved after `at` steps, as it is now."""
-        if isinstance(self.model, ShardedModule) and not self.model.model_weights.have_values:
+        if isinstance(self.model, ShardedModule):
             self.model.model_weights.refuse_use()
         seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
         return [
@@ -166,8 +166,6 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 def model_of(step: Any) -> nn.Module:
     """The module of what is saved."""
     model = step.sharded if isinstance(step, TrainStep) else step
-    if isinstance(model, ShardedModule):
-        model.refuse_stages("Checkpoints")
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"A {type(step).__name__} is no model; pass what autoshard.compile gave.")
     return model

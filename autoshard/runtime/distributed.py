@@ -7,7 +7,7 @@ collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import is_
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError, NotAvailableError
@@ -28,7 +29,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement import ControlGroup, Facts
 from autoshard.runtime.boundary import pad_local, unpad_local
 from autoshard.runtime.control_channel import TIMEOUT_S
-from autoshard.runtime.engine import NOTHING, Loaded
+from autoshard.runtime.engine import NO_HOLDERS, NOTHING, Loaded
 from autoshard.runtime.fill_buckets import fill_buckets
 from autoshard.runtime.fold_views import fold_views
 from autoshard.runtime.freed_memory import keep_freed_memory
@@ -40,6 +41,8 @@ from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.split_output import SplitOutput
+from autoshard.runtime.stage_meshes import StageMeshes, is_elsewhere
+from autoshard.runtime.unread import shape_of
 from autoshard.runtime.write_in_place import write_in_place
 
 T = TypeVar("T")
@@ -67,6 +70,7 @@ class DistributedEngine:
         timeout_s: how long ranks wait for one that shows no sign of life.
         control: the ranks that agree on what runs; default: those of `device_mesh`.
         outer: see `ProcessGroups`.
+        stages: of a pipeline, of which `device_mesh` has the ranks at one place.
     """
 
     def __init__(
@@ -78,10 +82,12 @@ class DistributedEngine:
         timeout_s: float = TIMEOUT_S,
         control: ControlGroup | None = None,
         outer: ProcessGroups | None = None,
+        stages: StageMeshes | None = None,
     ) -> None:
         if device_mesh.get_coordinate() is None:
             raise MeshError(f"{device_mesh} does not contain this process (rank {torch.distributed.get_rank()}).")
         self.device_mesh = device_mesh
+        self._stages = stages
         self.groups = ProcessGroups(device_mesh, timeout_s, outer)
         self.control = control or ControlGroup(device_mesh.mesh.flatten().tolist(), timeout_s)
         self._wrap = wrap
@@ -210,9 +216,11 @@ class DistributedEngine:
         if not is_same_memory(found._local_tensor, local):
             local.copy_(found._local_tensor)
 
-    def zeros(self, slot: LocalSlot) -> torch.Tensor:
+    def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
         """See `Engine`."""
         layout = self._layouts.stored(slot.spec, slot.shape)
+        if beside is not None and is_elsewhere(beside):
+            return self._on_mesh_of(beside, slot.shape, slot.dtype, layout.placements)
         local = torch.zeros(layout.spec.local_shape(slot.shape, self.mesh), dtype=slot.dtype, device=self.device)
         return self._from_local(unpad_local(local, layout.spec, self.mesh, slot.shape, self.groups.rank), layout)
 
@@ -232,6 +240,8 @@ class DistributedEngine:
     @torch.no_grad()
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """See `Engine`."""
+        if is_elsewhere(like):
+            return self._on_mesh_of(like, like.shape, tensor.dtype, like.placements)
         return self._shard(tensor.to(self.device), like.placements) if isinstance(like, DTensor) else tensor
 
     @torch.no_grad()
@@ -257,26 +267,31 @@ class DistributedEngine:
         """See `Engine`."""
         return isinstance(parameter, DTensor)
 
-    def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
+    def place(
+        self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
+    ) -> None:
         """See `Engine`: each rank keeps its shard."""
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
-            if isinstance(parameter, DTensor) and (parameter.placements != placements or parameter.is_meta):
+            if self._stages is not None and name in holders and holders[name] != self._stages.place:
+                if not is_elsewhere(parameter):
+                    give_up = partial(self._stages.elsewhere, placements=placements, place=holders[name])
+                    swap_parameter(parameter, give_up)
+            elif isinstance(parameter, DTensor) and (parameter.placements != placements or parameter.is_meta):
                 swap_parameter(parameter, partial(self._shard, placements=placements))
         give_buffers_memory(model, self.device)
 
-    def leave_out(self, model: nn.Module, names: Collection[str]) -> None:
-        """See `Engine`: they are on the meta device from then on."""
-        for name, parameter in model.named_parameters():
-            if name in names and not parameter.is_meta:
-                swap_parameter(parameter, self._without_memory)
-
-    def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
         """See `Engine`."""
+        if holder is not None and self._stages is not None:
+            return self._stages.share(holder, lambda: self.global_copy(tensor), tensor.shape, tensor)
         return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
-    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...]) -> torch.Tensor:
+    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
         """See `Engine`: small tensors are gathered whole, in one collective."""
+        if holder is not None and self._stages is not None:
+            shape = shape_of(region)
+            return self._stages.share(holder, lambda: self.gather_region(tensor, region), shape, tensor)
         if not isinstance(tensor, DTensor) or tensor.nbytes <= SMALL_BYTES:
             return self.global_copy(tensor)[region]
         with naming_lost_ranks():
@@ -290,8 +305,12 @@ class DistributedEngine:
         """See `Engine`."""
         return self.control.share(compute)
 
-    def _without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._replicate(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    def _on_mesh_of(
+        self, tensor: DTensor, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
+    ) -> DTensor:
+        """A tensor of which the ranks have parts that have those of another, this one not among them."""
+        assert self._stages is not None, "only of a pipeline there are ranks elsewhere"
+        return self._stages.elsewhere_on(tensor.device_mesh, shape, dtype, placements)
 
     def _replicate(self, parameter: torch.Tensor) -> torch.Tensor:
         if isinstance(parameter, DTensor):

@@ -8,7 +8,7 @@ is the engine's too, and nothing but an engine knows which kind of value it has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -34,6 +34,7 @@ LocalValue = Any
 """`torch.Tensor` in a process of its own; `list[torch.Tensor]`, one per rank, in the simulator."""
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
+NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
 
 Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
 """A graph made ready to run: local values of its placeholders to local values of its results."""
@@ -79,8 +80,8 @@ class Engine(Protocol):
         """Give each tensor, which a user holds, the local value that stands for what its slot says; in place."""
         ...
 
-    def zeros(self, slot: LocalSlot) -> torch.Tensor:
-        """A tensor of zeros for a user to hold, that lies as `slot` says."""
+    def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor of zeros for a user to hold, that lies as `slot` says, on the ranks that hold parameter `beside`."""
         ...
 
     def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
@@ -138,22 +139,31 @@ class Engine(Protocol):
         """Whether a parameter is one that was taken over."""
         ...
 
-    def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
+    def place(
+        self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
+    ) -> None:
         """Lay the parameters of `model` out as `specs` (by qualified name) say, keeping their identity.
 
         What is on the meta device gets memory, filled with zeros.
+
+        Args:
+            model: the user's.
+            specs: how each lies on the ranks that hold it.
+            holders: of each parameter, the place of the pipeline whose ranks alone hold it; empty: every rank has its
+                part of all.
         """
         ...
 
-    def leave_out(self, model: nn.Module, names: Collection[str]) -> None:
-        """Give up the memory of parameters of `model` that other processes hold, keeping their identity."""
+    def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
+        """A plain tensor with the global value and shape of a parameter, buffer or input.
+
+        Args:
+            tensor: what a user holds.
+            holder: the place of the pipeline whose ranks alone hold it; None: every rank has its part.
+        """
         ...
 
-    def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor with the global value and shape of a parameter, buffer or input."""
-        ...
-
-    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...]) -> torch.Tensor:
+    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
         """As `global_copy`, but of a region of the tensor, with memory for little more than that."""
         ...
 
@@ -223,7 +233,7 @@ class SimulatorEngine:
         for tensor, value, slot in zip(tensors, values, slots, strict=True):
             tensor.copy_(self.write(value, slot))
 
-    def zeros(self, slot: LocalSlot) -> torch.Tensor:
+    def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
         """See `Engine`."""
         return torch.zeros(slot.shape, dtype=slot.dtype, device=self.device)
 
@@ -253,21 +263,20 @@ class SimulatorEngine:
         """See `Engine`: the simulator takes all as they are."""
         return True
 
-    def place(self, model: nn.Module, specs: Mapping[str, PartitionSpec]) -> None:
+    def place(
+        self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
+    ) -> None:
         """See `Engine`: the simulator leaves parameters as they are, but for those on the meta device."""
         for parameter in model.parameters():
             if parameter.is_meta:
                 swap_parameter(parameter, partial(memory_of, device=self.device))
         give_buffers_memory(model, self.device)
 
-    def leave_out(self, model: nn.Module, names: Collection[str]) -> None:
-        """See `Engine`: there are no other processes."""
-
-    def global_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
         """See `Engine`."""
         return tensor.detach()
 
-    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...]) -> torch.Tensor:
+    def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
         """See `Engine`."""
         return tensor.detach()[region]
 

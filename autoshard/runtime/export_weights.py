@@ -20,7 +20,7 @@ from torch import nn
 
 from autoshard.errors import WeightsError
 from autoshard.runtime import transformers_weights
-from autoshard.runtime.engine import Engine
+from autoshard.runtime.engine import NO_HOLDERS, Engine
 from autoshard.runtime.freed_memory import give_freed_memory_back
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.load_weights import together
@@ -42,8 +42,15 @@ _OURS = re.compile(rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d
 
 @in_normal_mode
 @torch.no_grad()
-def export_weights(model: nn.Module, engine: Engine, path: str | Path, *, max_file_bytes: int) -> None:
-    """Write the weights of `model`, and what transformers needs beside them; see `ShardedModule.export`."""
+def export_weights(
+    model: nn.Module,
+    engine: Engine,
+    path: str | Path,
+    *,
+    max_file_bytes: int,
+    holders: Mapping[str, int] = NO_HOLDERS,
+) -> None:
+    """Write the weights of `model`, and what transformers needs beside them; see `HasWeights.export`."""
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
     check_is_placed(model, "export")
@@ -55,7 +62,7 @@ def export_weights(model: nn.Module, engine: Engine, path: str | Path, *, max_fi
     def on_writer(what: str, do: Callable[[], None]) -> None:
         together(engine, what, lambda: do() if is_writer else None)
 
-    tensors = together(engine, f"export to {path}", lambda: _tensors(model, engine))
+    tensors = together(engine, f"export to {path}", lambda: _tensors(model, engine, holders))
     files = _files(tensors, max_file_bytes)
     on_writer(f"export to {path}", lambda: _begin(path, aside))
     for name, held in files.items():
@@ -63,12 +70,15 @@ def export_weights(model: nn.Module, engine: Engine, path: str | Path, *, max_fi
     on_writer(f"export to {path}", lambda: _finish(model, files, path, aside))
 
 
-def _tensors(model: nn.Module, engine: Engine) -> Mapping[str, Unread]:
+def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Mapping[str, Unread]:
     """What is written, by name."""
     held = persistent_tensors(model)
-    unread = {
-        name: Unread(tensor.shape, tensor.dtype, partial(engine.gather_region, tensor)) for name, tensor in held.items()
-    }
+
+    def unread_of(name: str, tensor: torch.Tensor) -> Unread:
+        gather = partial(engine.gather_region, tensor, holder=holders.get(name))
+        return Unread(tensor.shape, tensor.dtype, gather)
+
+    unread = {name: unread_of(name, tensor) for name, tensor in held.items()}
     written = to_write(model, unread, names_by_tensor(held))
     check_types(written)
     return written

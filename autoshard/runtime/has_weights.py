@@ -67,4 +67,4 @@ class HasWeights(ABC):
         weights = self._model_weights()
         weights.check_are_placed("export")
         weights.refuse_use()
-        export_weights(weights.model, weights.engine, path, max_file_bytes=max_file_bytes)
+        export_weights(weights.model, weights.engine, path, max_file_bytes=max_file_bytes, holders=weights.holders)

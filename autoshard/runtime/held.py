@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.agreement import Facts, Held
 from autoshard.runtime.digests import digest_of
 from autoshard.runtime.known_layouts import local_of
+from autoshard.runtime.stage_meshes import is_elsewhere
 
 WHOLE = str(())
 """The place of what every rank holds whole."""
@@ -48,7 +49,7 @@ def piece_of(tensor: torch.Tensor, ranks: int) -> Piece:
 
 def facts_of(named: Iterable[tuple[str, torch.Tensor]], ranks: int) -> Facts:
     """The digest of each piece, for the ranks that hold it, by the name of its tensor."""
-    pieces = ((name, piece_of(tensor, ranks)) for name, tensor in named)
+    pieces = ((name, piece_of(tensor, ranks)) for name, tensor in named if not is_elsewhere(tensor))
     return {Held(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
 
 

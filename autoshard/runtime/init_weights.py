@@ -7,7 +7,7 @@ the global index of the element: so weights are the same, bit by bit, under ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard.errors import TraceError
 from autoshard.ir.initialisation import Box, Initialisation
-from autoshard.runtime.engine import Engine
+from autoshard.runtime.engine import NO_HOLDERS, Engine
 from autoshard.runtime.local_part import LocalPart
 from autoshard.runtime.replay import Replay
 from autoshard.runtime.seeds import seed_of_weights
@@ -31,6 +31,7 @@ def init_weights(
     seed: int,
     unset: Collection[str],
     only: Collection[str] | None = None,
+    holders: Mapping[str, int] = NO_HOLDERS,
 ) -> None:
     """Give the weights of a model the values that its initialisers give; called by all ranks.
 
@@ -39,8 +40,9 @@ def init_weights(
         engine: where it runs.
         record: records the initialisers.
         seed: of random numbers.
-        unset: names of weights that have no value to keep.
+        unset: names of weights that have no value to keep, on any rank.
         only: names of the weights that are given values; None: all.
+        holders: see `Engine.place`.
 
     Raises:
         TraceError: an initialiser cannot be recorded, or none gives a value to a weight that is unset.
@@ -52,7 +54,7 @@ def init_weights(
     sources = initialisation.sources()
     _check_have_sources(names, sources, unset)
     device_seed = torch.full((), seed_of_weights(seed), dtype=torch.int64, device=engine.device)
-    replay = Replay(initialisation, device_seed, lambda name: engine.global_copy(weights[name]))
+    replay = Replay(initialisation, device_seed, lambda name: engine.global_copy(weights[name], holders.get(name)))
     for name in _in_order(names, sources):
         _write(weights[name], name, replay)
 

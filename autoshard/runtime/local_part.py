@@ -14,7 +14,7 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What this rank holds of a tensor.
+    """What this rank holds of a tensor; nothing, where only other ranks hold it.
 
     Args:
         tensor: the rank's own memory: what is written into it in place is written into the whole.
@@ -38,7 +38,9 @@ class LocalPart:
         if not isinstance(tensor, DTensor):
             return LocalPart(tensor.detach(), (0,) * len(shape), shape)
         coordinate = tensor.device_mesh.get_coordinate()
-        assert coordinate is not None, "this process is on the mesh"
+        if coordinate is None:
+            nothing = torch.empty((0,) * len(shape), dtype=tensor.dtype, device=tensor.device)
+            return LocalPart(nothing, (0,) * len(shape), shape)
         sizes = [tensor.device_mesh.size(dim) for dim in range(tensor.device_mesh.ndim)]
         return LocalPart(tensor.to_local().detach(), offset_of(shape, tensor.placements, sizes, coordinate), shape)
 

@@ -142,8 +142,8 @@ class HyperparameterText:
 
     def _steps(self) -> str:
         state = self._optimizer.state
-        parameters = (item for group in self._optimizer.param_groups for item in group["params"] if not item.is_meta)
-        first = next((item for item in parameters if item in state), None)  # of a stage, this rank's own
+        parameters = (item for group in self._optimizer.param_groups for item in group["params"])
+        first = next((item for item in parameters if item in state), None)
         return _as_text({} if first is None else state[first].get("step", 0))
 
 

@@ -93,7 +93,6 @@ class ShardedModule(nn.Module, HasWeights):
         self.seeds = SeedSequence()
         self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
         self.training = model.training
-        self.holds_stages = False
         self._share_members(model)
 
     def _share_members(self, model: nn.Module) -> None:
@@ -139,16 +138,7 @@ class ShardedModule(nn.Module, HasWeights):
         return self._engine
 
     def _model_weights(self) -> Weights:
-        self.refuse_stages("init_weights, load_weights and export")
         return self.model_weights
-
-    def refuse_stages(self, what: str) -> None:
-        """Refuse what needs all parameters, where this rank holds those of its stages alone."""
-        if self.holds_stages:
-            raise NotAvailableError(
-                f"{what}: under an axis 'pipeline' with a process per rank, each rank holds the parameters of its own "
-                "stage alone. Initialise or load the model before compile; keep each rank's step.state_dict()."
-            )
 
     def train(self, mode: bool = True) -> ShardedModule:
         """See `nn.Module.train`."""
@@ -179,6 +169,11 @@ class ShardedModule(nn.Module, HasWeights):
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Within, the user's own code runs beside plain tensors, that of submodules too; see `runtime.own_code`."""
+        if self.model_weights.holders and self._engine.control is not None:
+            raise NotAvailableError(
+                "The model's own code reads all parameters, and with a process per rank each rank holds those of its "
+                "own stages of the axis 'pipeline'. Call the step; or export(path), and load the model on another mesh."
+            )
         return whole_parameters(self._original[0], self._engine.lay_out_like)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
@@ -440,6 +435,8 @@ class ShardedModule(nn.Module, HasWeights):
         """Lay parameters out as the first program that has them says, and remember where optimizer state lies."""
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
+        if executable.compiled.staged is not None:
+            self.model_weights.share_out(executable.compiled.staged)
         new = {slot.slot.name: slot.spec for slot in slots if slot.slot.name not in self._placed}
         self._placed.update(new)
         if new:

@@ -17,6 +17,7 @@ from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, Finis
 from autoshard.runtime.engine import Engine, SimulatorEngine
 from autoshard.runtime.launch import make_engine
 from autoshard.runtime.process_groups import ProcessGroups
+from autoshard.runtime.stage_meshes import StageMeshes
 from autoshard.runtime.stage_messages import MessagesBetweenRanks, MessagesInProcess, StageMessages
 
 
@@ -40,7 +41,7 @@ def make_engines(
         return SimulatorEngine(Mesh(rest), device), MessagesInProcess()
     assert isinstance(engine, DistributedEngine), "an engine runs processes, or simulates them"
     whole = engine.device_mesh
-    rest_names = tuple(name for name in engine.mesh.axis_names if name != PIPELINE_AXIS)
+    stages = StageMeshes.of(whole)
     control = ControlGroup(whole.mesh.flatten().tolist(), timeout_s)
     groups = ProcessGroups(whole, timeout_s)
-    return DistributedEngine(whole[rest_names], *options, control, groups), MessagesBetweenRanks(whole, groups)
+    return DistributedEngine(stages.own, *options, control, groups, stages), MessagesBetweenRanks(whole, groups)

@@ -107,9 +107,7 @@ class StagedStep:
         self._messages = messages
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
         self._loaded: dict[int, tuple[Executable, list[_Stage]]] = {}
-        sharded.holds_stages = messages.rank is not None
         sharded.agreement.watches_members = messages.rank is None
-        sharded.register_state_dict_post_hook(_without_other_stages)
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
         """Compile the stages for a call now; returns the first one's plan."""
@@ -131,7 +129,7 @@ class StagedStep:
         assert staged is not None, "the program is cut into stages"
         run = _Run(staged, {stage.number: stage for stage in stages}, self._messages, given, weights)
         run.run()
-        self._update(stages, members, len(staged.stages))
+        self._update(stages, members, staged, counts=any(weights))
         return self._messages.share_loss(run.loss(), staged)
 
     def _given(self, executable: Executable, part: Part, members: Members, update: Any) -> Given:
@@ -145,8 +143,8 @@ class StagedStep:
         executable.set_attributes()
         return dict(zip(executable.input_names, tensors, strict=True))
 
-    def _update(self, stages: Sequence[_Stage], members: Members, count: int) -> None:
-        """Parameters and state of all stages become what their updates make of the gradients."""
+    def _update(self, stages: Sequence[_Stage], members: Members, staged: StagedProgram, *, counts: bool) -> None:
+        """Parameters and state of all stages become what their updates make of the gradients, if any `counts`."""
         work = []
         for stage in stages:
             stage.state.update(members)
@@ -155,13 +153,18 @@ class StagedStep:
             work.append((stage, held, squares, kept))
         total = None
         if self._max_grad_norm is not None:
-            total = self._messages.sum_over_stages({stage.number: squares for stage, _, squares, _ in work}, count)
+            total = self._messages.sum_over_stages(
+                {stage.number: squares for stage, _, squares, _ in work}, len(staged.stages)
+            )
         for stage, held, _, kept in work:
             if stage.carried is not None and stage.program.phased.update is not None:
                 stage.update.run(stage.carried, kept, held, total)
                 stage.state.keep(stage.program, held)
         for stage in stages:
             stage.held, stage.carried = None, None
+        if counts:
+            own = {stage.number for stage in stages}
+            self._state.keep_elsewhere([item.phased.lowered for n, item in enumerate(staged.stages) if n not in own])
         self._optimizer.step()  # no parameter has a gradient, so it only tells its schedulers
 
     def _stages_of(self, executable: Executable) -> list[_Stage]:
@@ -172,9 +175,6 @@ class StagedStep:
             self._messages.connect(staged)
             made = [self._load(number, stage, staged) for number, stage in executable.stages.items()]
             self._loaded[id(executable)] = executable, made
-            places = staged.stage_of_parameters()
-            elsewhere = {name for name, stage in places.items() if stage not in executable.stages}
-            self._sharded.engine.leave_out(self._sharded, elsewhere)
         return self._loaded[id(executable)][1]
 
     def _load(self, number: int, program: Executable, staged: StagedProgram) -> _Stage:
@@ -189,13 +189,6 @@ class StagedStep:
         halves = cut and _Halves(engine.load(cut.inputs), engine.load(cut.weights), owned_results(cut.weights.graph))
         state = TracedState(self._optimizer, engine, self._max_grad_norm)
         return _Stage(number, program, state, update, sends, halves)
-
-
-def _without_other_stages(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave out of a state dict what other ranks hold."""
-    for name, value in list(state.items()):
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            del state[name]
 
 
 @dataclass(slots=True)

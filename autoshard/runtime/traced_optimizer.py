@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from autoshard.errors import NotAvailableError
-from autoshard.ir.program import InputKind
+from autoshard.ir.lowered import LoweredProgram
+from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.known_state import Held, KnownState
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import check_parameters
+from autoshard.runtime.stage_meshes import is_elsewhere
 from autoshard.runtime.steps_taken import StepsTaken
 
 _LOGGER = logging.getLogger(__name__)
@@ -164,6 +166,26 @@ class TracedState:
             if slot.slot.kind is InputKind.STATE:
                 state_name, _, owner = slot.slot.name.partition(":")
                 self.optimizer.state[parameters[owner]][state_name] = tensor
+
+    def keep_elsewhere(self, programs: Iterable[LoweredProgram]) -> None:
+        """Have in the optimizer that other ranks took a step by these programs: the names of their state, the count.
+
+        So the optimizers of all ranks name the same state, and each has the values of its own.
+        """
+        parameters, updated = self._present.members.parameters, list[torch.Tensor]()
+        for lowered in programs:
+            slots = (slot for slot in lowered.outputs if slot.slot.kind == OutputKind.PARAMETER_UPDATE)
+            updated += [parameters[slot.slot.name] for slot in slots]
+            for slot in lowered.inputs:
+                if slot.slot.kind is InputKind.STATE:
+                    state_name, _, owner = slot.slot.name.partition(":")
+                    state = self.optimizer.state[parameters[owner]]
+                    if state_name not in state or not is_elsewhere(state[state_name]):
+                        state[state_name] = self._engine.zeros(slot, parameters[owner])
+        if updated and self._steps_taken.are_counted_together(updated):
+            self._steps_taken.count_again()
+        elif updated:
+            self._steps_taken.count(updated)
 
     @property
     def _present(self) -> KnownState:

@@ -111,7 +111,6 @@ class TrainStep(HasWeights):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _model_weights(self) -> Weights:
-        self.sharded.refuse_stages("init_weights, load_weights and export")
         return self.sharded.model_weights
 
     def _refuse_gradients(self, members: Members) -> None:

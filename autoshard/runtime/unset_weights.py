@@ -17,6 +17,7 @@ from torch import nn
 
 from autoshard.errors import NotAvailableError, TraceError
 from autoshard.runtime.engine import Engine
+from autoshard.runtime.stage_meshes import is_elsewhere
 from autoshard.runtime.versions import Version, version_of
 
 _SHOWN = 4
@@ -24,14 +25,19 @@ _Unset = tuple[torch.Tensor, Version]
 
 
 class UnsetWeights:
-    """Parameters and buffers that nobody wrote since they got memory."""
+    """Parameters and buffers that nobody wrote since they got memory.
+
+    Each rank knows of those that it holds; that there may be some, all ranks know alike.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, _Unset] = {}
+        self._may_be_some = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> UnsetWeights:
         """Those of a copy of the model: its tensors have versions of their own."""
         result = UnsetWeights()
+        result._may_be_some = self._may_be_some
         for name, (tensor, version) in self._found.items():
             if version_of(tensor) == version:
                 copied = copy.deepcopy(tensor, memo)
@@ -45,10 +51,12 @@ class UnsetWeights:
         yield
         if names:
             tensors = dict(_named(model))
-            self._found.update((name, (tensors[name], version_of(tensors[name]))) for name in names)
+            held = [name for name in names if not is_elsewhere(tensors[name])]
+            self._found.update((name, (tensors[name], version_of(tensors[name]))) for name in held)
+            self._may_be_some = True
 
     def names(self, model: nn.Module) -> list[str]:
-        """Names of parameters and buffers of `model` that are unset now."""
+        """Names of parameters and buffers of `model` that are unset now, of those that this rank holds."""
         if self._found:
             tensors = dict(_named(model))
             self._found = {
@@ -58,16 +66,22 @@ class UnsetWeights:
             }
         return list(self._found)
 
+    def names_everywhere(self, model: nn.Module, engine: Engine) -> list[str]:
+        """Names of those that are unset on any rank."""
+        if not self._may_be_some:
+            return []
+        mine = self.names(model)
+        everyone = [mine] if engine.control is None else engine.control.gather(mine, "run on weights")
+        return list(dict.fromkeys(name for theirs in everyone for name in theirs))
+
     def refuse_use(self, model: nn.Module, engine: Engine, make: Callable[[Collection[str]], None]) -> None:
         """Raise `TraceError`, on every rank, if a weight of `model` is unset; a rank may have no part of it.
 
         Buffers that no state has are made by `make`, with their names, where the rest is there: weights were loaded.
         """
-        if not self._found:
+        if not self._may_be_some:
             return
-        mine = self.names(model)
-        everyone = [mine] if engine.control is None else engine.control.gather(mine, "run on weights")
-        unset = dict.fromkeys(name for theirs in everyone for name in theirs)
+        unset = self.names_everywhere(model, engine)
         names = [name for name in unset if not _is_without_state(model, name)]
         if names:
             raise TraceError(
@@ -76,7 +90,7 @@ class UnsetWeights:
             )
         if unset:
             make(unset)
-        self._found = {}
+        self._found, self._may_be_some = {}, False
 
 
 def on_meta(model: nn.Module) -> list[str]:

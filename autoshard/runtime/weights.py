@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.errors import NotAvailableError
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.staged import StagedProgram
 from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.inference import in_normal_mode
@@ -27,6 +29,8 @@ class Weights:
     engine: Engine
     compiler: Compiler
     unset: UnsetWeights = field(default_factory=UnsetWeights)
+    holders: dict[str, int] = field(default_factory=dict)
+    """By each name of a parameter, the place of the pipeline whose ranks alone hold it; empty where there is none."""
 
     @property
     def have_values(self) -> bool:
@@ -34,9 +38,28 @@ class Weights:
         return not on_meta(self.model) and not self.unset.names(self.model)
 
     def place(self, specs: Mapping[str, PartitionSpec]) -> None:
-        """Lay parameters out as `specs` say; what is on the meta device gets memory."""
+        """Lay parameters out as `specs` say; what is on the meta device gets memory, on the ranks that hold it."""
         with self.unset.getting_memory(self.model):
-            self.engine.place(self.model, specs)
+            self.engine.place(self.model, specs, self.holders)
+
+    def share_out(self, staged: StagedProgram) -> None:
+        """Say which place of a pipeline holds each parameter; the first one what no stage reads.
+
+        Raises:
+            NotAvailableError: an earlier program has one at another place.
+        """
+        ranks, stages = staged.order.stage_ranks, staged.stage_of_parameters()
+        firsts = {id(item): name for name, item in self.model.named_parameters()}
+        every = self.model.named_parameters(remove_duplicate=False)
+        found = {name: ranks[stages.get(firsts[id(item)], 0)] for name, item in every}
+        moved = [name for name, holder in self.holders.items() if found.get(name, holder) != holder]
+        if moved:
+            raise NotAvailableError(
+                f"For this call the pipeline is cut elsewhere: {moved[0]!r} would have to go from place "
+                f"{self.holders[moved[0]]} of the axis 'pipeline' to {found[moved[0]]}, and parameters stay where they "
+                "are. Give calls the shapes that the first one had (pad them), or compile the model anew."
+            )
+        self.holders = found
 
     def check_are_placed(self, what: str) -> None:
         """Raise `NotAvailableError` where `what` would write weights that have no memory yet."""
@@ -54,4 +77,5 @@ class Weights:
     @in_normal_mode
     def _init(self, seed: int, init_fn: InitFunction | None, only: Collection[str] | None) -> None:
         record = partial(self.compiler.record_initialisation, self.model, self.engine.device, init_fn)
-        init_weights(self.model, self.engine, record, seed, self.unset.names(self.model), only)
+        unset = self.unset.names_everywhere(self.model, self.engine)
+        init_weights(self.model, self.engine, record, seed, unset, only, self.holders)
