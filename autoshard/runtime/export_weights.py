@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -65,9 +66,21 @@ def export_weights(
     tensors = together(engine, f"export to {path}", lambda: _tensors(model, engine, holders))
     files = _files(tensors, max_file_bytes)
     on_writer(f"export to {path}", lambda: _begin(path, aside))
-    for name, held in files.items():
-        together(engine, f"write {name}", lambda: _write(aside / name if is_writer else None, held))  # noqa: B023
-    on_writer(f"export to {path}", lambda: _finish(model, files, path, aside))
+    with _removed_on_failure(aside if is_writer else None):
+        for name, held in files.items():
+            together(engine, f"write {name}", lambda: _write(aside / name if is_writer else None, held))  # noqa: B023
+        on_writer(f"export to {path}", lambda: _finish(model, files, path, aside))
+
+
+@contextmanager
+def _removed_on_failure(aside: Path | None) -> Iterator[None]:
+    """Within, an error removes the folder aside: a full disk has its room again."""
+    try:
+        yield
+    except WeightsError:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Mapping[str, Unread]:

@@ -58,6 +58,10 @@ class Elsewhere(DTensor):
         """See `torch.Tensor.clone`."""
         return as_elsewhere(super().clone(**kwargs))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the DTensor that it is for torch, so that torch alone loads a file that a rank saved."""
+        return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
 
 def as_elsewhere(tensor: torch.Tensor) -> Elsewhere:
     """A DTensor on a mesh without this rank, as one that refuses to be gathered."""

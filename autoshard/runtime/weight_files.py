@@ -144,9 +144,10 @@ def _find(path: Path) -> _Found:
     paths = tuple(sorted(path.glob("*.safetensors")))
     if not paths:
         there = sorted(item.name for item in path.iterdir())
+        found = f"only {', '.join(there[:8])}" if there else "it is empty"
         raise WeightsError(
-            f"{path} has no safetensors files, only {', '.join(there[:8]) or 'nothing'}. Write the weights with "
-            "safetensors.torch.save_model, or model.save_pretrained."
+            f"{path} has no safetensors files, {found}. Write the "
+            "weights with safetensors.torch.save_model, or model.save_pretrained."
         )
     return _Found(paths, None, {})
 

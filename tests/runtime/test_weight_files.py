@@ -123,6 +123,8 @@ def test_paths_without_weights_say_what_is_there(tmp_path: Path) -> None:
     """A folder of other files, no folder at all, and two indices."""
     with pytest.raises(WeightsError, match=r"There is no file or folder .*snapshot_download"):
         WeightFiles(tmp_path / "none")
+    with pytest.raises(WeightsError, match=r"no safetensors files, it is empty\. Write"):
+        WeightFiles(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(WeightsError, match=r"no safetensors files, only pytorch_model\.bin"):
         WeightFiles(tmp_path)
