@@ -36,6 +36,7 @@ from autoshard.errors import (
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.kernels.tuning_switch import tune_kernels
 from autoshard.pricing import price
@@ -73,6 +74,7 @@ __all__ = [
     "RecipeError",
     "Rule",
     "RuleInferenceError",
+    "Runtime",
     "ShardedModule",
     "TraceError",
     "TrainStep",

@@ -41,12 +41,13 @@ from autoshard.arguments import (
 from autoshard.backends import bucketing_of, check_in_place, has_kernels, wrap_of
 from autoshard.cluster import device_of_plans, meshes_of, one_kind
 from autoshard.errors import DoesNotFitError, NotAvailableError
-from autoshard.fixed_plan import precision_of, read_plan, update_for
+from autoshard.fixed_plan import micro_batches_of, precision_of, read_plan, update_for
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.recipe import TRITON, Recipe
+from autoshard.ir.runtime import AUTOSHARD, Runtime, runtime_named
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from autoshard.pipelines import Asked, asked_of, check_pipeline, pipeline_of
@@ -57,6 +58,7 @@ from autoshard.planner import (
     refuse_scaling,
 )
 from autoshard.pricing import price
+from autoshard.recipe_plans import asked_by, batch_of, meshes_for, plan_recipe
 from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
@@ -129,7 +131,7 @@ def compile(
             docs/precision.md. None: the model's own types, or the precision of `plan`.
         reduce_dtype: "bf16": gradients of float32 travel between ranks in 16 bits, and are added up in float32; see
             docs/precision.md. None: they travel as they are.
-        micro_batches: with an optimizer: cut each batch in so many parts; see `TrainStep`.
+        micro_batches: with an optimizer: cut each batch in so many parts, see `TrainStep`; None: as `plan` says.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
             update is not traced.
@@ -178,8 +180,8 @@ def compile(
     mesh = one_kind(mesh)
     fixed = read_plan(plan)
     asked = asked_of(fixed, mesh, micro_batches, schedule, virtual_stages)
-    micro_batches = asked.micro_batches
-    check_optimizer(optimizer, micro_batches=micro_batches, max_grad_norm=max_grad_norm)
+    check_optimizer(optimizer, micro_batches=asked.micro_batches, max_grad_norm=max_grad_norm)
+    micro_batches = micro_batches_of(fixed, asked.micro_batches, trains=optimizer is not None)
     precision = precision_of(model, precision, fixed)
     if optimizer is not None:
         refuse_scaling(precision)
@@ -195,7 +197,7 @@ def compile(
         memory_budget=memory_budget,
         state_ratio=0.0 if optimizer is None else state_bytes_per_parameter_byte(optimizer),
         has_update=update is not None,
-        micro_batches=micro_batches or 1,
+        micro_batches=micro_batches,
         strict=strict,
         verify=verify,
         time_budget_s=time_budget_s,
@@ -207,7 +209,7 @@ def compile(
     if isinstance(mesh, Cluster):
         first = handed_out if optimizer is None else Outputs.LOSS
         planner, mesh = choose_mesh(model, mesh, planner, example_inputs, update, timeout_s, first)
-    pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches or 1)
+    pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches)
     if pipeline is not None:
         check_pipeline(update, optimizer, planner, backend, dynamic_lengths)
     before = dict(model.named_parameters())
@@ -229,7 +231,7 @@ def compile(
             sharded,
             optimizer,
             max_grad_norm=max_grad_norm,
-            micro_batches=micro_batches or 1,
+            micro_batches=micro_batches,
             traced=update is not None,
             messages=messages,
         )
@@ -255,10 +257,11 @@ def plan(
     constraints: Mapping[str, Any] | None = None,
     memory_budget: int | None = None,
     precision: str | None = "bf16",
-    recipe: Any = None,
+    recipe: Recipe | None = None,
     previous: Plan | None = None,
     backend: str = "auto",
     strict: bool = False,
+    runtime: str | Runtime = AUTOSHARD,
     time_budget_s: float = 60.0,
     progress: bool | None = None,
     outputs: str = "all",
@@ -282,7 +285,11 @@ def plan(
         global_batch: sequences of a step: the fastest `Recipe` for so many on the whole cluster, pipelines, context and
             expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
-        recipe: no search, the plan of this recipe, which says its batch, optimizer and precision itself: `price`.
+        recipe: plan within this `Recipe`; fields that are None are searched. On a mesh its axes are "data", "context"
+            and "model" (tensor), and with `zero_group` "replica" before these. `compile(plan=)` runs the plan.
+            `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/recipes.md.
+        runtime: of a recipe: what executes it. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a
+            `Runtime`: nothing is searched, the plan is the price of the recipe there, see `price`.
         previous: a plan of this model for another cluster, batch or budget, where the search begins: what is found is
             no slower than it would be here, where it fits. With `global_batch`, one of a recipe, or else the best that
             cuts a micro-batch as it does; without, one of specs: for another mesh, without what it recomputes.
@@ -311,9 +318,11 @@ def plan(
     handed_out = checked_outputs(outputs, gather_outputs=gather_outputs)
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s, global_batch=global_batch)
-    check_previous(previous, model, of_recipes=global_batch is not None, is_priced=recipe is not None)
+    profile = runtime_named(runtime)
+    is_priced = recipe is not None and profile is not None
+    check_previous(previous, model, of_recipes=recipe is None and global_batch is not None, is_priced=is_priced)
     args, kwargs = split_inputs(example_inputs)
-    if recipe is not None:
+    if recipe is not None and profile is not None:
         cluster = checked_cluster(mesh_or_cluster, mesh)
         check_beside_recipe(
             recipe,
@@ -323,8 +332,9 @@ def plan(
         )
         if isinstance(recipe, Recipe) and has_kernels(backend, device_of_plans(cluster)):
             recipe = replace(recipe, kernels=TRITON)
-        return _within(price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn), memory_budget)
-    if global_batch is not None:
+        priced = price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn, runtime=profile)
+        return _within(priced, memory_budget)
+    if recipe is None and global_batch is not None:
         cluster = checked_cluster(mesh_or_cluster, mesh)
         return search_plan(
             model,
@@ -343,6 +353,8 @@ def plan(
         )
     check_target(mesh_or_cluster, mesh)
     mesh_or_cluster = one_kind(mesh_or_cluster)
+    if recipe is not None:
+        optimizer, precision = asked_by(recipe, optimizer, precision)
     check_trains(model, optimizer)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())
@@ -371,12 +383,16 @@ def plan(
         part_args, part_kwargs = parts_of(args, kwargs, parts)[0]
         return Request(model, tuple(part_args), part_kwargs, grad, update=update, outputs=handed_out)
 
-    meshes, asked = meshes_of(mesh_or_cluster, mesh), Asked(micro_batches, schedule, virtual_stages or 1)
-    if pipeline_of(meshes[0], schedule, asked.virtual_stages, micro_batches) is not None:
-        check_pipeline(update, optimizer, planner, backend, None)
-        return search_stages(planner, meshes[0], asked, batch_size(args, kwargs), request_of)
     request = request_of(micro_batches or 1)
-    program, found = planner.plan_call(request, meshes)
+    if recipe is None:
+        meshes, asked = meshes_of(mesh_or_cluster, mesh), Asked(micro_batches, schedule, virtual_stages or 1)
+        if pipeline_of(meshes[0], schedule, asked.virtual_stages, micro_batches) is not None:
+            check_pipeline(update, optimizer, planner, backend, None)
+            return search_stages(planner, meshes[0], asked, batch_size(args, kwargs), request_of)
+        program, found = planner.plan_call(request, meshes)
+    else:
+        batch, meshes = batch_of(recipe, global_batch, args, kwargs), meshes_for(recipe, mesh_or_cluster, mesh)
+        planner, request, program, found = plan_recipe(planner, request, meshes, recipe, batch)
     check_traced(program, planner.constraints, optimizer)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
     cluster = planner.cluster_for(found.mesh)

@@ -75,9 +75,9 @@ def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_pric
         raise NotAvailableError("previous= is where a search begins, and recipe= is priced as it is: leave one out.")
     if not isinstance(previous, Plan):
         raise NotAvailableError(f"previous= is a {type(previous).__name__}; pass a plan that autoshard.plan gave.")
-    if of_recipes and previous.recipe is None:
+    if of_recipes and previous.runs:
         raise NotAvailableError("previous= has no recipe; with global_batch=, pass a plan that was made with it.")
-    if not of_recipes and previous.recipe is not None:
+    if not of_recipes and not previous.runs:
         raise NotAvailableError("previous= is of a recipe; pass global_batch= to search those, or a plan of specs.")
     if not of_recipes:
         _check_parameters(previous, model)

@@ -25,13 +25,30 @@ def read_plan(plan: Plan | str | Path | None) -> Plan | None:
 
 
 def of_specs(plan: Plan) -> Plan:
-    """A plan that can be lowered; a recipe's says where values lie for one block of each kind, of one sequence."""
-    if plan.recipe is not None:
+    """A plan that can be lowered; a price says where values lie for one block of each kind, of one sequence."""
+    if not plan.runs:
+        words = "" if plan.recipe is None else f" ({plan.recipe.words})"
         raise PlanMismatchError(
-            f"The plan is that of a recipe ({plan.recipe.words}), which is for reading and comparing. Leave plan= out: "
-            "print(plan) says on which mesh compile searches the specs itself."
+            f"The plan prices a recipe{words} under runtime={plan.runtime!r}, and is for reading and comparing. Plan "
+            "with autoshard.plan(model, mesh, recipe=...): that plan runs. Or leave plan= out: print(plan) says on "
+            "which mesh compile searches the specs itself."
         )
     return plan
+
+
+def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
+    """In how many parts a step cuts its batch: as asked for, or as the plan to use says.
+
+    Raises:
+        PlanMismatchError: the two are not the same.
+    """
+    planned = fixed.micro_batches if fixed is not None and trains else 1
+    if planned > 1 and micro_batches not in (None, planned):
+        raise PlanMismatchError(
+            f"The plan is of a step of {planned} micro-batches, and micro_batches={micro_batches} is asked for. Leave "
+            "micro_batches out, or plan again."
+        )
+    return micro_batches or planned
 
 
 def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:

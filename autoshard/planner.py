@@ -37,6 +37,7 @@ from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import OutputKind, Program
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
@@ -82,6 +83,7 @@ class Planner:
         with_kernels: let Triton kernels stand in for operators, and predict that.
         for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
+        recipe: within which plans are searched; None: everywhere.
         gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
         others: see `compile`.
@@ -106,6 +108,7 @@ class Planner:
     for_compiler: bool = False
     with_native: bool = True
     reduce_dtype: torch.dtype | None = None
+    recipe: Recipe | None = None
     gather_outputs: bool = False
     progress: bool | None = False
 
@@ -290,6 +293,7 @@ class Planner:
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,
             before=self.before,
+            recipe=self.recipe,
         )
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:

@@ -29,6 +29,7 @@ from autoshard.errors import NotAvailableError, RecipeError, TraceError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.runtime import MEGATRON, Runtime, runtime_named
 from cost_models.hardware import Cluster
 from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel
@@ -49,6 +50,7 @@ def price(
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     step_model: StepModel | None = None,
+    runtime: str | Runtime | None = None,
 ) -> Plan:
     """What a training step takes under a recipe, and where everything lies; nothing is run.
 
@@ -63,6 +65,8 @@ def price(
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
             how large it is does not matter, the recipe says how many sequences are run.
         loss_fn: for a model that returns no loss, see `compile`.
+        runtime: what executes it: "megatron", "fsdp2", "deepspeed", or a `Runtime` made by hand; None: as the recipe's
+            own fields say (what is overlapped and fused). Our own runtime is priced by `autoshard.plan(recipe=)`.
         step_model: how kernels and collectives do in a step, beside how they do alone; default: as in published runs.
 
     Returns:
@@ -97,12 +101,25 @@ def price(
         )
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+    profile = runtime_named(runtime)
+    if runtime is not None and profile is None:
+        raise NotAvailableError(
+            "runtime='autoshard' runs what autoshard.plan(model, mesh, recipe=recipe) plans: call that. price(...) is "
+            "of other runtimes, runtime='megatron', say."
+        )
+    if not recipe.is_complete:
+        raise RecipeError(
+            f"recipe={recipe.words}: another runtime's price takes every field. Give those that are free, or let "
+            "autoshard.plan(recipe=) search them for our own runtime."
+        )
+    recipe = recipe if profile is None else profile.executes(recipe)
     if recipe.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
             f"offload={recipe.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
             "Price the recipe with offload='none' or 'activations'."
         )
     found = recipe_plan(priced_model(model, example_inputs, loss_fn, recipe.precision), recipe, cluster, step_model)
+    found = replace(found, runtime=MEGATRON if profile is None else profile.name)
 
     def fold(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PricedModel:
         return priced_model(model, kwargs if isinstance(example_inputs, Mapping) else args, loss_fn, recipe.precision)

@@ -235,6 +235,7 @@ class StagePlans:
             operators=tuple(item for plan in plans for item in plan.operators),
             was_interrupted=any(plan.was_interrupted for plan in plans),
             stages=plans,
+            micro_batches=order.micro_batches,
             order=order,
             schedule=self.pipeline.schedule,
             cuts=cut.cuts,

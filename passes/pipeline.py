@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from autoshard.ir.kernels import NO_KERNELS, Kernels
-from autoshard.ir.lowered import LoweredProgram, PhasedProgram
+from autoshard.errors import RecipeError
+from autoshard.ir.kernels import Kernels
+from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import NodePlan, Prediction
+from autoshard.ir.plan_parts import UNKNOWN, NodePlan, Prediction
 from autoshard.ir.program import OWNERS, InputKind, OutputSlot, Program, describe
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import Recompute
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
-from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of
+from passes.kernels_on_one_device import fusion_of
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.hoist import Hoist
 from passes.lowering.join_biases import JoinBiases
@@ -44,8 +46,8 @@ from passes.planning.bucket_prices import solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.cover import cover
-from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, find_fusion
-from passes.planning.rewrite_prices import Within
+from passes.planning.kernel_prices import NOTHING_FUSED
+from passes.planning.restrictions import restricted
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
@@ -53,22 +55,23 @@ from passes.prediction.segment_step import repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
+from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute import InsertRecompute
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.savings import savings_of
+from passes.recomputation.whole_blocks import joint_with_blocks, with_whole_blocks
 from passes.solver.assignment import Solution
 from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import ALL_PLANS, SearchControl
 from passes.strategies.elided import find_elided
-from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace, Site
+from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices, StepPrice
 from passes.strategies.price_nodes import NodePrices
-from passes.strategies.scratch import emitted_call
 
 if TYPE_CHECKING:
-    from autoshard.kernels.kernel import FusedKernel
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +107,7 @@ class PlanOptions:
         offload: whether, then, they may also lie in the host's memory until the backward.
         reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
         with_kernels: whether calls are priced within the Triton kernels that run in place of them.
+        recipe: within which the plan is searched; None: everywhere.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 
@@ -120,6 +124,7 @@ class PlanOptions:
     offload: bool = True
     reduce_dtype: torch.dtype | None = None
     with_kernels: bool = False
+    recipe: Recipe | None = None
     control: SearchControl = field(default_factory=SearchControl)
 
 
@@ -144,11 +149,7 @@ class Decision:
     bucketed: Solution | None = None
 
 
-UNKNOWN = Prediction(0.0, 0, {}, {})
-"""Of a plan that is made to be lowered."""
-
 _PREPARED = "autoshard: as traced, and prepared"
-_KERNELS = "autoshard: its kernels on one device"
 
 
 def prepare(program: Program) -> Program:
@@ -172,7 +173,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
         planning = planning_problem(program, mesh, cluster, options)
     built = time.monotonic()
     logger.debug("enumeration took %.3f s", built - start)
-    found = solve(planning, options, allowed_options(planning, options.constraints))
+    found = solve(planning, options, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
     plan = fastest(planning, found, cluster, options)
     costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
@@ -201,6 +202,8 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
             continue
         seen.add(each.choice)
         other = plan_of_choice(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
+        recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, each)))
+        other = replace(other, recompute=recompute, offload=offload)
         fits = options.memory_budget is None or other.predicted.peak_memory_bytes <= options.memory_budget
         gain = _SURE if each is found.bucketed else 0.0
         if fits and _is_faster(other.predicted, best.predicted, gain, cluster):
@@ -235,89 +238,51 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         bucketed = solve_in_buckets(planning, BucketCollectives().least_bytes, quick, allowed)
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
-    recompute = options.recompute and not planning.elided.sites
+    recipe = options.recipe
+    recompute = options.recompute and not planning.elided.sites and (recipe is None or recipe.recompute is None)
+    offload = options.offload and (recipe is None or recipe.offload is None)
     before = None if options.before is None else solution_of(options.before, planning, allowed)
     found = solve_jointly(
-        planning, search, allowed, start, recompute=recompute, offload=options.offload, before=before
+        planning, search, allowed, start, recompute=recompute, offload=offload, before=before
     )  # fmt: skip
-    return Decision(found.planning, found.solution, *savings_of(planning, found), baselines, bucketed)
+    without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
+    return Decision(found.planning, found.solution, *savings_of(without, found), baselines, bucketed)
+
+
+def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
+    """The options that a user's constraints and recipe leave.
+
+    Raises:
+        InvalidSpecError: see `allowed_options`.
+        RecipeError: see `restricted`; or the two leave nothing together.
+    """
+    allowed = allowed_options(planning, options.constraints)
+    if options.recipe is None:
+        return allowed
+    masks = restricted(planning, options.recipe)
+    both = {**masks, **{variable: mask & masks.get(variable, mask) for variable, mask in allowed.items()}}
+    for variable, mask in both.items():
+        if not mask.any():
+            raise RecipeError(
+                f"constraints= and recipe= ({options.recipe.words}) leave no spec for "
+                f"{planning.members[variable][0]!r} together. Leave one of the two out."
+            )
+    return both
 
 
 def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
     """The assignment problem whose solutions are the plans of a program.
 
     Raises:
-        NotAlikeError: the program leaves out blocks, and those beside them are not alike.
+        NotAlikeError: the program leaves out blocks, and those beside them are not alike, or a recipe asks for them.
     """
     space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
     elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
     liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches), elided, space)
-    fusion = _fusion(space, prices) if options.with_kernels else NOTHING_FUSED
-    return build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
-
-
-def _fusion(space: SearchSpace, prices: Prices) -> Fusion:
-    """What kernels do to prices."""
-    from passes.lowering.price_kernels import price_within
-
-    kernels, takers = _kernels_known(space, prices.cluster)
-    alone = takers.difference(*(use.stands_for for use in kernels.uses))
-
-    def within(site: Site, strategy: Strategy) -> Within:
-        assert site.node is not None, "calls have nodes"
-        call = emitted_call(site, strategy, prices.mesh)
-        return Within(*price_within(call, site.node, prices.cluster.device, cheap_kernels(), alone))
-
-    return find_fusion(space, prices, kernels, takers, within)
-
-
-def _kernels_known(space: SearchSpace, cluster: Cluster) -> tuple[Kernels, frozenset[str]]:
-    """`kernels_on_one_device`, found once for all meshes, and kept with the prepared graph."""
-    program, device = space.program, cluster.device
-    of_program, of_device, kernels = program.graph_module.meta.get(_KERNELS, (None, None, (NO_KERNELS, frozenset())))
-    if of_program is not program or of_device != device:
-        kernels = kernels_on_one_device(space, cluster)
-        program.graph_module.meta[_KERNELS] = (program, device, kernels)
-    return kernels
-
-
-def kernels_on_one_device(space: SearchSpace, cluster: Cluster) -> tuple[Kernels, frozenset[str]]:
-    """The Triton kernels with which a program would run where every value is whole, for its search.
-
-    And the pointwise calls that are, or may be, in generated ones.
-    """
-    from passes.lowering.price_kernels import fused_phases, pointwise_calls, price_phases
-
-    lowered = on_one_device(space)
-    phased = fused_phases(lowered, cheap_kernels())
-    return price_phases(lowered, phased, cluster.device), pointwise_calls(phased)
-
-
-def cheap_kernels() -> tuple[FusedKernel, ...]:
-    """The hand-written kernels that searches know: not those that compute anew, which save memory, by the specs."""
-    from autoshard.kernels.registry import FUSED
-
-    return tuple(kernel for kernel in FUSED if not kernel.readers_of_anew)
-
-
-def on_one_device(space: SearchSpace) -> LoweredProgram:
-    """A program lowered with every value whole; the first strategies of its sites are that."""
-    first = {name: site.strategies[0] for name, site in space.sites.items() if site.node is not None}
-    whole = Plan(
-        mesh=space.mesh,
-        program_digest=space.program.digest(),
-        inputs={},
-        nodes={name: NodePlan(strategy.inputs, strategy.outputs) for name, strategy in first.items()},
-        outputs={result_key(slot): PartitionSpec() for slot in space.program.outputs},
-        parameters={},
-        predicted=UNKNOWN,
-        objective=0.0,
-        lower_bound=None,
-        search_time_s=0.0,
-        hardware="",
-    )
-    return Lower(whole)(space.program)
+    fusion = fusion_of(space, prices) if options.with_kernels else NOTHING_FUSED
+    planning = build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
+    return planning if options.recipe is None else with_whole_blocks(planning, options.recipe)
 
 
 def prepare_for(program: Program, plan: Plan) -> Program:
@@ -485,6 +450,8 @@ def _plan_of_operators(
         lower_bound=lower_bound,
         search_time_s=0.0,
         hardware=cluster.name,
+        micro_batches=planning.liveness.micro_batches,
+        recipe=options.recipe,
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
         replicated_operators=planning.space.replicated_operators,
         operators=cover(planning, choice),

@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("autoshard.fixed_plan", "autoshard.progress"),
     ),
     "autoshard.pipelines": (*_IR, "autoshard.planner", "cost_models"),
+    "autoshard.recipe_plans": (*_LEAVES, *_PASSES, "autoshard.planner"),
     "autoshard.stage_plans": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
     ),
@@ -73,7 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.api": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
         *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
-        *("autoshard.pipelines", "autoshard.stage_planner", "autoshard.stage_plans"),
+        *("autoshard.pipelines", "autoshard.recipe_plans", "autoshard.stage_planner", "autoshard.stage_plans"),
     ),
     "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
     "autoshard.fixed_plan": (*_IR, "autoshard.runtime"),

@@ -28,6 +28,7 @@ from autoshard.ir.read_json import check_keys, is_required, parse, read
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
+from autoshard.ir.runtime import AUTOSHARD, MEGATRON
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 7
 """Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
 version 4 the recipe, and recomputation; version 5 offload; version 6 the kernels of `predicted`; version 7 stages,
-and the order that they run in."""
+the order that they run in, the runtime, and micro-batches."""
 
 _READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 
@@ -112,7 +113,9 @@ class Plan:
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
         repeats: blocks that are not among `nodes`, as they lie like the ones behind them; all else is of the whole
             model. The plan's program is the one without these blocks.
-        recipe: the recipe that it is the plan of; None for one that was searched spec by spec.
+        recipe: the recipe within which it was searched, or that it prices; None: all specs were searched.
+        runtime: what runs it: "autoshard", that is `compile`; otherwise the plan is a price, see `autoshard.Runtime`.
+        micro_batches: how many a step has; `inputs` and `nodes` are of one.
         was_interrupted: whether Ctrl-C ended the search: it is the best until then.
         stages: of a mesh with an axis "pipeline", the plan of each stage, on the mesh of the other axes. The figures
             of such a plan are those of the step; `nodes` is empty, as each stage has its own.
@@ -143,6 +146,8 @@ class Plan:
     operators: tuple[OperatorCoverage, ...] = ()
     repeats: tuple[Repeat, ...] = ()
     recipe: Recipe | None = None
+    runtime: str = AUTOSHARD
+    micro_batches: int = 1
     was_interrupted: bool = False
     stages: tuple[Plan, ...] = ()
     order: PipelineOrder | None = None
@@ -168,6 +173,11 @@ class Plan:
     def updates(self) -> bool:
         """Whether it is the plan of a whole training step, an optimizer's update included."""
         return any(name.startswith("parameter_update ") for name in self.outputs)
+
+    @property
+    def runs(self) -> bool:
+        """Whether `compile` runs it; else it is a price, of what another runtime would do."""
+        return self.runtime == AUTOSHARD
 
     @property
     def layouts(self) -> Mapping[str, int]:
@@ -366,6 +376,8 @@ class Plan:
             "offload": asdict(self.offload),
             "baselines": dict(self.baselines),
             "recipe": None if self.recipe is None else asdict(self.recipe),
+            "runtime": self.runtime,
+            "micro_batches": self.micro_batches,
             "was_interrupted": self.was_interrupted,
             "schedule": self.schedule,
             "order": None if self.order is None else self.order.to_json(),
@@ -404,6 +416,8 @@ class Plan:
         found["stages"] = _read_stages(data.get("stages", []))
         found["order"] = None if data.get("order") is None else PipelineOrder.from_json(data["order"])
         _check_precision(found.get("precision"))
+        if found.get("recipe") is not None:
+            found.setdefault("runtime", MEGATRON)  # files of version 6 and before
         timeline = data.get(_TIMELINE)
         trace = None if timeline is None else Trace.from_json(timeline)
         nodes = {name: NodePlan(*specs) for name, specs in found["nodes"].items()}

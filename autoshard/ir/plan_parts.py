@@ -157,3 +157,7 @@ class Prediction:
         data = asdict(replace(self, timeline=None))
         del data["timeline"]
         return data
+
+
+UNKNOWN = Prediction(0.0, 0, {}, {})
+"""Of a plan that is made to be lowered."""

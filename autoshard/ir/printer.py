@@ -57,6 +57,9 @@ def recipe_lines(plan: Plan) -> list[str]:
     if plan.recipe is None:
         return []
     lines = [f"Recipe: {plan.recipe.words}."]
+    if plan.runs:
+        parts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+        return [*lines, f"compile(model, {plan.mesh}, optimizer=..., plan=plan) runs it{parts}."]
     if plan.offload.host_bytes:
         size, time = format_bytes(plan.offload.host_bytes), format_time(plan.offload.time_s)
         lines.append(f"Offload: {size} on the host for each device, at most; {time} of a step's copies are waited for.")

@@ -1,8 +1,8 @@
 """Recipes: how an expert lays out a training run, in the words of Megatron-LM, DeepSpeed and FSDP.
 
 A recipe names sizes of mesh axes (pipeline x data x context x tensor; experts share the data and context axes), what
-ZeRO shards, what is computed twice, and what the framework overlaps and fuses. `autoshard.price` turns it into
-constraints on a traced program.
+ZeRO shards, what is computed twice, and what the framework overlaps and fuses. `autoshard.plan` turns it into a
+restriction of its search, `autoshard.price` into constraints on a traced program.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from autoshard.errors import RecipeError
 
@@ -23,11 +24,23 @@ OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
 LIBRARY, TRITON = KERNELS = ("library", "triton")
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
+SEARCHED = ("data", "zero", "tensor", "sequence_parallel", "context", "micro_batch", "recompute", "offload")
+"""Fields that may be left free."""
+
+if TYPE_CHECKING:  # what reads a field has a complete recipe
+    Count = int
+    Word = str
+    Flag = bool
+else:
+    Count, Word, Flag = int | None, str | None, bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """An expert's plan of a training step.
+
+    `data`, `zero`, `tensor`, `sequence_parallel`, `context`, `micro_batch`, `recompute` and `offload` may be None: free
+    for `autoshard.plan` to choose. Under the runtimes of others recipes are priced that leave nothing free.
 
     Args:
         data: replicas of the model (full width; FSDP's shards are among them).
@@ -93,12 +106,12 @@ class Recipe:
         8
     """
 
-    data: int = 1
-    zero: int = 0
+    data: Count = 1
+    zero: Count = 0
     zero_group: int | None = None
-    tensor: int = 1
-    sequence_parallel: bool = False
-    context: int = 1
+    tensor: Count = 1
+    sequence_parallel: Flag = False
+    context: Count = 1
     expert: int = 1
     expert_tensor: int = 1
     pipeline: int = 1
@@ -107,9 +120,9 @@ class Recipe:
     stage_blocks: Sequence[int] | None = None
     islands: Sequence[int] | None = None
     split_ends: bool = False
-    micro_batch: int = 1
+    micro_batch: Count = 1
     global_batch: int | None = None
-    recompute: str = "none"
+    recompute: Word = "none"
     recompute_modules: str | None = None
     early_stop: bool = False
     attention: str | None = None
@@ -118,7 +131,7 @@ class Recipe:
     gradient_dtype: str = "f32"
     separate_sum: bool = False
     master_weights: bool = True
-    offload: str = "none"
+    offload: Word = "none"
     overlap_gradients: bool = True
     overlap_parameters: bool = True
     overlap_tensor: bool = True
@@ -137,16 +150,23 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, value in zip(_COUNTS, _counts_of(self), strict=True):
-            _check_count(name, value)
+            if value is not None or name not in SEARCHED:
+                _check_count(name, value)
         try:
             _check_kinds(*_kinds_of(self))
         except TypeError:  # one cannot be hashed
             _check_kinds.__wrapped__(*_kinds_of(self))
-        self._check_batch()
-        self._check_axes()
+        if self.is_complete:
+            self._check_batch()
+            self._check_axes()
         self._check_islands()
         self._check_stages()
         self._check_kernels()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no field is free."""
+        return None not in _searched_of(self)
 
     @property
     def devices(self) -> int:
@@ -191,6 +211,8 @@ class Recipe:
             >>> Recipe(data=4, zero=1, tensor=8, sequence_parallel=True, pipeline=2, global_batch=16).words
             'data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1f1b); 4 micro-batches of 1'
         """
+        if not self.is_complete:
+            return self._partial_words()
         axes = [f"data {self.data}{self._sharding_words()}"]
         if self.tensor > 1:
             axes.append(f"tensor {self.tensor}" + (" with sequence parallelism" if self.sequence_parallel else ""))
@@ -212,6 +234,12 @@ class Recipe:
         host = "; activations on the host" if self.offload == "activations" else ""
         kernels = "; Triton kernels" if self.kernels == TRITON else ""
         return f"{', '.join(axes)}; {batches}{again[self.recompute]}{host}{kernels}"
+
+    def _partial_words(self) -> str:
+        """The fields that are given and not those that are free."""
+        given = ((name, getattr(self, name)) for name in SEARCHED)
+        free = ", ".join(name for name in SEARCHED if getattr(self, name) is None)
+        return f"{', '.join(f'{name}={value!r}' for name, value in given if value is not None)}; searched: {free}"
 
     def _sharding_words(self) -> str:
         group = "" if self.zero_group in (None, self.replicas) else f" in groups of {self.zero_group}"
@@ -312,17 +340,19 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "kernels": KERNELS,
 }
 _OPTIONAL = ("zero_group", "global_batch")
-_FLAGS = tuple(item.name for item in fields(Recipe) if item.type == "bool")
+_FLAGS = tuple(item.name for item in fields(Recipe) if item.type in ("bool", "Flag"))
 
 _counts_of = attrgetter(*_COUNTS)
 _kinds_of = attrgetter(*_CHOICES, *_FLAGS)
+_searched_of = attrgetter(*SEARCHED)
 
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_kinds(*values: object) -> None:
     """Check the choices and flags of a recipe; many recipes of a search have the same."""
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
-        check_field(name, value)
+        if value is not None or name not in SEARCHED:
+            check_field(name, value)
 
 
 def check_field(name: str, value: object) -> None:

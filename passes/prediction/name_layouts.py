@@ -14,16 +14,13 @@ parameter has no state, the pieces in which it is updated count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import torch
-from torch import fx
+from collections.abc import Sequence
 
 from autoshard.ir.plan_parts import ParameterPlan
 from autoshard.ir.program import InputSlot
-from autoshard.kernels.optimizers import IN_PLACE
 from passes.planning.build_assignment import PlanningProblem
-from passes.strategies.enumerate_strategies import Link, Site, operands_of, resolve
+from passes.planning.parameter_uses import forward_links, update_of
+from passes.strategies.enumerate_strategies import operands_of, resolve
 from passes.strategies.price import local_bytes
 
 _ZERO_3, _SPLIT, _ZERO_2, _ZERO_1, _COPIED = "ZeRO-3", "split", "ZeRO-2", "ZeRO-1", "copied"
@@ -38,7 +35,7 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
     place = ParameterPlan(spec, value.shape, local_bytes(value, spec, space.mesh))
     parameter = space.sites[slot.node].node
     assert parameter is not None, "only a program's results have sites without a node"
-    update = _update_of(parameter)
+    update = update_of(parameter)
     if update is None:
         return place
     _, (gradient, index), *others = map(resolve, operands_of(update))
@@ -66,17 +63,6 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
     return ParameterPlan(spec, place.shape, place.local_bytes, gradient=reduced, state=state, layout=text or _COPIED)
 
 
-def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
-    """What makes the gradient that a parameter is updated with, and which of its results that is."""
-    update = _update_of(parameter)
-    return None if update is None else resolve(operands_of(update)[1])
-
-
-def _update_of(parameter: fx.Node) -> fx.Node | None:
-    """The update of a parameter, if there is one."""
-    return next((user for user in parameter.users if user.target in IN_PLACE and user.args[0] is parameter), None)
-
-
 def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
     """The axes over which a parameter is gathered on its way, by hubs and views, into the calls of the forward."""
     found: set[str] = set()
@@ -85,26 +71,3 @@ def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) 
         after = planning.strategy(link.head, choice).inputs[link.operand]
         found |= set(before.sharded_axes) - set(after.sharded_axes)
     return found
-
-
-def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links of the forward by which a value is read, and those by which hubs, views and casts of it are."""
-    readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
-    if not readers:
-        for link in planning.space.links:
-            readers.setdefault(link.tail, []).append(link)
-    waiting = [name]
-    while waiting:
-        for link in readers.get(waiting.pop(), ()):
-            head = planning.space.sites[link.head]
-            if head.phase != "forward" or link.operand < 0 or head.node is None:
-                continue
-            yield link
-            if passes_on(head, link):
-                waiting.append(link.head)
-
-
-def passes_on(head: Site, link: Link) -> bool:
-    """Whether what a link leads to is the value itself: a hub, a view, or a cast of it."""
-    is_cast = head.node is not None and head.node.target is torch.ops.aten._to_copy.default
-    return link.operand == 0 and (head.is_alias or is_cast)

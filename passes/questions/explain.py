@@ -20,9 +20,9 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.pipeline import PlanOptions, kernels_of, planning_problem, prepare_for
+from passes.pipeline import PlanOptions, allowed_by, kernels_of, planning_problem, prepare_for
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.constraints import allowed_options, constrainable, own_specs
+from passes.planning.constraints import constrainable, own_specs
 from passes.questions.feature_names import feature_named
 from passes.questions.what_if import cheapest_first, is_answered, limits, outcome, outcome_of, why_not
 
@@ -51,7 +51,7 @@ class PlanAlternatives:
         site_name = _site_named(planning, name)
         specs = own_specs(planning.space.sites[site_name])
         chosen = _chosen(plan, planning, site_name)
-        allowed = allowed_options(planning, self.options.constraints)
+        allowed = allowed_by(planning, self.options)
         variable = planning.classes[site_name]
         found = {
             spec: outcome(planning, self.options, {**allowed, variable: mask & allowed.get(variable, mask)})

@@ -19,10 +19,10 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster, NodeType
 from cost_models.topology import Link
-from passes.pipeline import PlanOptions, fastest, planning_problem, solve
+from passes.pipeline import PlanOptions, allowed_by, fastest, planning_problem, solve
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.constraints import allowed_options
-from passes.questions.roles import ROLES, Masks, has_role, restrict
+from passes.planning.restrictions import ROLES, restrict_all
+from passes.questions.roles import has_role
 
 MORE = 1.1
 """How much more of each resource `limits` tries."""
@@ -73,10 +73,11 @@ def why_not(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature
     ways = _ways(planning, feature)
     specs = _specs_of(plan)
     used = [_over(way) for way in ways if all(has_role(planning, specs, axis, role) for axis, role in way.items())]
-    allowed = allowed_options(planning, options.constraints)
+    allowed = allowed_by(planning, options)
     variants = []
     for way in ways:
-        masks = None if _over(way) in used else _restrict_all(planning, way)
+        roles = {axis: ROLES[role] for axis, role in way.items()}
+        masks = None if _over(way) in used else restrict_all(planning, roles)
         if masks is not None:
             both = {**allowed, **{key: mask & allowed.get(key, mask) for key, mask in masks.items()}}
             found = outcome(planning, replace(options, with_baselines=False), both)
@@ -103,7 +104,7 @@ def is_answered(plan: Plan, feature: str) -> bool:
 def _why_not_keeping(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature: str) -> WhyNot:
     """A plan that recomputes or offloads beside the best that does not."""
     without = replace(options, **{feature: False}, with_baselines=False)
-    found = outcome(planning, without, allowed_options(planning, options.constraints))
+    found = outcome(planning, without, allowed_by(planning, options))
     return WhyNot(
         feature=feature,
         used=f"of {len(getattr(plan, feature).nodes)} values",
@@ -131,21 +132,10 @@ def _over(way: Way) -> str:
     return f"over {first}" + "".join(f", copied over {axis}" for axis in others)
 
 
-def _restrict_all(planning: PlanningProblem, way: Way) -> Masks | None:
-    """The options under which each axis has its role; None if there are none."""
-    parts = [restrict(planning, ROLES[role], axis) for axis, role in way.items()]
-    found: Masks = {}
-    for part in parts:
-        if part is None:
-            return None
-        found.update({key: mask & found.get(key, mask) for key, mask in part.items()})
-    return found
-
-
 def limits(program: Program, planning: PlanningProblem, options: PlanOptions, plan: Plan) -> Limits:
     """See `Plan.limits`; `program` is as traced. With more of anything nothing is slower than the plan would be."""
     cluster = planning.prices.cluster
-    options, allowed = replace(options, before=plan), allowed_options(planning, options.constraints)
+    options, allowed = replace(options, before=plan), allowed_by(planning, options)
     chosen, variants, worth = outcome_of(plan), [], None
     if options.memory_budget is not None:
         for name, budget in ((MORE_MEMORY, options.memory_budget * MORE), (UNLIMITED, None)):

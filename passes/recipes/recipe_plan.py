@@ -14,6 +14,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import ParameterPlan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.runtime import MEGATRON
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
@@ -33,7 +34,10 @@ from passes.sections.propagate_axis import AxisLayout
 
 
 def recipe_plan(
-    priced: PricedModel, recipe: Recipe, cluster: Cluster | JoinedCluster, model: StepModel | None = None
+    priced: PricedModel,
+    recipe: Recipe,
+    cluster: Cluster | JoinedCluster,
+    model: StepModel | None = None,
 ) -> Plan:
     """The plan of a recipe.
 
@@ -66,6 +70,8 @@ def recipe_plan(
         search_time_s=time.monotonic() - start,
         hardware=cluster.name,
         recipe=recipe,
+        runtime=MEGATRON,
+        micro_batches=recipe.micro_batches,
         offload=Offload(
             host_bytes=_host_bytes(priced.counted, recipe, cluster),
             time_s=prediction.breakdown.get(f"communication over {HOST}", 0.0),

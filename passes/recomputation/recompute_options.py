@@ -117,7 +117,7 @@ class _Finding:
     @cached_property
     def forward(self) -> tuple[str, ...]:
         """The calls of the forward."""
-        return tuple(name for name, site in self.space.sites.items() if _is_forward(site))
+        return tuple(name for name, site in self.space.sites.items() if is_forward(site))
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -138,7 +138,7 @@ class _Finding:
 
     def _is_late(self, link: Link) -> bool:
         head = self.space.sites[link.head]
-        return not _is_forward(head) and not leaves_program(head, link)
+        return not is_forward(head) and not leaves_program(head, link)
 
     @cached_property
     def pure(self) -> frozenset[str]:
@@ -146,13 +146,11 @@ class _Finding:
         return frozenset(
             name
             for name in self.forward
-            if _is_pure(self.space.sites[name]) and all(map(self._may_be_remade, self.readers[name]))
+            if is_pure(self.space.sites[name]) and all(map(self._may_be_remade, self.readers[name]))
         )
 
     def _may_be_remade(self, link: Link) -> bool:
-        """Whether a reader leaves it open where the value comes from."""
-        head = self.space.sites[link.head]
-        return not leaves_program(head, link) and head.phase != UPDATE
+        return may_be_remade(self.space.sites[link.head], link)
 
     def run(self) -> RecomputeOptions:
         members: dict[int, list[str]] = defaultdict(list)
@@ -201,11 +199,9 @@ class _Finding:
 
     def _may_move(self, name: str) -> bool:
         """Whether a value may come back from the host for all that reads it behind the forward, and owns its memory."""
-        node = self.space.sites[name].node
-        assert node is not None, "calls have nodes"
         is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
-        is_alias = is_view(node) or (self.space.sites[name].is_alias and is_of_input)
-        return not is_alias and all(map(self._may_be_remade, self.readers[name]))
+        is_shared = is_alias(self.space.sites[name], is_of_input)
+        return not is_shared and all(map(self._may_be_remade, self.readers[name]))
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
         """Variables whose values the backward reads, and which are not small."""
@@ -280,11 +276,23 @@ class _Finding:
         return tuple(found)
 
 
-def _is_forward(site: Site) -> bool:
+def may_be_remade(head: Site, link: Link) -> bool:
+    """Whether a reader leaves it open where the value comes from."""
+    return not leaves_program(head, link) and head.phase != UPDATE
+
+
+def is_alias(site: Site, is_of_input: bool) -> bool:
+    """Whether the memory of a site's value is another one's, or an input's: it cannot go to the host alone."""
+    assert site.node is not None, "calls have nodes"
+    return is_view(site.node) or (site.is_alias and is_of_input)
+
+
+def is_forward(site: Site) -> bool:
+    """Whether a site is a call of the forward."""
     return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
 
 
-def _is_pure(site: Site) -> bool:
+def is_pure(site: Site) -> bool:
     """Whether running a call again gives the same value, and does nothing else."""
     assert site.node is not None
     target = site.node.target

@@ -22,6 +22,12 @@ def segments(sites: Sequence[Site]) -> Mapping[str, int]:
     return found
 
 
+def block_segments(sites: Sequence[Site]) -> Mapping[str, int]:
+    """`segments` without sites that are in no repeated block."""
+    blocks, found = numbered_blocks(sites), segments(sites)
+    return {site.name: found[site.name] for site in sites if _block(site, blocks)}
+
+
 def _block(site: Site, blocks: Collection[str]) -> str:
     assert site.node is not None, "calls have nodes"
     parts = site.node.meta.get("module", "").split(".")

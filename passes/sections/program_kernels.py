@@ -1,6 +1,6 @@
 """Find the Triton kernels of a folded program with every value whole: what lowering puts in place of its calls.
 
-They are chosen as for plans of specs (`pipeline.kernels_on_one_device`), but that generated ones are chosen by bytes
+They are chosen as for plans of specs (`passes.kernels_on_one_device`), but that generated ones are chosen by bytes
 alone, for any device: sections are counted once for all.
 """
 
@@ -14,12 +14,12 @@ from torch import fx
 from torch._ops import OpOverload
 
 from cost_models.operators import work
+from passes.kernels_on_one_device import cheap_kernels, on_one_device
 from passes.lowering.choose_groups import choose_groups
 from passes.lowering.count_launches import Traffic, is_launch, second_step
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.price_kernels import tensor_infos
 from passes.lowering.split_phases import SplitPhases
-from passes.pipeline import cheap_kernels, on_one_device
 from passes.sections.kernel_chains import ProgramKernel
 from passes.strategies.enumerate_strategies import SearchSpace
 from passes.strategies.operator_names import operator_name

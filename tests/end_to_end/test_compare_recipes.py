@@ -86,7 +86,7 @@ OTHERS = st.fixed_dictionaries(
 
 def plan_of(name: str, recipe: Recipe) -> Plan:
     """Its price."""
-    return autoshard.plan(MODEL, CLUSTERS[name], example_inputs=tokens(), recipe=recipe)
+    return autoshard.price(MODEL, CLUSTERS[name], recipe, example_inputs=tokens())
 
 
 def check(name: str, one: Recipe, other: Recipe) -> None:

@@ -16,9 +16,10 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.explanation import Outcome, WhyNot
 from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import plan_of_choice, solve
+from passes.planning.restrictions import ROLES, restrict
 from passes.questions.explain import PlanAlternatives
 from passes.questions.feature_names import NAMES
-from passes.questions.roles import ROLES, has_role, restrict
+from passes.questions.roles import has_role
 from passes.recipe_search.recipe_alternatives import FEATURES, RecipeAlternatives
 from passes.recipe_search.richer_problems import richer_problems
 from passes.solver.assignment import Solution

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoshard.errors import InvalidSpecError
+from passes.planning.restrictions import ROLES
 from passes.questions.feature_names import NAMES, feature_named
-from passes.questions.roles import ROLES
 from passes.recipe_search.recipe_alternatives import FEATURES
 
 

@@ -15,8 +15,9 @@ from autoshard.ir.explanation import Limits
 from autoshard.ir.plan import Plan
 from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import plan_of_choice, solve
+from passes.planning.restrictions import ROLES, restrict
 from passes.questions.explain import PlanAlternatives
-from passes.questions.roles import ROLES, has_role, restrict
+from passes.questions.roles import has_role
 from tests.passes.questions.test_explain import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})

@@ -127,7 +127,10 @@ def test_what_a_search_cannot_begin_with_is_refused() -> None:
             autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=cast("Any", wrong), **OPTIONS)
     for other, message in (
         ({}, "is of a recipe; pass global_batch="),
-        ({"recipe": Recipe(data=4), "global_batch": 8}, "recipe= is priced as it is: leave one out"),
+        (
+            {"recipe": Recipe(data=4), "global_batch": 8, "runtime": "megatron"},
+            "recipe= is priced as it is: leave one out",
+        ),
     ):
         with pytest.raises(NotAvailableError, match=message):
             autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan("uniform"), **other)

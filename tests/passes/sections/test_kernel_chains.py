@@ -13,10 +13,10 @@ from torch import fx, nn
 from autoshard import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
+from passes.kernels_on_one_device import cheap_kernels, on_one_device
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.price_kernels import price_kernels
 from passes.lowering.split_phases import SplitPhases
-from passes.pipeline import cheap_kernels, on_one_device
 from passes.sections.count_sections import FUSED, Kernel, Section, Sized, count_sections
 from passes.sections.price_model import PricedModel, RecipeKind
 from passes.sections.propagate_axis import AXIS, AxisLayout, Move, MoveKind

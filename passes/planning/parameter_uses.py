@@ -1,0 +1,52 @@
+"""What the calls of a program do with a parameter: which read it, and which make its gradient and update it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autoshard.kernels.optimizers import IN_PLACE
+from passes.planning.build_assignment import PlanningProblem
+from passes.strategies.enumerate_strategies import Link, Site, operands_of, resolve
+
+
+def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
+    """What makes the gradient that a parameter is updated with, and which of its results that is."""
+    update = update_of(parameter)
+    return None if update is None else resolve(operands_of(update)[1])
+
+
+def update_of(parameter: fx.Node) -> fx.Node | None:
+    """The update of a parameter, if there is one."""
+    return next((user for user in parameter.users if user.target in IN_PLACE and user.args[0] is parameter), None)
+
+
+def uses_of(planning: PlanningProblem, name: str) -> Iterator[Link]:
+    """The links by which calls of the forward read a value, behind views, hubs and casts."""
+    sites = planning.space.sites
+    return (link for link in forward_links(planning, name) if not passes_on(sites[link.head], link))
+
+
+def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
+    """The links of the forward by which a value is read, and those by which hubs, views and casts of it are."""
+    readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
+    if not readers:
+        for link in planning.space.links:
+            readers.setdefault(link.tail, []).append(link)
+    waiting = [name]
+    while waiting:
+        for link in readers.get(waiting.pop(), ()):
+            head = planning.space.sites[link.head]
+            if head.phase != "forward" or link.operand < 0 or head.node is None:
+                continue
+            yield link
+            if passes_on(head, link):
+                waiting.append(link.head)
+
+
+def passes_on(head: Site, link: Link) -> bool:
+    """Whether what a link leads to is the value itself: a hub, a view, or a cast of it."""
+    is_cast = head.node is not None and head.node.target is torch.ops.aten._to_copy.default
+    return link.operand == 0 and (head.is_alias or is_cast)

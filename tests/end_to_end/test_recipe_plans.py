@@ -1,0 +1,215 @@
+"""Plans within recipes: one price, whoever asks, and what was planned runs and equals one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard import Cluster, Mesh, NotAvailableError, Plan, PlanMismatchError, Recipe, RecipeError
+from cost_models.streams import overlap_of, simulate_streams
+from passes.memory.lowered_memory import peak_bytes
+from passes.pipeline import lower_program, plan_of_choice, planning_problem
+from passes.prediction.predict import TODAY
+from passes.prediction.walk_program import walk_program
+from passes.questions.explain import PlanAlternatives
+from passes.recomputation.plan_before import solution_of
+from passes.strategies.price_nodes import NodePrices
+from tests.end_to_end.test_chosen_plans import LLAMA, decoder
+from tests.end_to_end.training import assert_close, whole
+from tests.runtime.processes import report, run_checks
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
+"""With an epsilon above the rounding of small gradients, which updates would show otherwise."""
+
+BATCH = 8
+SHAPE = replace(LLAMA, layers=1)
+GLOO = (
+    Recipe(data=4, zero=3, zero_group=2, micro_batch=1, recompute="full"),
+    Recipe(data=2, zero=1, tensor=2, sequence_parallel=True, micro_batch=4),
+)
+REFUSED = (
+    (Recipe(pipeline=2, data=2), "pipeline=2 has no program yet that compile runs"),
+    (Recipe(data=4, expert=4), "expert=4 has no program yet"),
+    (Recipe(data=4, recompute="selective"), "recompute='selective' has no program yet"),
+    (Recipe(data=4, zero=1, offload="optimizer"), "offload='optimizer' has no program yet"),
+)
+
+
+def cluster_of(devices: int) -> Cluster:
+    """So many H100s in one box."""
+    return Cluster("h100_sxm", nodes=1, devices_per_node=devices)
+
+
+def plan_of(recipe: Recipe, target: Cluster | Mesh, layers: int = 1, **options: Any) -> Plan:
+    """The plan of a small Llama within a recipe."""
+    model, inputs = decoder(replace(SHAPE, layers=layers))
+    asked = {"optimizer": ADAMW(model.parameters()), "precision": None, "global_batch": BATCH, **options}
+    return autoshard.plan(model, target, example_inputs=inputs, recipe=recipe, **asked)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Complete recipes of two or four devices."""
+    data, context, tensor = draw(
+        st.sampled_from([(2, 1, 1), (4, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 2, 1), (1, 2, 2)])
+    )
+    has_groups = data == 4 and draw(st.booleans())
+    return Recipe(
+        data=data,
+        context=context,
+        tensor=tensor,
+        zero=draw(st.integers(0, 3)),
+        zero_group=2 if has_groups else None,
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        micro_batch=draw(st.sampled_from([BATCH // data, BATCH // data // 2])),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        offload=draw(st.sampled_from(["none", "activations"])),
+    )
+
+
+def check_price(plan: Plan, cluster: Cluster) -> None:
+    """The plan, the same specs in a problem without the recipe, and the walk of the lowered program say the same."""
+    asked = plan.alternatives
+    assert isinstance(asked, PlanAlternatives)
+    options = replace(asked.options, recipe=None)
+    planning = planning_problem(asked.program, plan.mesh, cluster, options)
+    same = solution_of(plan, planning, {})
+    assert same is not None
+    of_specs = plan_of_choice(same.planning, same.solution.choice, same.solution.cost, None, cluster, options).predicted
+    phased = lower_program(asked.program, plan, cluster, micro_batches=plan.micro_batches)
+    walked = walk_program(phased, NodePrices(cluster, plan.mesh), micro_batches=plan.micro_batches)
+    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch(TODAY.dispatch))
+    for seconds in (of_specs.step_time_s, times.total_s):
+        assert seconds == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
+    for size in (of_specs.peak_memory_bytes, peak_bytes(phased, micro_batches=plan.micro_batches)):
+        assert size == plan.predicted.peak_memory_bytes
+    for sent in (of_specs.sent_bytes, walked.sent_bytes):
+        assert sent == plan.predicted.sent_bytes
+
+
+@cache
+def trained_alone(layers: int = 1) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and parameters of three steps on one device."""
+    model, inputs = decoder(replace(SHAPE, layers=layers))
+    optimizer, losses = ADAMW(model.parameters()), []
+    for _ in range(3):
+        loss = model(**inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, {name: item.detach() for name, item in model.named_parameters()}
+
+
+def check_runs(plan: Plan, mesh: Any, layers: int = 1) -> None:
+    """What `compile` runs of a plan is what one device computes."""
+    model, inputs = decoder(replace(SHAPE, layers=layers))
+    step = autoshard.compile(model, mesh, optimizer=ADAMW(model.parameters()), plan=plan)
+    losses, parameters = trained_alone(layers)
+    for number, loss in enumerate(losses):
+        assert_close(whole(step(**inputs)), loss, f"loss of step {number}")
+    held = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        assert_close(whole(held[name]), parameter, name)
+
+
+EXAMPLES = 20 if settings.default is None else settings.default.max_examples
+
+
+@settings(max_examples=max(1, EXAMPLES // 4))
+@given(recipe=recipes())
+def test_one_price_and_it_runs(recipe: Recipe) -> None:
+    """Of complete recipes: plan, specs and lowered program agree, and three steps equal one device."""
+    cluster = cluster_of(recipe.devices)
+    plan = plan_of(recipe, cluster)
+    assert plan.runs
+    assert plan.micro_batches == BATCH // recipe.data // recipe.micro_batch
+    check_price(plan, cluster)
+    check_runs(plan, plan.mesh)
+
+
+def test_what_a_recipe_says_is_what_the_plan_does(tmp_path) -> None:
+    """Where parameters lie, what is computed again and in how many parts; it is saved with all that."""
+    plan = plan_of(Recipe(data=2, zero=3, tensor=2, micro_batch=2, recompute="full"), cluster_of(4), layers=2)
+    assert plan.mesh == Mesh({"data": 2, "model": 2})
+    matrices = [item for item in plan.parameters.values() if len(item.shape) > 1]
+    assert all(set(item.spec.sharded_axes) == {"data", "model"} for item in matrices)
+    assert plan.recompute.nodes
+    assert not plan.offload.nodes
+    assert "ZeRO-3" in str(plan)
+    assert "runs it, in 2 micro-batches" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert (loaded.runs, loaded.micro_batches, loaded.recipe) == (True, 2, plan.recipe)
+    check_runs(loaded, loaded.mesh, layers=2)
+
+
+def test_what_a_recipe_leaves_free_is_searched() -> None:
+    """Over a mesh, no slower than one of the recipes within it, but for the gap at which searches end."""
+    free, complete = Recipe(data=2, zero=None, micro_batch=None, recompute=None), Recipe(data=2, micro_batch=4)
+    found = plan_of(free, cluster_of(2))
+    assert found.micro_batches == 1
+    assert found.predicted.step_time_s <= plan_of(complete, cluster_of(2)).predicted.step_time_s * 1.01
+    assert {each.mesh for each in map(plan_of, (Recipe(data=None, tensor=None),), (cluster_of(2),))} <= {
+        Mesh({"data": 2}),
+        Mesh({"model": 2}),
+    }
+
+
+@pytest.mark.parametrize(("recipe", "words"), REFUSED)
+def test_what_has_no_program_yet_is_refused_by_name(recipe: Recipe, words: str) -> None:
+    """And another runtime's price of it is there."""
+    with pytest.raises(NotAvailableError, match=words):
+        plan_of(recipe, cluster_of(4))
+
+
+def test_a_recipe_that_is_not_of_the_devices_is_refused() -> None:
+    """With the sizes, on a cluster and on a mesh."""
+    with pytest.raises(RecipeError, match=r"data=2 .* does not make 4 devices"):
+        plan_of(Recipe(data=2, micro_batch=1), cluster_of(4))
+    with pytest.raises(RecipeError, match=r"tensor=1, but the mesh .* has 2 ranks along 'model'"):
+        plan_of(Recipe(data=2), Mesh({"data": 2, "model": 2}))
+    with pytest.raises(RecipeError, match="global_batch=8 is no multiple of micro_batch=3 x data=2"):
+        plan_of(Recipe(data=2, micro_batch=3), Mesh({"data": 2}))
+
+
+def test_a_step_has_the_micro_batches_of_its_plan() -> None:
+    """Others are refused; and the price of another runtime is no plan to run."""
+    plan = plan_of(Recipe(data=2, micro_batch=2), Mesh({"data": 2}))
+    model, inputs = decoder(SHAPE)
+    with pytest.raises(PlanMismatchError, match="a step of 2 micro-batches, and micro_batches=4"):
+        autoshard.compile(model, plan.mesh, optimizer=ADAMW(model.parameters()), plan=plan, micro_batches=4)
+    recipe = Recipe(data=2, global_batch=BATCH, precision="f32", master_weights=False)
+    priced = autoshard.plan(model, cluster_of(2), example_inputs=inputs, recipe=recipe, runtime="fsdp2")
+    assert priced.runtime == "fsdp2"
+    with pytest.raises(PlanMismatchError, match=r"prices a recipe .* under runtime='fsdp2'"):
+        autoshard.compile(model, Mesh({"data": 2}), optimizer=ADAMW(model.parameters()), plan=priced)
+
+
+def check_on_gloo(recipe: Recipe) -> None:
+    """With a process per rank."""
+    plan = plan_of(recipe, cluster_of(4))
+    sizes, names = zip(*((size, name) for name, size in plan.mesh.axes), strict=True)
+    check_runs(plan, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+CHECKS = {recipe.words: partial(check_on_gloo, recipe) for recipe in GLOO}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_checks(CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
+    """What was planned runs on Gloo, and equals one device."""
+    report(outcomes, name)
