@@ -27,6 +27,7 @@ from autoshard.arguments import (
     check_optimizer,
     check_previous,
     check_programs,
+    check_recipes,
     check_target,
     check_traced,
     check_trains,
@@ -319,6 +320,8 @@ def plan(
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s, global_batch=global_batch)
     profile = runtime_named(runtime)
+    stages = {"micro_batches": micro_batches, "schedule": schedule, "virtual_stages": virtual_stages}
+    check_recipes(recipe, profile and profile.name, global_batch, **stages)
     is_priced = recipe is not None and profile is not None
     check_previous(previous, model, of_recipes=recipe is None and global_batch is not None, is_priced=is_priced)
     args, kwargs = split_inputs(example_inputs)

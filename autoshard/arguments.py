@@ -110,6 +110,28 @@ def check_beside_recipe(recipe: Any, *, constraints: Any, optimizer: str | None,
             )
 
 
+def check_recipes(recipe: Any, runtime: Any, global_batch: Any, **given: Any) -> None:
+    """Raise `NotAvailableError` for arguments that recipes, or searches for them, would pass over.
+
+    Args:
+        recipe, runtime, global_batch: as given; `runtime` None for our own.
+        given: arguments of steps without recipes, by name; None for those that are left out.
+    """
+    if recipe is None and runtime is not None:
+        raise NotAvailableError(
+            f"runtime={runtime!r} is what executes a recipe. Pass recipe=Recipe(...) too, or leave runtime= out."
+        )
+    if recipe is None and global_batch is None:
+        return
+    beside = "global_batch=" if recipe is None else "recipe="
+    for name, value in given.items():
+        if value is not None:
+            raise NotAvailableError(
+                f"{name}={value!r} does not go with {beside}: recipes have fields of their own for it (micro_batch, "
+                f"schedule, virtual_stages). Set these in recipe=, or leave {name}= out."
+            )
+
+
 def checked_budget(memory_budget: Any) -> int | None:
     """Bytes of memory per device; `NotAvailableError` for what is no whole number of them."""
     if memory_budget is None:
