@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from autoshard.errors import DoesNotFitError, InvalidSpecError, NoShardingRuleError, PlanMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import UNKNOWN
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import registry
+from cost_models.hardware import Cluster
 from passes import pipeline
 from passes.pipeline import PlanOptions, lower_program, plan_program
 from passes.planning.search import Search
@@ -27,6 +30,28 @@ def plan_of(batch: int, length: int, axes: dict[str, int], *, memory_budget: flo
     options = PlanOptions(memory_budget=memory_budget, state_bytes_per_parameter_byte=2)
     program = blocks_program(batch=batch, length=length, hidden=4096)
     return plan_program(program, mesh, h100s(mesh), options)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "seconds", "launches", "is_faster"),
+    [
+        ("cpu_laptop", 0.999, 20, False),
+        ("cpu_laptop", 1.001, 5, True),
+        ("cpu_laptop", 0.9, 20, True),
+        ("cpu_laptop", 1.1, 5, False),
+        ("h100_sxm", 0.999, 20, True),
+        ("h100_sxm", 1.001, 5, False),
+    ],
+)
+def test_launches_decide_between_plans_as_fast_on_cpus_of_one_machine(
+    hardware: str, seconds: float, launches: int, is_faster: bool
+) -> None:
+    """Within 1 % the plan of fewer launches is taken there; elsewhere, and beyond, the faster one."""
+    plan, other = (
+        replace(UNKNOWN, step_time_s=time, launches=count) for time, count in ((seconds, launches), (1.0, 10))
+    )
+    cluster = Cluster(hardware, nodes=1, devices_per_node=2)
+    assert pipeline._is_faster(plan, other, 0.0, cluster) is is_faster
 
 
 def weight_specs(plan: Plan) -> list[PartitionSpec]:
