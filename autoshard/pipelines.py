@@ -39,12 +39,12 @@ class Pipeline:
 
     @property
     def ranks(self) -> int:
-        """Of the axis that carries stages."""
+        """Size of the axis that carries stages."""
         return self.mesh.axis_size(PIPELINE_AXIS)
 
     @property
     def stages(self) -> int:
-        """On all ranks."""
+        """Number of stages on all ranks."""
         return self.ranks * self.virtual_stages
 
     @property
@@ -89,7 +89,7 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call says of a pipeline, completed by the plan that it uses."""
+    """Arguments of a call that concern its pipeline, completed by the plan that it uses."""
 
     micro_batches: int | None
     schedule: str | None
@@ -99,7 +99,7 @@ class Asked:
 def asked_of(
     plan: Plan | None, mesh: Any, micro_batches: int | None, schedule: str | None, virtual_stages: int | None
 ) -> Asked:
-    """What is asked for, or what the plan of a pipeline says.
+    """Complete the arguments that concern a pipeline by a plan of stages.
 
     Raises:
         PlanMismatchError: the call says otherwise than the plan, or the mesh has no axis for the plan's stages.

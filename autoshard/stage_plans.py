@@ -49,7 +49,7 @@ _TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class StagePlans:
-    """What plans and lowers training steps in stages.
+    """Planner of training steps in stages.
 
     Args:
         planner: plans and lowers a stage.
@@ -105,7 +105,7 @@ class StagePlans:
         return _staged(cut, plan.order, stages, program)
 
     def order(self) -> PipelineOrder:
-        """What each rank does."""
+        """Order of tasks on each rank."""
         from passes.lowering.order_pipeline import order_pipeline
 
         pipeline = self.pipeline
@@ -143,7 +143,7 @@ class StagePlans:
         needed = math.inf
         for _ in range(_TRIES):
             stages = [
-                old or self._search(stage, limit, request)
+                old or self._search(stage, limit, request, order)
                 for old, stage, limit in zip(made, cut.stages, limits, strict=True)
             ]
             predicted = predict_pipeline(
@@ -161,9 +161,11 @@ class StagePlans:
                     least = stages[number].plan.predicted.peak_memory_bytes
                     limits[number] = least - max(1, over[rank] / _in_flight(order, rank))
                     made[number] = None
-        raise self._does_not_fit(needed, budget)
+        raise self._does_not_fit(needed, budget, order)
 
-    def _search(self, stage: Program, limit: float | None, request: Request, *, is_least: bool = False) -> StageProgram:
+    def _search(
+        self, stage: Program, limit: float | None, request: Request, order: PipelineOrder, *, is_least: bool = False
+    ) -> StageProgram:
         """The stage within a limit of one micro-batch's memory; within the least known one, where that is more."""
         share = replace(
             self.planner,
@@ -176,17 +178,16 @@ class StagePlans:
             plan = share.search(stage, self.pipeline.stage_mesh, request.placed)
         except DoesNotFitError as error:
             if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
-                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget) from error
-            return self._search(stage, error.smallest_bytes, request, is_least=True)
-        return self._stage(self._lower(stage, plan), plan, self.order())
+                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, order) from error
+            return self._search(stage, error.smallest_bytes, request, order, is_least=True)
+        return self._stage(self._lower(stage, plan), plan, order)
 
     def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
         from passes.lowering.cut_backward import cut_backward
 
         return StageProgram(phased, plan, cut_backward(phased) if order.cuts_backwards else None)
 
-    def _does_not_fit(self, needed: float, budget: float | None) -> DoesNotFitError:
-        order = self.order()
+    def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
         flight = max(_in_flight(order, rank) for rank in range(len(order.ranks)))
         limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
         return DoesNotFitError(
@@ -284,7 +285,7 @@ def search_stages(
 
 
 def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:
-    """What is asked for; where it leaves the micro-batches open, with one to four times as many as there are stages."""
+    """Pipelines to try: the one asked for, or several numbers of micro-batches, multiples of the ranks if possible."""
     if asked.micro_batches is not None:
         counts = [asked.micro_batches]
     else:

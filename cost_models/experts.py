@@ -106,7 +106,7 @@ def exchanged_experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -
 
 @operator_cost("autoshard.exchanged_experts_backward.default")
 def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """See `exchanged_experts`."""
+    """Rows arrive as in `exchanged_experts`."""
     return _backward(inputs, outputs, _arriving(inputs[1:], _count(arguments[7])))
 
 

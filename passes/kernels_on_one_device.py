@@ -25,7 +25,7 @@ _KERNELS = "autoshard: its kernels on one device"
 
 
 def fusion_of(space: SearchSpace, prices: Prices) -> Fusion:
-    """What kernels do to prices."""
+    """Prices of calls within kernels."""
     from passes.lowering.price_kernels import price_within
 
     kernels, takers = _kernels_known(space, prices.cluster)

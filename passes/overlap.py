@@ -31,9 +31,10 @@ ALONE: Sequence[Sequence[Pass]] = tuple(
     (WaitLate(), StartAhead(by=None), BucketCollectives(None, size, size), StartAhead(), WaitInTurn())
     for size in (FEWEST, FEWEST // 3, FEWEST // 6)
 )
-"""What comes before `OVERLAP` where nothing runs beside communication: the fewest buckets that memory has room for.
+"""Rows before `OVERLAP` where nothing runs beside communication: the fewest buckets that memory has room for.
 
-Calls that compute stay in their order, in which they find what they read in the cache."""
+Calls that compute stay in their order, in which they find what they read in the cache.
+"""
 
 OVERLAP: Sequence[Sequence[Pass]] = (
     (*APART, BucketCollectives(), StartAhead(), WaitInTurn()),

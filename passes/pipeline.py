@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -69,9 +68,6 @@ from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices, StepPrice
 from passes.strategies.price_nodes import NodePrices
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -160,4 +160,4 @@ class Prediction:
 
 
 UNKNOWN = Prediction(0.0, 0, {}, {})
-"""Of a plan that is made to be lowered."""
+"""Prediction of a plan that is only made to be lowered."""

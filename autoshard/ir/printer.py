@@ -102,7 +102,7 @@ def _first_and_last(names: Sequence[str]) -> str:
 
 
 def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Of each stage: its number and rank, parameters, time in a step, nodes that it computes again, memory."""
+    """Rows of a table of stages: number, rank, parameters, time in a step, nodes computed again, memory of the rank."""
     assert plan.order is not None, "stages run in an order"
     return [
         (

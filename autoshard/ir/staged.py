@@ -56,7 +56,7 @@ class CutProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """What a stage runs, and the plan it was lowered from.
+    """Program of a stage, and the plan that it was lowered from.
 
     Args:
         phased: its phases.

@@ -75,7 +75,7 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
 
 
 def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
-    """What reaches a rank."""
+    """Rows that reach a rank, for each tensor."""
     sent = [exchange.sent[rank] for exchange in exchanges]
     if sent != list(exchanges[rank].received):
         raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, and is sent {sent}.")

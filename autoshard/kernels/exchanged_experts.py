@@ -103,7 +103,7 @@ def backward_steps(
 
 
 def _over_group(steps_of: Callable[..., Steps]) -> Callable[..., Any]:
-    """What an operator runs with a process per rank: its last argument is the group."""
+    """Function of an operator with a process per rank: its last argument is the group."""
 
     def run(*args: Any) -> Any:
         return run_steps(steps_of(*args[:-1]), args[-1])

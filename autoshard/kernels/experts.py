@@ -117,7 +117,7 @@ class Experts:
         return self.down.shape[0]
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """What experts make of their rows x [R, H]: [R, H], not weighed."""
+        """Results of experts for their rows x [R, H]: [R, H], not weighed."""
         return groups.products(self._gate.forward(self._products(x, groups)), self._down)
 
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What an expert does between its two products: an activation, of a gate that scales the other half or by itself.
+"""Functions between the two products of an expert: an activation, or one whose result scales the other half.
 
 Shazeer, "GLU variants improve transformer" (2020): h = act(gate) up. `clamped_silu` is that of GPT-OSS (OpenAI, 2025):
 with both halves clamped to a limit, h = (up + 1) gate sigmoid(alpha gate).

@@ -165,7 +165,7 @@ def _result_spec(
 
 
 def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]) -> list[str]:
-    """Those of a factor's axes that split no other one with it."""
+    """Axes that split a factor and no other factor."""
     return [axis for axis in axes if not any(axis in found for other, found in splits.items() if other != factor)]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.collectives import is_wait
+from autoshard.ir.extract_graph import extract_graph
 
 
 def cut_graph(
@@ -44,9 +45,9 @@ def cut_graph(
     inputs = [node for node in nodes if node.op == "placeholder"]
     handed_on = set(inputs) if hands_on_inputs else set()
     kept = [node for node in nodes if node in read and (node in handed_on or (node in needed and _is_tensor(node)))]
-    first = _extract(root, inputs, needed, [*firsts, *kept])
-    second = _extract(root, kept if hands_on_inputs else [*kept, *inputs], set(rest), others)
-    return first, second, len(kept)
+    first = extract_graph(root.graph, inputs, needed, [*firsts, *kept])
+    second = extract_graph(root.graph, kept if hands_on_inputs else [*kept, *inputs], set(rest), others)
+    return fx.GraphModule(root, first), fx.GraphModule(root, second), len(kept)
 
 
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
@@ -65,27 +66,3 @@ def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and node.op != "get_attr"
-
-
-def _extract(
-    root: fx.GraphModule, inputs: Sequence[fx.Node], members: set[fx.Node], results: Sequence[fx.Node]
-) -> fx.GraphModule:
-    """A graph of `members`; what is no tensor is computed again."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-
-    def copy(node: fx.Node) -> None:
-        for operand in node.all_input_nodes:
-            if operand not in copies:
-                copy(operand)
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-
-    for node in root.graph.nodes:
-        if node in members and node not in copies:
-            copy(node)
-    graph.output(tuple(copies[node] for node in results))
-    graph.eliminate_dead_code()
-    return fx.GraphModule(root, graph)

@@ -29,7 +29,11 @@ class LateNumbers:
         self._before: _OnTheirWay | None = None
 
     def read(self, numbers: Mapping[Held, int | torch.Tensor]) -> dict[Held, int]:
-        """What is known now: numbers, and of 0-dim int64 tensors on an accelerator those of the call before."""
+        """Numbers that are known now: those on the host, and from accelerators those of the call before.
+
+        Args:
+            numbers: on the host, or 0-dim int64 tensors on an accelerator.
+        """
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}
         before, self._before = self._before, _start(away) if away else None

@@ -14,7 +14,7 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What this rank holds of a tensor; nothing, where only other ranks hold it.
+    """Part of a tensor that this rank holds; empty where only other ranks hold the tensor.
 
     Args:
         tensor: the rank's own memory: what is written into it in place is written into the whole.

@@ -114,7 +114,7 @@ class ParameterWatch:
 
 
 class _Row:
-    """What this rank holds of a tensor, as a row; that of a DTensor is kept, as long as it holds the same."""
+    """Part of a tensor that this rank holds, as a row; that of a DTensor is kept while its local tensor is the same."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_on_host = tensor.device.type == "cpu"

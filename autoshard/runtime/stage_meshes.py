@@ -89,7 +89,7 @@ class StageMeshes:
 
     @classmethod
     def of(cls, whole: DeviceMesh) -> StageMeshes:
-        """Those of a mesh of which one axis is that of the pipeline."""
+        """Make the meshes of all places of a mesh with an axis "pipeline"."""
         names = whole.mesh_dim_names or ()
         coordinate, dim = whole.get_coordinate(), names.index(PIPELINE_AXIS)
         assert coordinate is not None, "this process is on the mesh"
@@ -124,7 +124,7 @@ class StageMeshes:
     def share(
         self, place: int, make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """What `make` gives at a place of the pipeline, in all places; a tensor of this shape and the type of `like`.
+        """Broadcast the result of `make`, of this shape and the type of `like`, from one place of the pipeline to all.
 
         Called by all ranks of the mesh.
         """

@@ -296,7 +296,7 @@ class _Run:
             stage.add(list(stage.halves.weights(stage.kept.pop(micro_batch))), stage.halves.owned)
 
     def _taken(self, stage: _Stage, micro_batch: int) -> list[LocalValue] | None:
-        """What a backward takes, perhaps nothing; None where its micro-batch counts nothing, and it does not run."""
+        """Values that a backward takes, perhaps none; None where its micro-batch has no weight, and it does not run."""
         saved, weight = stage.saved.pop(micro_batch), self.weights[micro_batch]
         if not weight:
             return None

@@ -271,7 +271,7 @@ _PATIENCE = 2
 """Calls after one that was compiled whose ranks may be at work for long."""
 
 _MOST_BYTES = 16 << 10
-"""Of all inputs, compared at a call."""
+"""Bytes of all inputs together that are compared at a call."""
 
 _COMMON = 5
 """The first numbers are the same on all ranks."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.ir.aliases import aliased_operands
+from autoshard.ir.extract_graph import placeholder_like
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.offload import TRANSFERS
@@ -209,8 +210,8 @@ class _Shared:
     def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
         """The forward that takes the held values, and keeps what the backward takes now: `saved`, nodes of before."""
         old, graph = self.phased.forward, fx.Graph()
-        made = {node: _placeholder(graph, node) for node in _placeholders(old)}
-        given = {self.number(node): _placeholder(graph, node) for node in held}
+        made = {node: placeholder_like(graph, node) for node in _placeholders(old)}
+        given = {self.number(node): placeholder_like(graph, node) for node in held}
         made |= self._calls_of(old, given)
         results = _results(old)[: len(self.phased.forward_outputs)]
         chosen = set(held)
@@ -230,14 +231,14 @@ class _Shared:
         saved: dict[str, fx.Node] = {}
         for node in _placeholders(old):
             if node in self.kept and node in reached:
-                made[node] = _placeholder(graph, node)
+                made[node] = placeholder_like(graph, node)
                 saved[node.name] = self.kept[node]
                 given.setdefault(self.number(node), made[node])
         for node, source in taken.items():
             if node in reached and self.number(node) not in given:
-                given[self.number(node)] = _placeholder(graph, node)
+                given[self.number(node)] = placeholder_like(graph, node)
                 saved[node.name] = source
-        made |= {node: _placeholder(graph, node) for node in _placeholders(old) if node not in self.kept}
+        made |= {node: placeholder_like(graph, node) for node in _placeholders(old) if node not in self.kept}
         made |= {node: given[self.number(node)] for node in taken if node in reached}
         _copy_needed(old, _results(old), graph, made)
         graph.output(tuple(made[node] for node in _results(old)))
@@ -275,13 +276,6 @@ def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
     return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
-
-
-def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A placeholder with the name and the metadata of a node."""
-    made = graph.create_node("placeholder", node.name, name=node.name)  # `placeholder` would write it in small letters
-    made.meta = dict(node.meta)
-    return made
 
 
 def _needed(results: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> set[fx.Node]:

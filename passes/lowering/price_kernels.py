@@ -29,14 +29,13 @@ from autoshard.tracing.lazy_module import lazy_module
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
 from cost_models.operators import work
-from cost_models.work import TensorInfo
 from passes.lowering.choose_groups import ChosenGroup, choose_groups, may_be_pointwise
 from passes.lowering.count_launches import Traffic, is_launch, may_alias, traffic_of
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.split_phases import SplitPhases
-from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
-from passes.strategies.operator_names import dtype_name, operator_name
+from passes.strategies.operator_names import operator_name
+from passes.strategies.tensor_infos import tensor_infos
 from passes.verification.expand_kernels import STANDS_FOR, expand_kernels, is_kernel
 
 _Source = tuple[str, str | None]
@@ -293,18 +292,6 @@ def _written_out(call: fx.Node) -> fx.Graph:
         elif node.op == "placeholder":
             node.meta["val"] = next(item.meta["val"] for item in operands if item.name == node.name)
     return expanded
-
-
-def tensor_infos(node: fx.Node) -> tuple[list[TensorInfo], list[TensorInfo]]:
-    """What the cost models know of a call's operands and results."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    operands = [_info(operand.meta["val"]) for operand in operands_of(node)]
-    return operands, [_info(item) for item in values if isinstance(item, Tensor)]
-
-
-def _info(value: Tensor) -> TensorInfo:
-    return TensorInfo(tuple(value.shape), value.itemsize, dtype_name(value.dtype))
 
 
 def _form(value: Any) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autoshard.ir.extract_graph import extract_graph
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.tracing.copy_node import copy_node
@@ -128,23 +129,5 @@ def _is_tensor(node: fx.Node) -> bool:
 def _extract(
     lowered: LoweredProgram, inputs: Sequence[fx.Node], members: set[fx.Node], results: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """A graph of `members`: from `inputs` to `results`; scalars and constants of the other phase are copied in."""
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        environment[node] = graph.create_node("placeholder", node.name, name=node.name)  # as it is, capitals too
-        environment[node].meta = dict(node.meta)
-    for node in lowered.graph_module.graph.nodes:
-        if node in members and node.op not in ("placeholder", "output"):
-            _copy(node, graph, environment)
-    graph.output(tuple(environment[node] for node in results))
-    graph.eliminate_dead_code()
-    return lazy_module(lowered.graph_module, graph)
-
-
-def _copy(node: fx.Node, graph: fx.Graph, environment: dict[fx.Node, fx.Node]) -> fx.Node:
-    if node not in environment:
-        for operand in node.all_input_nodes:
-            _copy(operand, graph, environment)
-        environment[node] = copy_node(graph, node, environment.__getitem__)
-    return environment[node]
+    whole = lowered.graph_module
+    return lazy_module(whole, extract_graph(whole.graph, inputs, members, results, copy_node))

@@ -35,7 +35,7 @@ PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a pipeline rank has in use, bytes.
+    """Memory in use on a pipeline rank, bytes.
 
     Args:
         peak_bytes: the most at once.
@@ -50,7 +50,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What a stage takes, bytes.
+    """Memory that a stage takes, bytes.
 
     Args:
         parameters, state: held throughout, buffers with the parameters.
@@ -85,7 +85,7 @@ class _Needs:
 
 
 def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
-    """What each rank of a pipeline has in use."""
+    """Peak memory of each rank of a pipeline, and its parts."""
     needs = [_needs_of(stage, staged) for stage in staged.stages]
     ranks = range(max(staged.order.stage_ranks) + 1)
     return tuple(_Walk(staged, needs, rank).run() for rank in ranks)
@@ -266,14 +266,13 @@ class _Walk:
             for item in self.staged.crossings
             if item.reader == number and item.is_forward == is_forward and self._rank_of(item.maker) != self.rank
         )
-        if (number, is_forward, micro_batch) not in self.waiting:
-            self.waiting[number, is_forward, micro_batch] = 0
-        self.waiting[number, is_forward, micro_batch] += size
+        key = number, is_forward, micro_batch
+        self.waiting[key] = self.waiting.get(key, 0) + size
         self.live[ACTIVATIONS] += size
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """What waits for a task is from now on part of what it takes; what its makers had read by then is let go."""
+        """Count values that waited for a task as its own, and let go of messages that their makers had read by then."""
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
             if item.reader == number and item.is_forward == is_forward:

@@ -122,7 +122,7 @@ class Transients:
         return max(0, peak - sum(sizes) - (0 if site.is_alias else results))
 
     def local_form(self, site: Site, strategy: Strategy, unread: frozenset[int] = frozenset()) -> LocalForm | None:
-        """What a rank runs for a call of which nothing reads some results.
+        """Local graph of a call, where nothing reads some of its results.
 
         None where that is the call itself, which takes no more than its operands and results.
         """

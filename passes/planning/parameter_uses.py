@@ -1,4 +1,4 @@
-"""What the calls of a program do with a parameter: which read it, and which make its gradient and update it."""
+"""Calls of a program that read a parameter, make its gradient, and update it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.strategies.enumerate_strategies import Link, Site, operands_of, reso
 
 
 def gradient_of(parameter: fx.Node) -> tuple[fx.Node, int] | None:
-    """What makes the gradient that a parameter is updated with, and which of its results that is."""
+    """Find the call that makes the gradient of a parameter's update, and the index of that result."""
     update = update_of(parameter)
     return None if update is None else resolve(operands_of(update)[1])
 

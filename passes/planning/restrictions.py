@@ -44,7 +44,7 @@ REPLICA, DATA, CONTEXT, MODEL = AXES = ("replica", "data", "context", "model")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What is split over an axis; None: as the search likes.
+    """Use of a mesh axis: whether each kind of value is split over it; None: as the search likes.
 
     Args:
         parameters: parameters at rest.
@@ -80,13 +80,13 @@ _OF_ZERO: Mapping[int | None, Role] = {
     None: Role(uses=False),
     **dict(enumerate(ROLES[name] for name in ("data", "zero-1", "zero-2", "fsdp"))),
 }
-"""What `Recipe.zero` asks of an axis that holds replicas."""
+"""Role of an axis of replicas, by `Recipe.zero`."""
 
 MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """What a recipe asks of each axis of a mesh.
+    """Role of each axis of a mesh under a recipe.
 
     Raises:
         RecipeError: the mesh is not that of the recipe.
@@ -201,7 +201,10 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """What the forward computes from inputs, split or awaiting sums; not along the batch over an axis of sequences."""
+    """Results of the forward that depend on inputs, split or awaiting sums.
+
+    Over an axis of sequences they are not split along the batch.
+    """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
         has_sequence = dim > 0 and len(planning.space.sites[name].results[0].shape) > 2

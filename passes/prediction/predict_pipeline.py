@@ -1,4 +1,4 @@
-"""What the cost models say of a pipeline's step: its stages' lowered programs, run in the order of the step.
+"""Prediction of a pipeline's step: its stages' lowered programs, run in the order of the step.
 
 Each phase of a stage takes what walking it says (`walk_program`), each value that crosses ranks what its bytes take
 between two neighbours. The order is simulated with these (`simulate_order`), and each rank's memory is walked in it

@@ -23,7 +23,7 @@ from cost_models.timeline import COMPUTE, Span, Timeline
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """What a stage takes: forward and backward (or its halves) of a micro-batch; what runs once, and the update."""
+    """Seconds of a stage: forward, backward (or its halves) of a micro-batch; the part that runs once; the update."""
 
     forward: float
     backward: float

@@ -1,4 +1,4 @@
-"""What a plan uses each axis of its mesh for, in the words of `passes.planning.restrictions`."""
+"""Roles of a plan's mesh axes, in the words of `passes.planning.restrictions`."""
 
 from __future__ import annotations
 

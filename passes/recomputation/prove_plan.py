@@ -148,7 +148,7 @@ def _is_near(found: JointSolution) -> bool:
 
 
 _ENOUGH = 0.01
-"""What is proven to be within 1 % of the best is as good: prices are not that exact."""
+"""Gap at which a plan is as good as the best, as a share of its cost: prices are not that exact."""
 
 _SHARE = 0.5
 """The part of the time that is left which is spent so: what was found is there, and few plans are proven later."""

@@ -24,17 +24,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-import torch
-
-from passes.memory.liveness import UPDATE
-from passes.preparation.canonicalize import is_view
-from passes.preparation.number_values import draws_numbers
+from passes.recomputation.forward_calls import ForwardCalls
 from passes.recomputation.recompute_segments import segments
-from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
+from passes.strategies.enumerate_strategies import Link, SearchSpace, Site
 
 LEAST_SHARE = 1e-3
 """Values smaller than this part of all that the backward reads of the forward are not recomputed for their own sake."""
@@ -101,27 +97,10 @@ def find_options(
 
 
 @dataclass
-class _Finding:
-    space: SearchSpace
+class _Finding(ForwardCalls):
     classes: Mapping[str, int]
     least_share: float
     offload: bool
-    readers: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
-    operands: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        for link in self.space.links:
-            self.readers[link.tail].append(link)
-            self.operands[link.head].append(link)
-
-    @cached_property
-    def forward(self) -> tuple[str, ...]:
-        """The calls of the forward."""
-        return tuple(name for name, site in self.space.sites.items() if is_forward(site))
-
-    @cached_property
-    def order(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.space.sites)}
 
     @cached_property
     def segment(self) -> Mapping[str, int]:
@@ -130,27 +109,16 @@ class _Finding:
     @cached_property
     def first_read(self) -> dict[str, int]:
         """Where the backward first reads the value of a site."""
-        late = ((name, link) for name in self.forward for link in self.readers[name] if self._is_late(link))
+        late = ((name, link) for name in self.forward for link in self.readers[name] if self.is_late(link))
         reads: dict[str, list[int]] = defaultdict(list)
         for name, link in late:
             reads[name].append(self.order[link.head])
         return {name: min(points) for name, points in reads.items()}
 
-    def _is_late(self, link: Link) -> bool:
-        head = self.space.sites[link.head]
-        return not is_forward(head) and not leaves_program(head, link)
-
     @cached_property
     def pure(self) -> frozenset[str]:
         """Sites that may be recomputed."""
-        return frozenset(
-            name
-            for name in self.forward
-            if is_pure(self.space.sites[name]) and all(map(self._may_be_remade, self.readers[name]))
-        )
-
-    def _may_be_remade(self, link: Link) -> bool:
-        return may_be_remade(self.space.sites[link.head], link)
+        return frozenset(filter(self.may_be_remade, self.forward))
 
     def run(self) -> RecomputeOptions:
         members: dict[int, list[str]] = defaultdict(list)
@@ -194,14 +162,8 @@ class _Finding:
 
     def _moved(self, members: Mapping[int, Sequence[str]], held: set[int]) -> set[int]:
         """The variables that are worth offloading."""
-        movable = {number for number, names in members.items() if all(map(self._may_move, names))}
+        movable = {number for number, names in members.items() if all(map(self.may_move, names))}
         return set(self._worthwhile(members, movable)) | (held & movable)
-
-    def _may_move(self, name: str) -> bool:
-        """Whether a value may come back from the host for all that reads it behind the forward, and owns its memory."""
-        is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
-        is_shared = is_alias(self.space.sites[name], is_of_input)
-        return not is_shared and all(map(self._may_be_remade, self.readers[name]))
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
         """Variables whose values the backward reads, and which are not small."""
@@ -241,7 +203,7 @@ class _Finding:
 
     def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[Keeping, str]]) -> dict[Keeping, str]:
         """Before which sites a value comes back: it is first read by the backward itself, or by a recomputation."""
-        direct = [link.head for link in self.readers[name] if self._is_late(link)]
+        direct = [link.head for link in self.readers[name] if self.is_late(link)]
         clones = [anchors[link.head] for link in self.readers[name] if Keeping.EARLY in anchors.get(link.head, {})]
         late = direct or [clone[Keeping.LATE] for clone in clones]
         early = direct + [clone[Keeping.EARLY] for clone in clones]
@@ -274,30 +236,6 @@ class _Finding:
                 if any(anchors[name][late] != anchors[name][early] for name in names):
                     found.append(late)
         return tuple(found)
-
-
-def may_be_remade(head: Site, link: Link) -> bool:
-    """Whether a reader leaves it open where the value comes from."""
-    return not leaves_program(head, link) and head.phase != UPDATE
-
-
-def is_alias(site: Site, is_of_input: bool) -> bool:
-    """Whether the memory of a site's value is another one's, or an input's: it cannot go to the host alone."""
-    assert site.node is not None, "calls have nodes"
-    return is_view(site.node) or (site.is_alias and is_of_input)
-
-
-def is_forward(site: Site) -> bool:
-    """Whether a site is a call of the forward."""
-    return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
-
-
-def is_pure(site: Site) -> bool:
-    """Whether running a call again gives the same value, and does nothing else."""
-    assert site.node is not None
-    target = site.node.target
-    writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-    return not writes and not draws_numbers(target)
 
 
 def _size(site: Site) -> int:

@@ -1,4 +1,4 @@
-"""What recipes say of activations, decided before specs are: all that blocks compute again, or have on the host.
+"""Activations under a recipe, decided before specs are: blocks compute all again, or have it on the host.
 
 * `recompute="full"`: of each repeated block everything is computed again, from the values that enter it, just before
   its backward begins (Chen et al., "Training deep nets with sublinear memory cost", 2016). What the next segment reads
@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from autoshard.errors import RecipeError
@@ -20,12 +18,12 @@ from autoshard.ir.recompute import RecomputedNode
 from autoshard.ir.text import format_bytes
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.fitting import JointSolution
-from passes.recomputation.recompute_options import is_alias, is_forward, is_pure, may_be_remade
+from passes.recomputation.forward_calls import ForwardCalls
 from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
 from passes.recomputation.recompute_segments import block_segments
 from passes.recomputation.with_again import host_bytes, with_again
 from passes.strategies.elided import NotAlikeError
-from passes.strategies.enumerate_strategies import Link, SearchSpace, leaves_program
+from passes.strategies.enumerate_strategies import SearchSpace
 
 
 def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProblem:
@@ -46,7 +44,7 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
 
 
 def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolution]:
-    """What a solution of `with_whole_blocks` does, and the problem of the program that does none of it.
+    """Split a solution of `with_whole_blocks`: the problem without recomputation, and what the solution does beside it.
 
     Raises:
         RecipeError: the hosts have no room for what it offloads.
@@ -68,7 +66,7 @@ _DECIDED = "decided blocks"
 
 
 def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Again:
-    """What the blocks of a program compute again and offload."""
+    """Find the calls that the blocks of a program compute again and offload."""
     blocks = _Blocks(space)
     remade = blocks.remade(views_alone=not recompute) if recompute or offload else {}
     moved = blocks.moved(remade) if offload else {}
@@ -78,33 +76,14 @@ def whole_blocks(space: SearchSpace, *, recompute: bool, offload: bool) -> Again
     )
 
 
-@dataclass
-class _Blocks:
-    space: SearchSpace
-    readers: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
-    operands: dict[str, list[Link]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        for link in self.space.links:
-            self.readers[link.tail].append(link)
-            self.operands[link.head].append(link)
-
-    @cached_property
-    def forward(self) -> tuple[str, ...]:
-        """The calls of the forward."""
-        return tuple(name for name, site in self.space.sites.items() if is_forward(site))
-
-    @cached_property
-    def order(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.space.sites)}
-
+class _Blocks(ForwardCalls):
     @cached_property
     def segment(self) -> dict[str, int]:
         """Sites of repeated blocks to the number of their block."""
         return dict(block_segments([self.space.sites[name] for name in self.forward]))
 
     def remade(self, *, views_alone: bool) -> dict[str, str]:
-        """What is computed again, and before which site: the first one that reads any of it behind the forward.
+        """Map calls that are computed again to the site before which they are: the first reader behind the forward.
 
         `views_alone`: only views, which are made of what comes back from the host.
         """
@@ -121,11 +100,11 @@ class _Blocks:
         return {name: anchors[self.segment[name]] for name in wanted}
 
     def moved(self, remade: dict[str, str]) -> dict[str, str]:
-        """What goes to the host, and before which site it comes back."""
+        """Map calls whose values go to the host to the site before which they come back."""
         found: dict[str, str] = {}
         for name in self.segment:
             reads = [*self._late(name), *(remade[link.head] for link in self.readers[name] if link.head in remade)]
-            if reads and name not in remade and self._may_move(name):
+            if reads and name not in remade and self.may_move(name):
                 found[name] = min(reads, key=self.order.__getitem__)
         return found
 
@@ -136,18 +115,11 @@ class _Blocks:
         return node.meta.get("module", "")
 
     def _late(self, name: str) -> list[str]:
-        """What reads a value behind the forward."""
-        heads = ((self.space.sites[link.head], link) for link in self.readers[name])
-        return [head.name for head, link in heads if not is_forward(head) and not leaves_program(head, link)]
+        """Sites that read a value behind the forward."""
+        return [link.head for link in self.readers[name] if self.is_late(link)]
 
     def _stays_within(self, name: str) -> bool:
         """Whether a value may be computed again, and no other segment's forward reads it."""
-        readers = [(self.space.sites[link.head], link) for link in self.readers[name]]
-        outside = (is_forward(head) and self.segment.get(head.name) != self.segment.get(name) for head, _ in readers)
-        is_free = all(may_be_remade(head, link) for head, link in readers)
-        return name in self.segment and is_pure(self.space.sites[name]) and is_free and not any(outside)
-
-    def _may_move(self, name: str) -> bool:
-        is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
-        readers = ((self.space.sites[link.head], link) for link in self.readers[name])
-        return not is_alias(self.space.sites[name], is_of_input) and all(may_be_remade(*pair) for pair in readers)
+        heads = (link.head for link in self.readers[name] if self.is_forward(link.head))
+        is_read_within = all(self.segment.get(head) == self.segment.get(name) for head in heads)
+        return name in self.segment and self.may_be_remade(name) and is_read_within

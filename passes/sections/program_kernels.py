@@ -18,11 +18,11 @@ from passes.kernels_on_one_device import cheap_kernels, on_one_device
 from passes.lowering.choose_groups import choose_groups
 from passes.lowering.count_launches import Traffic, is_launch, second_step
 from passes.lowering.fuse_kernels import FuseKernels
-from passes.lowering.price_kernels import tensor_infos
 from passes.lowering.split_phases import SplitPhases
 from passes.sections.kernel_chains import ProgramKernel
 from passes.strategies.enumerate_strategies import SearchSpace
 from passes.strategies.operator_names import operator_name
+from passes.strategies.tensor_infos import tensor_infos
 from passes.verification.expand_kernels import STANDS_FOR
 
 

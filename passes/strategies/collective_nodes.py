@@ -17,8 +17,8 @@ from cost_models.errors import UnknownOperatorError
 from cost_models.experts import EXCHANGED_BYTES
 from cost_models.hardware import Cluster
 from cost_models.topology import GroupLinks
-from cost_models.work import TensorInfo
 from passes.strategies.enumerate_strategies import operands_of
+from passes.strategies.tensor_infos import operand_infos
 
 _TIMES: Mapping[str, Callable[[float, GroupLinks], float]] = MappingProxyType(
     {
@@ -47,7 +47,7 @@ class Collective(NamedTuple):
 
 
 def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
-    """What a node that `communicates` sends.
+    """Describe the communication of a node that `communicates`.
 
     Raises:
         UnknownOperatorError: there is no formula for a collective of this kind.
@@ -88,6 +88,4 @@ def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
 
 def _exchanged_bytes(node: fx.Node, mesh: Mesh) -> list[float]:
     """Bytes of each all-to-all within a call."""
-    values = [operand.meta["val"] for operand in operands_of(node)]
-    infos = [TensorInfo(tuple(value.shape), value.itemsize, "") for value in values]
-    return EXCHANGED_BYTES[str(node.target)](infos, mesh.shards(group_axes(str(node.args[-1]))))
+    return EXCHANGED_BYTES[str(node.target)](operand_infos(node), mesh.shards(group_axes(str(node.args[-1]))))

@@ -26,11 +26,10 @@ from autoshard.runtime.fill_buckets import members_of
 from cost_models.compute import memory_time, work_time
 from cost_models.hardware import Cluster
 from cost_models.operators import work
-from cost_models.work import TensorInfo
 from passes.strategies.collective_nodes import collective_time, communicates
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import IS_RESHARD
-from passes.strategies.operator_names import dtype_name
+from passes.strategies.tensor_infos import operand_infos, tensor_info
 
 STRIDED_COPY = "aten.clone.default"
 """The kernel that reshards copy with."""
@@ -73,8 +72,8 @@ class NodePrices:
 
     def _called_s(self, node: fx.Node, name: str) -> float:
         arguments = tuple(fx.map_arg(node.args, lambda argument: None))
-        inputs = tuple(_info(operand.meta["val"]) for operand in operands_of(node))
-        outputs = tuple(map(_info, _tensors(node.meta.get("val"))))
+        inputs = tuple(operand_infos(node))
+        outputs = tuple(map(tensor_info, _tensors(node.meta.get("val"))))
         key = (name, repr(arguments), inputs, outputs)
         if key not in self._calls:
             self._calls[key] = work_time(work(name, inputs, outputs, arguments), self.cluster.device, name)
@@ -96,7 +95,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _bytes(value: Any) -> int:
     return sum(item.numel() * item.itemsize for item in _tensors(value))
-
-
-def _info(value: Tensor) -> TensorInfo:
-    return TensorInfo(tuple(value.shape), value.itemsize, dtype_name(value.dtype))

@@ -40,7 +40,7 @@ def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Clu
 
 
 def emitted_collectives(site: Site, strategy: Strategy, mesh: Mesh) -> list[fx.Node]:
-    """What communicates in a call's local rewrite, in order, over local values; the last argument is the group."""
+    """Nodes of a call's local rewrite that communicate, in order, over local values; the last argument is the group."""
     if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
         return []
     return [node for node in emitted_call(site, strategy, mesh).nodes if communicates(node)]

@@ -1,4 +1,4 @@
-"""What the agreement of ranks costs a step: `check="always"` and `"first"` beside `"off"`, on two Gloo ranks.
+"""Cost of the agreement of ranks in a step: `check="always"` and `"first"` beside `"off"`, on two Gloo ranks.
 
 Run: python -m tests.benchmarks.agreement_cost [--rounds 100] [--write]
 

@@ -21,7 +21,7 @@ def floats(*shape: int) -> TensorInfo:
 
 
 def operands(tokens: int = TOKENS, held: int = EXPERTS) -> list[TensorInfo]:
-    """Of a rank's tokens and experts."""
+    """Work of a rank with its tokens and experts."""
     index = TensorInfo((tokens, CHOSEN), 8, "i64")
     matrices = [floats(held, 2, INNER, HIDDEN), floats(held, HIDDEN, INNER)]
     return [floats(tokens, HIDDEN), index, floats(tokens, CHOSEN), *matrices]
@@ -45,7 +45,7 @@ def test_whole_layers_compute_each_row_once() -> None:
 
 
 def test_ranks_with_other_experts_wait_for_the_busiest() -> None:
-    """Of all tokens a rank gets its share and more; so it does where tokens are sent to it."""
+    """A rank gets its share of all tokens and more; so it does where tokens are sent to it."""
     rows = TOKENS * CHOSEN / 4
     alone = flops("experts", operands(held=2))
     assert rows * ROW_FLOPS < alone < 2 * rows * ROW_FLOPS

@@ -38,7 +38,7 @@ WAYS: Mapping[str, Splits] = {
     "tokens sent to experts": EXCHANGED,
     "tokens sent over both axes": {"t": ("data", "expert"), "e": ("data", "expert")},
 }
-"""What axes split in the layers of experts."""
+"""Factors that axes split in the layers of experts."""
 
 
 def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Mesh) -> Plan:
@@ -125,7 +125,7 @@ CHECKS = {"exchange": check_exchange}
 
 @cache
 def outcomes() -> dict[str, str]:
-    """What became of all checks, on two processes."""
+    """Outcomes of all checks, on two processes."""
     return run_checks(CHECKS, ranks=2)
 
 

@@ -84,7 +84,7 @@ def test_the_parts_of_a_step_sum_to_it() -> None:
 
 
 def test_the_number_of_micro_batches_is_chosen() -> None:
-    """What no argument says is searched: the fastest of a few numbers that the batch divides by."""
+    """Numbers that no argument gives are searched: the fastest of a few by which the batch divides."""
     plan = planned({"pipeline": 2}, micro_batches=None)
     assert plan.order is not None
     assert plan.order.micro_batches in (2, 4, 8)
@@ -164,5 +164,5 @@ def outcomes() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_measured_memory(name: str, outcomes: dict[str, str]) -> None:
-    """What each rank has in use is what its plan says, within 5 %."""
+    """Memory in use on each rank is that of its plan, within 5 %."""
     report(outcomes, name)

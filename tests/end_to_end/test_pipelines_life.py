@@ -80,7 +80,7 @@ def held(model: nn.Module) -> list[torch.Tensor]:
 
 
 def bytes_held(model: nn.Module) -> int:
-    """Of parameters, on this rank."""
+    """Bytes of parameters on this rank."""
     return sum(item.nbytes for item in held(model))
 
 
@@ -155,7 +155,7 @@ def check_files() -> None:
 
 
 def check_files_that_do_not_fit() -> None:
-    """What one rank finds wrong every rank says, and nothing is changed."""
+    """Every rank says what one rank finds wrong, and nothing is changed."""
     step, inputs = in_stages("gpt2")
     step.init_weights(0)
     before = float(step(**inputs))
@@ -232,7 +232,7 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: di
 
 
 def check_saving(folder: Path, name: str, mesh: Mesh, **options: Any) -> None:
-    """What is saved is loaded by the same stages, which go on bit by bit; the expected losses are kept."""
+    """The same stages load what they saved and go on bit by bit; the expected losses are kept."""
     step, inputs = in_stages(mesh=mesh, **options)
     checkpoints = Checkpoints(folder / name)
     losses(step, inputs, SAVED)

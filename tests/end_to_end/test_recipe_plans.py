@@ -110,7 +110,7 @@ def trained_alone(layers: int = 1) -> tuple[list[torch.Tensor], dict[str, torch.
 
 
 def check_runs(plan: Plan, mesh: Any, layers: int = 1) -> None:
-    """What `compile` runs of a plan is what one device computes."""
+    """A plan that `compile` runs computes what one device does."""
     model, inputs = decoder(replace(SHAPE, layers=layers))
     step = autoshard.compile(model, mesh, optimizer=ADAMW(model.parameters()), plan=plan)
     losses, parameters = trained_alone(layers)
@@ -127,7 +127,7 @@ EXAMPLES = 20 if settings.default is None else settings.default.max_examples
 @settings(max_examples=max(1, EXAMPLES // 4))
 @given(recipe=recipes())
 def test_one_price_and_it_runs(recipe: Recipe) -> None:
-    """Of complete recipes: plan, specs and lowered program agree, and three steps equal one device."""
+    """Plan, specs and lowered program of a complete recipe agree, and three steps equal one device."""
     cluster = cluster_of(recipe.devices)
     plan = plan_of(recipe, cluster)
     assert plan.runs
@@ -211,5 +211,5 @@ def outcomes() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
-    """What was planned runs on Gloo, and equals one device."""
+    """A plan runs on Gloo, and equals one device."""
     report(outcomes, name)

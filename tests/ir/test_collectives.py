@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize("is_read_again", [False, True])
 def test_a_packed_buffer_is_reduced_in_place_unless_another_call_reads_it(is_read_again: bool) -> None:
-    """What reads it would find the sum."""
+    """A reader of the operand would find the sum."""
     graph = fx.Graph()
     packed = graph.call_function(aten.cat.default, ([graph.placeholder("x"), graph.placeholder("y")],))
     reduced = graph.call_function(ALL_REDUCE, (packed, "sum", "data"))

@@ -66,7 +66,7 @@ class Layer:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of `autoshard::experts`."""
+        """Arguments of `autoshard::experts`."""
         operands = (self.x, self.index, self.weights, self.gate_up, self.bias, self.down)
         return (*operands, self.count, self.activation, self.transposed, self.interleaved, self.alpha, self.limit)
 

@@ -44,7 +44,7 @@ def _gated(layer: Layer, halves: Tensor) -> Tensor:
 
 
 def gradients(layer: Layer, out: Tensor, grad: Tensor) -> list[Tensor]:
-    """Of all operands that have one."""
+    """Gradients of all operands that have one."""
     return list(torch.autograd.grad(out, layer.trained, grad))
 
 

@@ -58,7 +58,7 @@ def test_samples_reach_every_word() -> None:
 )
 @pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 2)])
 def test_bytes_of_host_memory_are_those_of_the_elements_in_order(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Of any layout: transposed ones, conjugates and what requires a gradient are read as they look."""
+    """Any layout is read as it looks: transposed tensors, conjugates, and those that require a gradient."""
     torch.manual_seed(0)
     tensor = (4 * torch.randn(shape)).to(dtype)
     expected = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -17,7 +17,7 @@ from autoshard.runtime.vector_exchange import LENGTH, VectorExchange, connect
 
 
 class Turns:
-    """What ranks say at a turn."""
+    """Numbers of all ranks at a turn."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self.said = Barrier(size), [b""] * size
@@ -51,7 +51,7 @@ def take_a_turn(vectors: VectorExchange) -> None:
 
 
 def on_all(size: int, work: Callable[[Channel], Any]) -> list[Any]:
-    """What each rank's thread gives."""
+    """Results of each rank's thread."""
     turns = Turns(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda place: work(Channel(turns, place)), range(size)))

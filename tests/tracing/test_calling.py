@@ -23,7 +23,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_takes_its_required_arguments_behind_the_outputs(name: str) -> None:
-    """Of three arguments to a call of a model that takes one."""
+    """Targets are counted among three arguments of a call, where the model takes one."""
     loss, targets = LOSSES[name]
     assert count_targets(nn.Linear(2, 2), loss, 3) == targets
 

@@ -36,7 +36,7 @@ def stage() -> PhasedProgram:
 
 
 def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
-    """Of the two products of each layer's backward one is in each half; together they are the backward."""
+    """Each half has one of the two products of each layer's backward; together they are the backward."""
     halves = cut_backward(stage())
     verify_cut_backward(stage(), halves)
     products = [

@@ -1,0 +1,72 @@
+"""Calls of a program's forward: who reads their values behind it, and what may become of these until then."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from passes.memory.liveness import UPDATE
+from passes.preparation.canonicalize import is_view
+from passes.preparation.number_values import draws_numbers
+from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
+
+
+@dataclass
+class ForwardCalls:
+    """The calls of the forward of a search space, with all links by name of their sites."""
+
+    space: SearchSpace
+    readers: dict[str, list[Link]] = field(init=False, default_factory=lambda: defaultdict(list))
+    operands: dict[str, list[Link]] = field(init=False, default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        for link in self.space.links:
+            self.readers[link.tail].append(link)
+            self.operands[link.head].append(link)
+
+    @cached_property
+    def forward(self) -> tuple[str, ...]:
+        """Sites of calls of the forward, in order."""
+        return tuple(filter(self.is_forward, self.space.sites))
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Place of each site in the program."""
+        return {name: index for index, name in enumerate(self.space.sites)}
+
+    def is_forward(self, name: str) -> bool:
+        """Whether a site is a call of the forward."""
+        site = self.space.sites[name]
+        return site.node is not None and site.phase == "forward" and site.node.op == "call_function"
+
+    def is_late(self, link: Link) -> bool:
+        """Whether a value is read behind the forward."""
+        return not self.is_forward(link.head) and not leaves_program(self.space.sites[link.head], link)
+
+    def may_be_remade(self, name: str) -> bool:
+        """Whether a value may be computed again: its call is pure, and every reader leaves open where it comes from."""
+        return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
+
+    def may_move(self, name: str) -> bool:
+        """Whether a value may come back from the host for all that reads it behind the forward, and owns its memory."""
+        site = self.space.sites[name]
+        assert site.node is not None, "calls have nodes"
+        is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
+        is_alias = is_view(site.node) or (site.is_alias and is_of_input)
+        return not is_alias and all(map(self._leaves_open, self.readers[name]))
+
+    def _leaves_open(self, link: Link) -> bool:
+        """Whether a reader leaves it open where the value comes from."""
+        head = self.space.sites[link.head]
+        return not leaves_program(head, link) and head.phase != UPDATE
+
+
+def _is_pure(site: Site) -> bool:
+    """Whether running a call again gives the same value, and does nothing else."""
+    assert site.node is not None, "calls have nodes"
+    target = site.node.target
+    writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return not writes and not draws_numbers(target)
