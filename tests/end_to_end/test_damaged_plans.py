@@ -153,11 +153,12 @@ def test_a_plan_that_is_a_number() -> None:
         autoshard.compile(small(), MESH, plan=3)
 
 
-def test_the_plan_of_a_recipe() -> None:
-    """It is for reading, and says where compile searches."""
+def test_the_plan_of_a_runtime_profile() -> None:
+    """It is for reading, and says how a plan that runs is made."""
     recipe = autoshard.Recipe(data=2, tensor=2)
     priced = autoshard.price(small(), autoshard.Cluster("h100_sxm", 1, 4), recipe, example_inputs=(X,), loss_fn=total)
-    with pytest.raises(PlanMismatchError, match=r"that of a recipe \(data 2, tensor 2; .*\), which is for reading"):
+    for_reading = r"prices a recipe \(data 2, tensor 2; .*\) under runtime='megatron', and is for reading"
+    with pytest.raises(PlanMismatchError, match=for_reading):
         autoshard.compile(small(), MESH, plan=priced)
-    with pytest.raises(PlanMismatchError, match=r"that of a recipe"):
+    with pytest.raises(PlanMismatchError, match=for_reading):
         autoshard.prove(small(), priced, example_inputs=(X,))
