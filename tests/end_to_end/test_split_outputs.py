@@ -379,7 +379,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     return run_checks(CHECKS, ranks=request.param)
 

@@ -71,6 +71,7 @@ def test_a_large_batch_with_ample_memory_is_data_parallel() -> None:
     assert plan.nodes["input_0"].outputs == (P("x"),)
 
 
+@pytest.mark.slow
 def test_a_large_batch_with_little_memory_is_fully_sharded() -> None:
     """Weights and their state are split, and gathered where they are used; the batch stays split."""
     plan = plan_of(256, 512, {"x": 8}, memory_budget=3.7e9)

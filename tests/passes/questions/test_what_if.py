@@ -92,6 +92,7 @@ def test_hsdp_takes_two_axes(free: Plan) -> None:
     assert item.objective == pytest.approx(solve(planning, options, both).solution.cost)
 
 
+@pytest.mark.slow
 def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
     """Without it nothing fits: the least memory that would do is more than there is."""
     plan = make_plan(memory_budget=SHORT)
@@ -104,6 +105,7 @@ def test_a_plan_that_offloads_is_asked_what_that_saves() -> None:
     assert f"does use offload, of {len(plan.offload.nodes)} values" in str(answer)
 
 
+@pytest.mark.slow
 def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> None:
     """Copies of all parameters do not fit in less without offload; the smallest limit that would do is given."""
     alternatives = tight.alternatives

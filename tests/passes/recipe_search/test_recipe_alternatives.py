@@ -48,7 +48,7 @@ def alternatives(plan: Plan) -> RecipeAlternatives:
     return plan.alternatives
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, feature: str) -> None:
     """Or, where the plan does it, of the best that does not; by pricing all."""
